@@ -95,31 +95,3 @@ def _transposed(words: torch.Tensor) -> torch.Tensor:
 
 def _aligned(sizes: torch.Tensor) -> torch.Tensor:
     return (sizes + 15) // 16 * 16
-
-
-# ---- messages without what their records leave unused ----------------------------------------------------------------
-
-
-def lengths(message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The bytes that each record of a message uses, int64 ``[records]``.
-
-    Args:
-        message: uint8.
-        sizes: Bytes of each record, in the order of the message; none is zero.
-    """
-    starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).unsqueeze(-1) + torch.arange(8)
-    return message[starts.to(message.device)].view(torch.int64).view(-1)
-
-
-def cut(message: torch.Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """A message with the bytes that its records use, one after the other."""
-    return torch.cat([record[:length] for record, length in zip(message.split(list(sizes)), lengths)])
-
-
-def whole(message: torch.Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """The message that was `cut`, with zeros where it was; what follows the last record is left out."""
-    padded = message.new_zeros(sum(sizes))
-    parts = message[: sum(lengths)].split(list(lengths))
-    for record, part in zip(padded.split(list(sizes)), parts):
-        record[: part.numel()] = part
-    return padded

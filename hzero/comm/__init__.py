@@ -3,21 +3,21 @@
 `Communicator` and `ddp_hook` are for programs without a stage; the rest is what the stage is made of.
 """
 
-from hzero.comm import activations
-from hzero.comm.bucket import Bucket, in_buckets
-from hzero.comm.communicator import Communicator
-from hzero.comm.ddp import DdpState, ddp_hook
-from hzero.comm.dimensions import for_dimension, in_use
-from hzero.comm.errors import HopError, blaming
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hzero.comm.communicator import Communicator, CommunicatorConfig, for_dimension, in_use
 from hzero.comm.feedback import ErrorFeedback
-from hzero.comm.lanes import Chain, Lanes, lasting, shared_lanes
+from hzero.comm.lanes import Chain, DeviceStreams, Lanes, lasting, shared_lanes
 from hzero.comm.process_groups import limit_waits
-from hzero.comm.runtime import Collectives
-from hzero.comm.settings import CommunicatorConfig
-from hzero.comm.streams import DeviceStreams
+from hzero.comm.runtime import Bucket, Collectives, in_buckets
 from hzero.comm.transport import Transport, most_failures
-from hzero.comm.watchdog import shared_watchdog
+from hzero.comm.watchdog import HopError, blaming, shared_watchdog
 from hzero.comm.wirelog import WireEntry, WireLog
+
+if TYPE_CHECKING:
+    from hzero.comm import activations
+    from hzero.comm.ddp import DdpState, ddp_hook
 
 __all__ = [
     "Bucket",
@@ -45,3 +45,11 @@ __all__ = [
     "shared_lanes",
     "shared_watchdog",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "activations":  # not of the stage
+        return importlib.import_module("hzero.comm.activations")
+    if name in ("DdpState", "ddp_hook"):
+        return getattr(importlib.import_module("hzero.comm.ddp"), name)
+    raise AttributeError(f"module 'hzero.comm' has no attribute {name!r}")

@@ -12,6 +12,7 @@ second order are not defined. ``torch.compile`` leaves them out: its graph break
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,26 +21,29 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from hzero.codecs.codec import FLOATS
 from hzero.comm.communicator import Communicator
 
-#: One collective, blocking.
-_Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+#: One blocking collective of a group.
+_Operation: TypeAlias = Callable[[Communicator, torch.Tensor], torch.Tensor]
 
 
 class _Pair(torch.autograd.Function):
     """An operation in forward, and another one on the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, forward: _Operation, backward: _Operation) -> torch.Tensor:
-        ctx.of_gradient = backward
-        return forward(tensor)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: Communicator, forward: _Operation, backward: _Operation
+    ) -> torch.Tensor:
+        ctx.of_gradient = partial(backward, group)
+        return forward(group, tensor)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.of_gradient(gradient), None, None  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.of_gradient(gradient), None, None, None  # type: ignore[attr-defined]
 
 
 def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backward: _Operation) -> torch.Tensor:
-    _check_tensor(tensor)
+    if not isinstance(group, Communicator):
+        raise TypeError(f"group: found {type(group).__name__}, expected a Communicator, such as for_dimension makes")
     if tensor.dtype not in FLOATS:
         raise TypeError(f"tensor: found {tensor.dtype}, expected float32, bfloat16 or float16")
     if group.config.error_feedback:
@@ -47,7 +51,7 @@ def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backwa
             f"error_feedback: found {', '.join(group.config.error_feedback)}, but activations are other ones in every "
             "micro-step, so nothing of one belongs to the next; possible: a communicator without error_feedback"
         )
-    result: torch.Tensor = _Pair.apply(tensor, forward, backward)
+    result: torch.Tensor = _Pair.apply(tensor, group, forward, backward)
     return result
 
 
@@ -65,8 +69,7 @@ def copy_to(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
         TypeError: The group is no `Communicator`, or the tensor of another type.
         ValueError: The communicator has error feedback.
     """
-    _check_group(group)
-    return _pair(tensor, group, lambda x: x.view_as(x), group.all_reduce)
+    return _pair(tensor, group, lambda _, whole: whole.view_as(whole), Communicator.all_reduce)
 
 
 @torch.compiler.disable
@@ -76,8 +79,7 @@ def reduce_from(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     For what leaves layers whose inputs are split: Megatron's ``reduce_from_tensor_model_parallel_region``, its function g.
     The error of an element is that of `Communicator.all_reduce`. Arguments and errors as of `copy_to`.
     """
-    _check_group(group)
-    return _pair(tensor, group, group.all_reduce, lambda gradient: gradient)
+    return _pair(tensor, group, Communicator.all_reduce, lambda _, gradient: gradient)
 
 
 @torch.compiler.disable
@@ -94,9 +96,9 @@ def gather_from(tensor: torch.Tensor, group: Communicator, dim: int) -> torch.Te
     Raises:
         ValueError: The communicator has error feedback.
     """
-    _check_group(group)
     _check_dimension("gather_from: dim", tensor, dim)
-    return _pair(tensor, group, _along(group.all_gather, dim), _along(group.reduce_scatter, dim))
+    gather, scatter = partial(_along, Communicator.all_gather, dim), partial(_along, Communicator.reduce_scatter, dim)
+    return _pair(tensor, group, gather, scatter)
 
 
 @torch.compiler.disable
@@ -113,8 +115,9 @@ def reduce_scatter_to(tensor: torch.Tensor, group: Communicator, dim: int) -> to
     Raises:
         ValueError: It is not, or the communicator has error feedback.
     """
-    _check_divides("reduce_scatter_to: dim", tensor, group, dim)
-    return _pair(tensor, group, _along(group.reduce_scatter, dim), _along(group.all_gather, dim))
+    _check_dimension("reduce_scatter_to: dim", tensor, dim, group)
+    gather, scatter = partial(_along, Communicator.all_gather, dim), partial(_along, Communicator.reduce_scatter, dim)
+    return _pair(tensor, group, scatter, gather)
 
 
 @torch.compiler.disable
@@ -135,49 +138,30 @@ def exchange(tensor: torch.Tensor, group: Communicator, split: int, gather: int)
     Raises:
         ValueError: ``split`` cannot be divided, or the communicator has error feedback.
     """
-    _check_divides("exchange: split", tensor, group, split)
+    _check_dimension("exchange: split", tensor, split, group)
     _check_dimension("exchange: gather", tensor, gather)
     split, gather = split % tensor.dim(), gather % tensor.dim()
-    return _pair(tensor, group, _exchanging(group, split, gather), _exchanging(group, gather, split))
+    return _pair(tensor, group, partial(_exchanged, split, gather), partial(_exchanged, gather, split))
 
 
-def _exchanging(group: Communicator, split: int, gather: int) -> _Operation:
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.unflatten(split, (group.plan.grid.world_size, -1)).movedim(split, 0)
-        received: torch.Tensor = group.all_to_all(parts)
-        return received.movedim(0, gather).flatten(gather, gather + 1)
-
-    return run
+def _exchanged(split: int, gather: int, group: Communicator, tensor: torch.Tensor) -> torch.Tensor:
+    parts = tensor.unflatten(split, (group.plan.grid.world_size, -1)).movedim(split, 0)
+    received: torch.Tensor = group.all_to_all(parts)
+    return received.movedim(0, gather).flatten(gather, gather + 1)
 
 
-def _along(operation: Callable[[torch.Tensor], torch.Tensor], dim: int) -> _Operation:
+def _along(operation: _Operation, dim: int, group: Communicator, tensor: torch.Tensor) -> torch.Tensor:
     """An operation on the first dimension, on another one."""
-    return lambda tensor: operation(tensor.movedim(dim, 0)).movedim(0, dim).contiguous()
+    return operation(group, tensor.movedim(dim, 0)).movedim(0, dim).contiguous()
 
 
-def _check_group(group: Any) -> None:
-    if not isinstance(group, Communicator):
-        raise TypeError(f"group: found {type(group).__name__}, expected a Communicator, such as for_dimension makes")
-
-
-def _check_tensor(tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor: found {type(tensor).__name__}, expected a torch.Tensor")
-
-
-def _check_divides(argument: str, tensor: torch.Tensor, group: Communicator, dim: int) -> None:
-    _check_group(group)
-    _check_dimension(argument, tensor, dim)
-    ranks = group.plan.grid.world_size
-    if tensor.shape[dim] % ranks:
-        raise ValueError(
-            f"{argument}: found dimension {dim} of shape {list(tensor.shape)}, expected a multiple of the group's {ranks} ranks"
-        )
-
-
-def _check_dimension(argument: str, tensor: torch.Tensor, dim: int) -> None:
-    _check_tensor(tensor)
+def _check_dimension(argument: str, tensor: Any, dim: int, group: Communicator | None = None) -> None:
+    """Refuses what is no dimension, or one that the group does not divide."""
     if not isinstance(dim, int):
         raise TypeError(f"{argument}: found {dim!r}, expected the number of a dimension")
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"{argument}: found {dim} for a tensor of shape {list(tensor.shape)}")
+    if isinstance(group, Communicator) and tensor.shape[dim] % (ranks := group.plan.grid.world_size):
+        raise ValueError(
+            f"{argument}: found dimension {dim} of shape {list(tensor.shape)}, expected a multiple of the group's {ranks} ranks"
+        )

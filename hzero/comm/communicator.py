@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import math
+import reprlib
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, field_validator
 
+from hzero.block import find, load
 from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
-from hzero.comm.bucket import Bucket
 from hzero.comm.feedback import ErrorFeedback
 from hzero.comm.lanes import Chain, shared_lanes
-from hzero.comm.mpi_wires import world_ranks
-from hzero.comm.process_groups import group_timeout
-from hzero.comm.runtime import Collectives, Lost
-from hzero.comm.settings import USES, CommunicatorConfig, Use, check_uses, parse_communicator
-from hzero.comm.transport import Transport, Wires, most_failures, wires_of
+from hzero.comm.process_groups import group_timeout, world_timeout
+from hzero.comm.runtime import Bucket, Collectives, Lost, first_lost
+from hzero.comm.transport import Transport, most_failures, wires_of
+from hzero.comm.watchdog import HopError
 from hzero.comm.wirelog import WireLog
-from hzero.comm.wires import Lane
-from hzero.config import CodecsConfig
+from hzero.config import (
+    BASE_TIERS,
+    DEFAULT_BLOCK_SIZE,
+    DIMENSIONS,
+    UNCODED,
+    CodecsConfig,
+    Dimension,
+    HZeroConfig,
+    NodeAllGather,
+    Tier,
+    TierCodecs,
+    Topology,
+    TransportName,
+    tiers_in_order,
+)
+from hzero.parsing import parse_config, parse_topology
 from hzero.plan.program import (
     Program,
     all_to_all_program,
@@ -35,7 +51,101 @@ from hzero.plan.program import (
 )
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid, sub_grid
-from hzero.validation import ConfigError, one_of
+from hzero.validation import ConfigError, Frozen, one_of, validated
+
+#: What has wires of its own: sums and copies on every tier, messages from rank to rank one for the whole group.
+Use: TypeAlias = Literal["sums", "copies", "messages"]
+USES: tuple[Use, ...] = ("sums", "copies", "messages")
+#: What a reduction makes.
+Sum: TypeAlias = Literal["sum", "mean"]
+
+
+def _check_uses(uses: Collection[Use]) -> list[Use]:
+    """The uses in one order on all ranks, which make their wires in it; `ConfigError` if one is unknown."""
+    for use in uses:
+        if use not in USES:
+            raise one_of("communicator: uses", use, USES)
+    return [use for use in USES if use in uses]
+
+
+class CommunicatorConfig(Frozen):
+    """What a `Communicator` sends, and over which tiers.
+
+    Attributes:
+        codecs: Codec of each tier, by name or as a block with `codec` and its settings (those of a stage's `codecs`); a tier
+            that is not named has `none`. A name instead of the block is the codec of all tiers. `exp` takes bfloat16 tensors
+            alone; with it and with `mpc` sums are bit for bit those of `none`.
+        gather: The same for what is copied and not summed: all-gathers, broadcasts, all-to-alls, sends, and the second half
+            of an all-reduce, which spreads the sums. By default `codecs`.
+        block_size: Elements that share a scale; a codec may have its own.
+        error_feedback: Tiers whose encoding keeps its loss (bfloat16) and adds it the next time, in reductions that have a
+            key; with the outermost tier of the machine also in the second half of an all-reduce.
+        node_all_gather: Algorithm of the all-gathers between nodes.
+        checksum: Whether every message is followed by a checksum of 16 bytes, which is compared on arrival; on GPUs in
+            `Communicator.verify`.
+        transport: What carries the messages: `torch`, the backend of the process group, or `mpi`.
+        topology: Where the ranks sit: `discover`, the default, finds out; a preset's name or a file names a machine; a block
+            declares one.
+    """
+
+    codecs: TierCodecs
+    gather: TierCodecs
+    block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
+    error_feedback: tuple[Tier, ...] = ()
+    node_all_gather: NodeAllGather = NodeAllGather()
+    checksum: bool = False
+    transport: TransportName = "torch"
+    topology: Topology = "discover"
+
+    @field_validator("error_feedback", mode="before")
+    @classmethod
+    def _tiers(cls, value: Any) -> Any:
+        return tiers_in_order(value)
+
+
+def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorConfig:
+    """Reads the settings of a communicator.
+
+    Args:
+        block: As the user wrote them; None: every codec is ``none`` and the topology is discovered.
+        where: Begins messages.
+
+    Raises:
+        ConfigError: An unknown key, codec or tier (with the nearest known one), or a wrong type.
+    """
+    block = {} if block is None else block
+    if not isinstance(block, Mapping):
+        keys = ", ".join(CommunicatorConfig.model_fields)
+        raise ConfigError(f"{where}: found {reprlib.repr(block)}, expected a block with keys {keys}")
+    size = block.get("block_size", DEFAULT_BLOCK_SIZE)
+    codecs = _by_tier(block.get("codecs", "none"), size)
+    values = {**block, "codecs": codecs, "gather": _by_tier(block["gather"], size) if "gather" in block else codecs}
+    topology = block.get("topology", "discover")
+    if topology == "auto" or not isinstance(topology, Mapping | Topology):
+        raise ConfigError(f'{where}.topology: found {topology!r}, expected "discover", a preset, a file or a block')
+    if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
+        values["topology"] = parse_topology(f"{where}.topology", block["topology"])
+    parsed = validated(CommunicatorConfig, values, where)
+    for tier in parsed.error_feedback:
+        if parsed.codecs[tier].traits.exact and parsed.gather[tier].traits.exact:
+            raise ConfigError(
+                f"{where}.error_feedback: found {tier!r}, whose codec {parsed.codecs[tier].codec!r} loses nothing; possible: "
+                "tiers with another one"
+            )
+    return parsed
+
+
+def _by_tier(written: Any, block_size: Any) -> Any:
+    """A block for each tier; what is neither a name nor a mapping stays, to be refused."""
+    if isinstance(written, str) or (isinstance(written, Mapping) and "codec" in written):  # one for all
+        written = dict.fromkeys(BASE_TIERS, written)
+    if not isinstance(written, Mapping):
+        return written
+    filled = {**dict.fromkeys(BASE_TIERS, "none"), "group": written.get("node", "none"), **written}
+    return {
+        tier: {"block_size": block_size, **(leaf if isinstance(leaf, Mapping) else {"codec": leaf})}
+        for tier, leaf in filled.items()
+    }
 
 
 class Communicator:
@@ -64,9 +174,6 @@ class Communicator:
         timeout: Longest wait for one hop; None takes that of the group.
         role: What it carries, for the wire log and the names of its lanes; None: the wire log has each operation by its name.
         grid: Where the ranks of the group sit, in the group's own numbers; None takes the topology of ``config``.
-        comm: A communicator of mpi4py instead of a process group; its hops take the transport ``mpi``. Its ranks are those of
-            the operations. No message is sent on it. torch.distributed has to be initialised with the same numbers of ranks as
-            MPI's world, and its timeout holds.
         uses: What has process groups: ``sums`` (`reduce_scatter`, `all_to_all`), ``copies`` (`all_gather`, `broadcast`), of
             which `all_reduce` takes both, and ``messages`` (`send`, `recv`).
 
@@ -89,7 +196,6 @@ class Communicator:
         timeout: timedelta | None = None,
         role: str | None = None,
         grid: Grid | None = None,
-        comm: Any = None,
         uses: Collection[Use] = USES,
     ) -> None:
         if not dist.is_initialized():
@@ -99,20 +205,9 @@ class Communicator:
             raise ConfigError(f"communicator: timeout: found {timeout!r}, expected a positive datetime.timedelta")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(f"communicator: group: found {group!r}, expected a process group of torch.distributed")
-        if role is not None and not isinstance(role, str):
-            raise ConfigError(f"communicator: role: found {role!r}, expected a name")
-        if comm is not None and group is not None:
-            raise ConfigError("communicator: found a group and comm, expected one of them")
-        if comm is not None and "transport" in settings.model_fields_set and settings.transport != "mpi":
-            raise ConfigError(f"communicator: found comm with transport {settings.transport!r}, expected 'mpi' or none")
-        if comm is not None:
-            self.config = settings = settings.model_copy(update={"transport": "mpi"})
         group = group or dist.group.WORLD
         assert group is not None
-        if comm is None:
-            rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        else:
-            ranks, rank = world_ranks(comm), comm.Get_rank()
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         if rank < 0:
             raise ConfigError(f"communicator: rank {dist.get_rank()} is not in the group of ranks {ranks}")
         whole, where = ranks == list(range(dist.get_world_size())), "communicator.topology"
@@ -137,34 +232,36 @@ class Communicator:
         self.role, self.adopted, self.streams = role, False, lanes.streams
         timeout = timeout or group_timeout(group)
         failures = most_failures(lanes.failures, settings.transport, group, ranks, timeout)
-        parts = "" if whole else f" {zlib.crc32(repr(ranks).encode()):08x}", f" #{failures}" if failures else ""
-        name = (role or "collectives") + "".join(parts)
-        uses = check_uses(uses)
-        self._sums, self._copies = f"{name} sums", f"{name} copies"
-        self._channels = [f"{name} {use}" for use in uses if use != "messages"]
-        transport = Transport(
+        name = role or "collectives"
+        if not whole:
+            name += f" {zlib.crc32(repr(ranks).encode()):08x}"
+        if failures:
+            name += f" #{failures}"
+        self._sums, self._copies, self._messages = (f"{name} {use}" for use in USES)
+        uses = _check_uses(uses)
+        self._channels = [f"{name} {use}" for use in uses]
+        self._transport = Transport(
             self.plan,
             timeout,
-            channels=self._channels,
+            channels=[channel for channel in self._channels if channel != self._messages],
             ranks=None if whole else ranks,
             backend=None if whole else backend,
             streams=lanes.streams,
             sums=False,
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
-        self._transport, self._name = transport, name
-        self._collectives = Collectives(self.plan, transport, WireLog(), feedback, lanes, strict=True)
-        self._messages: Wires | None = None
+        self._collectives = Collectives(self.plan, self._transport, WireLog(), feedback, lanes)
         if "messages" in uses and len(ranks) > 1:
-            lane: Lane = f"{name} messages", "node"
-            self._messages = wires_of(settings.transport, lane, ranks, timeout, None if whole else backend)
+            own_backend = None if whole else backend
+            self._wires = wires_of(settings.transport, (self._messages, "node"), ranks, timeout, own_backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
-        self._bfloat16 = any(hop.codec.traits.narrow for hop in (*copying, *reducing))
+        self._narrow = next((hop.codec.codec for hop in (*copying, *reducing) if hop.codec.traits.narrow), None)
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
         self._copying = self._again = gather_program(self.plan, copying) if copying else Program(())
         if copying and copying[0].tier in settings.error_feedback:
             # The second half of an all-reduce encodes once more, what this rank owns of the sums.
             self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
+        self._made: dict[Any, Program] = {}
         self._calls = self._sent = 0
 
     @property
@@ -180,12 +277,7 @@ class Communicator:
 
     @torch.compiler.disable
     def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: Literal["sum", "mean"] = "sum",
-        *,
-        key: int | None = None,
-        async_op: bool = False,
+        self, tensor: torch.Tensor, op: Sum = "sum", *, key: int | None = None, async_op: bool = False
     ) -> Any:
         """The sum, or the mean, of all ranks' tensors: a reduce-scatter over the tiers, then an all-gather back.
 
@@ -201,58 +293,22 @@ class Communicator:
         Returns:
             A tensor like ``tensor``; with ``async_op`` a `Chain` of it.
         """
-        flat = self._flat("all_reduce", tensor)
-        _check_sum("all_reduce", op, key, self.config.error_feedback)
+        flat, then = self._flat("all_reduce", tensor), _shaped(tensor.dtype, tensor.shape)
+        self._check_sum("all_reduce", op, key)
         chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
-        shape = tensor.shape
-        result = lambda whole: whole[: math.prod(shape)].view(shape)  # noqa: E731
-        return self._end(self._all_reduce("all_reduce", tensor, flat, chunk, op, key, result), async_op)
-
-    def _all_reduce(
-        self,
-        role: str,
-        tensor: torch.Tensor,
-        flat: torch.Tensor,
-        chunk: int,
-        op: str,
-        key: int | None,
-        then: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Chain[torch.Tensor]:
+        sums, copies = (self._bucket("all_reduce", tensor, chunk, of, key) for of in (self._sums, self._copies))
         if not self._copying.steps or not flat.numel():
-            return self._local(flat, then)
+            return _ended(self._local(flat, then), async_op)
         same, own = self._seeds()
         held: list[torch.Tensor] = []
-        lost: list[Lost] = []
-        reduced = self._reduce(role, tensor, flat, chunk, op, key, own, held.append, lost)
-        bucket = self._bucket(role, tensor, chunk, self._copies, key)
-        read = lambda: [held.pop()]  # noqa: E731
-
-        def whole(tensors: list[torch.Tensor]) -> torch.Tensor:
-            self._collectives.note(lost)
-            return then(tensors[0])
-
-        return self._collectives.run(self._again, bucket, read, whole, seed=same, own_seed=own, after=[reduced])
-
-    @torch.compiler.disable
-    def average_into(self, tensor: torch.Tensor, key: int) -> Chain[torch.Tensor]:
-        """`all_reduce` of a mean whose result goes back into ``tensor``, which is contiguous; for hooks of other engines."""
-        flat = self._flat("ddp_hook", tensor)
-        chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
-
-        def into(whole: torch.Tensor) -> torch.Tensor:
-            self._collectives.used(flat).copy_(whole[: flat.numel()])
-            return tensor
-
-        return self._all_reduce("all_reduce", tensor, flat, chunk, "mean", key, into)
+        lost: list[Lost] = []  # the second half tells of it, since the hops of both are made on all ranks
+        reduced = self._reduce(sums, flat, op, own, held.append, lost=lost, tells=False)
+        how: dict[str, Any] = {"seed": same, "own_seed": own, "after": [reduced], "lost": lost}
+        return _ended(self._run(copies, self._again, flat, then, read=lambda: [held.pop()], **how), async_op)
 
     @torch.compiler.disable
     def reduce_scatter(
-        self,
-        tensor: torch.Tensor,
-        op: Literal["sum", "mean"] = "sum",
-        *,
-        key: int | None = None,
-        async_op: bool = False,
+        self, tensor: torch.Tensor, op: Sum = "sum", *, key: int | None = None, async_op: bool = False
     ) -> Any:
         """This rank's part of the sum, or of the mean, of all ranks' tensors.
 
@@ -266,38 +322,21 @@ class Communicator:
             Part r of the first dimension on rank r; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("reduce_scatter", tensor)
-        _check_sum("reduce_scatter", op, key, self.config.error_feedback)
-        shape = _part("reduce_scatter", tensor, self.plan.grid.world_size)
-        chunk = math.prod(shape)
-        if not self.plan.reduce_hops() or not chunk:
-            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
-        _, own = self._seeds()
-        then = lambda shard: shard.to(tensor.dtype).view(shape)  # noqa: E731
-        return self._end(self._reduce("reduce_scatter", tensor, flat, chunk, op, key, own, then), async_op)
+        self._check_sum("reduce_scatter", op, key)
+        shape = self._part("reduce_scatter", tensor)
+        bucket = self._bucket("reduce_scatter", tensor, math.prod(shape), self._sums, key)
+        return _ended(self._reduce(bucket, flat, op, self._seeds()[1], _shaped(tensor.dtype, shape)), async_op)
 
     def _reduce(
-        self,
-        role: str,
-        tensor: torch.Tensor,
-        flat: torch.Tensor,
-        chunk: int,
-        op: str,
-        key: int | None,
-        seed: int,
-        then: Callable[[torch.Tensor], Any],
-        lost: list[Lost] | None = None,
+        self, bucket: Bucket, flat: torch.Tensor, op: str, seed: int, then: Callable[[torch.Tensor], Any], **how: Any
     ) -> Chain[Any]:
         """A chain that ends with ``then`` of this rank's shard, float32."""
-        world = self.plan.grid.world_size
-        first = op == "mean" and tensor.dtype == torch.float16  # whose sums may overflow where they travel
-        if first:
+        world, averaged = self.plan.grid.world_size, then
+        if op == "mean" and flat.dtype == torch.float16:  # whose sums may overflow where they travel
             flat = flat / world
-
-        def averaged(shards: list[torch.Tensor]) -> Any:
-            return then(shards[0].div_(world) if op == "mean" and not first else shards[0])
-
-        bucket = self._bucket(role, tensor, chunk, self._sums, key)
-        return self._collectives.run(self._summing, bucket, lambda: [flat], averaged, seed=seed, lost=lost)
+        elif op == "mean":
+            averaged = lambda shard: then(shard.div_(world))  # noqa: E731
+        return self._run(bucket, self._summing, flat, averaged, seed=seed, **how)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:
@@ -322,16 +361,11 @@ class Communicator:
         Returns:
             A tensor with the group's size times as large a first dimension; with ``async_op`` a `Chain` of it.
         """
-        flat, hops = self._flat("all_gather", tensor), self.plan.gather_hops()
-        rows, *rest = tensor.shape or (1,)
-        shape = (rows * self.plan.grid.world_size, *rest)
-        if not hops or not flat.numel():
-            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
+        flat, (rows, *rest) = self._flat("all_gather", tensor), tensor.shape or (1,)
         bucket = self._bucket("all_gather", tensor, flat.numel(), self._copies)
+        then = _shaped(tensor.dtype, (rows * self.plan.grid.world_size, *rest))
         same, own = self._seeds()
-        then = lambda tensors: tensors[0].view(shape)  # noqa: E731
-        chain = self._collectives.run(self._copying, bucket, lambda: [flat], then, seed=same, own_seed=own)
-        return self._end(chain, async_op)
+        return _ended(self._run(bucket, self._copying, flat, then, seed=same, own_seed=own), async_op)
 
     @torch.compiler.disable
     def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
@@ -345,14 +379,10 @@ class Communicator:
         Returns:
             A tensor like ``tensor``, whose part i is of rank i; with ``async_op`` a `Chain` of it.
         """
-        flat, shape = self._flat("all_to_all", tensor), tensor.shape
-        chunk = math.prod(_part("all_to_all", tensor, self.plan.grid.world_size))
-        if not self.plan.gather_hops() or not chunk:
-            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
-        bucket = self._bucket("all_to_all", tensor, chunk, self._sums)
-        _, own = self._seeds()
-        program, then = all_to_all_program(self.plan), lambda tensors: tensors[0].view(shape)
-        return self._end(self._collectives.run(program, bucket, lambda: [flat], then, seed=own), async_op)
+        flat, part = self._flat("all_to_all", tensor), self._part("all_to_all", tensor)
+        bucket = self._bucket("all_to_all", tensor, math.prod(part), self._sums)
+        program, then = self._program(all_to_all_program), _shaped(tensor.dtype, tensor.shape)
+        return _ended(self._run(bucket, program, flat, then, seed=self._seeds()[1]), async_op)
 
     @torch.compiler.disable
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -366,16 +396,14 @@ class Communicator:
         Returns:
             The tensor, on ``src`` too as the others decode it; with ``async_op`` a `Chain` of it.
         """
-        flat, shape = self._flat("broadcast", tensor), tensor.shape
-        _check_rank("broadcast: src", src, self.plan.grid.world_size)
-        if not self.plan.gather_hops() or not flat.numel():
-            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
+        flat = self._flat("broadcast", tensor)
+        self._check_rank("broadcast: src", src)
         bucket = self._bucket("broadcast", tensor, flat.numel(), self._copies)
-        same, _ = self._seeds()
-        program = broadcast_program(self.plan, src)
-        read = (lambda: [flat]) if src == self.plan.rank else self._room(program, bucket, flat)
-        then = lambda tensors: tensors[0].view(shape)  # noqa: E731
-        return self._end(self._collectives.run(program, bucket, read, then, seed=same), async_op)
+        program, read = self._program(broadcast_program, int(src)), None
+        if src != self.plan.rank:
+            read = _room(program, bucket, flat)
+        then = _shaped(tensor.dtype, tensor.shape)
+        return _ended(self._run(bucket, program, flat, then, read=read, seed=self._seeds()[0]), async_op)
 
     # ---- point to point --------------------------------------------------------------------------------------
 
@@ -396,13 +424,9 @@ class Communicator:
             None; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("send", tensor)
-        self._check_peer("send: dst", dst)
-        if not flat.numel():
-            return self._end(self._local(flat, lambda _: None), async_op)
+        program, bucket = self._message("send", tensor, "dst", dst)
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        program, bucket = self._message("send", tensor, self.plan.rank, dst)
-        seed = self._own_seed(self._sent)
-        return self._end(self._collectives.run(program, bucket, lambda: [flat], lambda _: None, seed=seed), async_op)
+        return _ended(self._run(bucket, program, flat, lambda _: None, seed=self._own_seed(self._sent)), async_op)
 
     @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -416,27 +440,69 @@ class Communicator:
         Returns:
             The tensor; with ``async_op`` a `Chain` of it.
         """
-        flat, shape = self._flat("recv", tensor), tensor.shape
-        self._check_peer("recv: src", src)
-        if not flat.numel():
-            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
-        program, bucket = self._message("recv", tensor, src, self.plan.rank)
-        then = lambda tensors: tensors[0].view(shape)  # noqa: E731
-        return self._end(self._collectives.run(program, bucket, self._room(program, bucket, flat), then), async_op)
+        flat = self._flat("recv", tensor)
+        program, bucket = self._message("recv", tensor, "src", src)
+        then = _shaped(tensor.dtype, tensor.shape)
+        return _ended(self._run(bucket, program, flat, then, read=_room(program, bucket, flat)), async_op)
+
+    def _message(self, operation: str, tensor: torch.Tensor, argument: str, peer: int) -> tuple[Program, Bucket]:
+        """The program of a message, and its bucket. Each direction has a lane: in a ring all ranks send before they receive."""
+        self._check_rank(f"{operation}: {argument}", peer)
+        ways = {"dst": (self.plan.rank, int(peer)), "src": (int(peer), self.plan.rank)}
+        source, target = ways[argument]
+        if source == target:
+            raise ValueError(
+                f"{operation}: {argument}: found {peer}, this rank itself; expected another rank of the group"
+            )
+        bucket = self._bucket(operation, tensor, tensor.numel(), self._messages, direction=f"{source} to {target}")
+        lane = self._collectives.lane(bucket, self.plan.grid.tier_between(source, target))
+        self._transport.direction(lane, self._wires, source, target)
+        return self._program(message_program, source, target), bucket
 
     # ---- common ----------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """On a GPU: compares all checksums until now, looks for blocks that ``exp`` could not hold, and waits for them.
+        """On a GPU: compares all checksums until now, looks for blocks that a codec could not hold, and waits for them.
 
         Raises:
             HopError: A message arrived changed, or lost a block.
         """
         self._collectives.verify()
+        _refuse(self._collectives.lost())
 
-    @staticmethod
-    def _end(chain: Chain[Any], async_op: bool) -> Any:
-        return chain if async_op else chain.wait()
+    def _bucket(
+        self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None, direction: str = ""
+    ) -> Bucket:
+        if channel not in self._channels:
+            raise ValueError(f"{role}: found no {channel!r} among the uses of this communicator: {self._channels}")
+        of = f"{self.role} in " if self.role else ""
+        name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, direction, name)
+
+    def _run(
+        self,
+        bucket: Bucket,
+        program: Program,
+        flat: torch.Tensor,
+        then: Callable[[torch.Tensor], Any],
+        *,
+        read: Callable[[], Any] | None = None,
+        lost: list[Lost] | None = None,
+        tells: bool = True,
+        **how: Any,
+    ) -> Chain[Any]:
+        """Starts a program that ends with ``then`` of its only tensor. ``lost`` is shared by the halves of an operation."""
+        if not program.steps or not flat.numel():
+            return self._local(flat, then)
+        # On a device the host does not wait for what is lost: `verify` tells.
+        counts = None if self.streams is not None else [] if lost is None else lost
+
+        def end(left: Any) -> Any:
+            if tells and counts:
+                _refuse(first_lost(counts))
+            return then(left[0])
+
+        return self._collectives.run(program, bucket, read or (lambda: [flat]), end, lost=counts, **how)
 
     def _local(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], Any]) -> Chain[Any]:
         """A chain without hops, with ``then`` of a copy: nothing has to be sent."""
@@ -448,6 +514,13 @@ class Communicator:
 
         return self._collectives.lanes.submit(hops(), ())
 
+    def _program(self, make: Callable[..., Program], *ranks: int) -> Program:
+        """A program of this group, made once."""
+        key = make, ranks
+        if key not in self._made:
+            self._made[key] = make(self.plan, *ranks) if self._copying.steps else Program(())
+        return self._made[key]
+
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
         self._calls += 1
@@ -456,92 +529,134 @@ class Communicator:
     def _own_seed(self, count: int) -> int:
         return (count * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
 
-    def _bucket(
-        self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None, direction: str = ""
-    ) -> Bucket:
-        if channel in (self._sums, self._copies) and channel not in self._channels:
-            raise ValueError(f"{role}: found no {channel!r} among the uses of this communicator: {self._channels}")
-        of = f"{self.role} in " if self.role else ""
-        name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, direction, name)
+    # ---- arguments -------------------------------------------------------------------------------------------
 
-    def _message(self, role: str, tensor: torch.Tensor, source: int, target: int) -> tuple[Program, Bucket]:
-        """The program of a message, and its bucket. Each direction has a lane: in a ring all ranks send before they receive."""
-        direction = f"{source} to {target}"
-        bucket = self._bucket(role, tensor, tensor.numel(), f"{self._name} messages", direction=direction)
-        assert self._messages is not None, "the peer has been checked"
-        lane = bucket.lane(self.plan.grid.tier_between(source, target))
-        self._transport.direction(lane, self._messages, source, target)
-        return message_program(self.plan, source, target), bucket
+    def _flat(self, operation: str, tensor: Any) -> torch.Tensor:
+        """The tensor as one contiguous row, without gradient."""
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS or tensor.layout != torch.strided:
+            found = type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                found = f"{tensor.dtype} in layout {tensor.layout}"
+            raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
+        if self._narrow and tensor.dtype != torch.bfloat16:
+            found = f"found {tensor.dtype}, possible with codec {self._narrow}: bfloat16"
+            raise TypeError(f"{operation}: tensor: {found}")
+        if tensor.device.type != self._device:
+            possible = f"possible with the backend of this group: {self._device}"
+            raise ValueError(f"{operation}: tensor: found on {tensor.device}, {possible}")
+        return tensor.detach().reshape(-1).contiguous()  # of an expanded tensor reshape makes a view
 
-    @staticmethod
-    def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Makes the buffer of a message that another rank sends."""
-        size = program.crossings[0].message_bytes(bucket.chunks, bucket.dtype.itemsize)
-        return lambda: like.new_empty(size, dtype=torch.uint8)
+    def _part(self, operation: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of one rank's part. Raises ValueError where the first dimension is no multiple of the ranks."""
+        ranks, (rows, *rest) = self.plan.grid.world_size, tensor.shape or (0,)
+        if tensor.dim() == 0 or rows % ranks:
+            raise ValueError(
+                f"{operation}: tensor: found shape {list(tensor.shape)}, expected a first dimension that is a multiple of the "
+                f"group's {ranks} ranks"
+            )
+        return (rows // ranks, *rest)
 
-    def _check_peer(self, argument: str, rank: int) -> None:
-        """Raises ValueError for what is no other rank, or where nothing carries messages."""
-        _check_rank(argument, rank, self.plan.grid.world_size)
-        if rank == self.plan.rank:
-            raise ValueError(f"{argument}: found {rank}, this rank itself; expected another rank of the group")
-        if self._messages is None:
-            raise ValueError(f"{argument}: found no 'messages' among the uses of this communicator: {self._channels}")
+    def _check_sum(self, operation: str, op: str, key: int | None) -> None:
+        """Raises ValueError for an unknown sum, or one without a key where tiers have error feedback."""
+        if op not in ("sum", "mean"):
+            raise one_of(f"{operation}: op", op, ("sum", "mean"))
+        if key is None and self.config.error_feedback:
+            raise ValueError(
+                f"{operation}: key: found None, expected a number that names the tensor from call to call, since "
+                f"error_feedback is on ({', '.join(self.config.error_feedback)})"
+            )
 
-    def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
-        return _flat(operation, tensor, self._device, self._bfloat16)
+    def _check_rank(self, argument: str, rank: int) -> None:
+        """Raises ValueError for what is no rank of this group."""
+        ranks = self.plan.grid.world_size
+        if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < ranks:
+            raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
+
+    def _check_use(self, operation: str, channel: str) -> None:
+        if channel not in self._channels:
+            raise ValueError(f"{operation}: found no {channel!r} among the uses of this communicator: {self._channels}")
 
 
-def _flat(operation: str, tensor: torch.Tensor, device: str, exp: bool) -> torch.Tensor:
-    """The tensor as one contiguous row, without gradient.
+def _ended(chain: Chain[Any], async_op: bool) -> Any:
+    return chain if async_op else chain.wait()
+
+
+def _shaped(dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes a result of the elements that a program leaves, which may be float32, and more than there are."""
+    numel = math.prod(shape)
+    return lambda left: left.to(dtype)[:numel].view(shape)
+
+
+def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """Makes the buffer of a message that another rank sends."""
+    if not program.steps:
+        return None
+    size = program.crossings[0].message_bytes(bucket.chunks, bucket.dtype.itemsize)
+    return lambda: like.new_empty(size, dtype=torch.uint8)
+
+
+def _refuse(lost: str | None) -> None:
+    if lost is not None:
+        raise HopError(f"hzero: {lost}; expected codec none, bf16 or int8 on this tier")
+
+
+# ---- parallel dimensions of a model ---------------------------------------------------------------------------------
+
+#: Those that live, which the next engine asks; see `in_use`.
+_MADE: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def for_dimension(
+    dimension: Dimension,
+    config: Any,
+    group: dist.ProcessGroup | None = None,
+    *,
+    grid: Grid | None = None,
+    uses: Collection[Use] = USES,
+) -> Communicator:
+    """A communicator for the activations of one parallel dimension, with the codecs of ``codecs.tensor`` and so on.
+
+    Make it before the engine, and give it to `hzero.comm.activations`. An engine with the stage that is built after it
+    counts its hops in its own wire log and traces, under the dimension's name. Its ranks keep their places in the world's
+    grid.
 
     Args:
-        operation: Begins messages.
-        tensor: Dense, float32, bfloat16 or float16; with ``exp`` bfloat16.
-        device: Kind of device that it has to be on.
-        exp: Whether a hop has codec ``exp``.
+        dimension: ``tensor``, ``sequence`` or ``expert``; an engine of a ``PipelineModule`` makes those of ``pipeline`` and
+            ``optimizer`` itself.
+        config: A DeepSpeed configuration, as for ``deepspeed.initialize``. One without block has no codecs.
+        group: The ranks that share the dimension; None takes the world.
+        grid: Of the world; None takes the block's topology. Where that is discovered, all ranks of the world call this at the
+            same point.
+        uses: As for a `Communicator`.
+
+    A wait lasts as long as the world's timeout allows: groups that others make do not inherit it.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: It is on another device.
+        ConfigError: The configuration cannot be read, its block is wrong, or the group fills the tiers unevenly.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS or tensor.layout != torch.strided:
-        found = type(tensor).__name__
-        if isinstance(tensor, torch.Tensor):
-            found = f"{tensor.dtype} in layout {tensor.layout}"
-        raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
-    if exp and tensor.dtype != torch.bfloat16:
-        raise TypeError(f"{operation}: tensor: found {tensor.dtype}, possible with codec exp: bfloat16")
-    if tensor.device.type != device:
-        raise ValueError(
-            f"{operation}: tensor: found on {tensor.device}, possible with the backend of this group: {device}"
-        )
-    return tensor.detach().reshape(-1).contiguous()  # of an expanded tensor reshape makes a view
+    if dimension not in DIMENSIONS:
+        raise one_of("for_dimension: dimension", dimension, DIMENSIONS)
+    parsed = config if isinstance(config, HZeroConfig) else None
+    if parsed is None and config is not None:
+        loaded = load(config)
+        if loaded is None:
+            raise ConfigError(
+                f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or the path of one"
+            )
+        if (block := find(loaded)) is not None:
+            parsed = parse_config(block)
+    codecs = parsed.codecs[dimension] if parsed is not None else UNCODED
+    if grid is None:
+        grid = resolve_grid("discover" if parsed is None else parsed.topology, dist.get_world_size())
+    if group is not None:
+        grid = grid.of_ranks(dist.get_process_group_ranks(group))
+    common = () if parsed is None else ("node_all_gather", "checksum", "transport")
+    settings = CommunicatorConfig(codecs=codecs, gather=codecs, **{key: getattr(parsed, key) for key in common})
+    made = Communicator(settings, group, timeout=world_timeout(), role=dimension, grid=grid, uses=uses)
+    _MADE.add(made)
+    return made
 
 
-def _part(operation: str, tensor: torch.Tensor, ranks: int) -> tuple[int, ...]:
-    """The shape of one rank's part. Raises ValueError where the first dimension is no multiple of the ranks."""
-    rows, *rest = tensor.shape or (0,)
-    if tensor.dim() == 0 or rows % ranks:
-        raise ValueError(
-            f"{operation}: tensor: found shape {list(tensor.shape)}, expected a first dimension that is a multiple of the "
-            f"group's {ranks} ranks"
-        )
-    return (rows // ranks, *rest)
-
-
-def _check_sum(operation: str, op: str, key: int | None, error_feedback: Sequence[str]) -> None:
-    """Raises ValueError for an unknown sum, or one without a key where tiers have error feedback."""
-    if op not in ("sum", "mean"):
-        raise one_of(f"{operation}: op", op, ("sum", "mean"))
-    if key is None and error_feedback:
-        raise ValueError(
-            f"{operation}: key: found None, expected a number that names the tensor from call to call, since "
-            f"error_feedback is on ({', '.join(error_feedback)})"
-        )
-
-
-def _check_rank(argument: str, rank: int, ranks: int) -> None:
-    """Raises ValueError for what is no rank of a group of so many."""
-    if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < ranks:
-        raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
+def in_use() -> list[Communicator]:
+    """The communicators that `for_dimension` has made and somebody still holds."""
+    return list(_MADE)

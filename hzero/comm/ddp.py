@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hzero.comm.communicator import Communicator
+from hzero.comm.communicator import Communicator, CommunicatorConfig
 from hzero.comm.lanes import Chain
-from hzero.comm.settings import CommunicatorConfig
 
 
 class DdpState:
@@ -86,7 +85,7 @@ def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[t
     if not isinstance(state, DdpState):
         raise TypeError(f"ddp_hook: state: found {type(state).__name__}, expected an hzero.comm.DdpState")
     communicator, buffer = state.communicator, bucket.buffer()
-    chain = communicator.average_into(buffer, state.key(bucket))
+    chain = communicator.all_reduce(buffer, "mean", key=state.key(bucket), async_op=True)
     return _future(chain, communicator, buffer.device)
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hzero.comm.bucket import Bucket
-
 
 @dataclass
 class Residual:
@@ -36,13 +34,13 @@ class ErrorFeedback:
         self._changed: dict[tuple[str, int], Residual] = {}  # since the last step that is done
 
     def of(
-        self, name: str, bucket: Bucket, tensors: Sequence[torch.Tensor], scale: float
+        self, name: str, keys: Sequence[int], tensors: Sequence[torch.Tensor], scale: float
     ) -> tuple[list[torch.Tensor], list[float]]:
         """The residuals to add to tensors before they are encoded, which the encoding overwrites with what it loses.
 
         Args:
             name: Of the residuals, such as the tier of the hop.
-            bucket: Keys of the tensors.
+            keys: Of the tensors.
             tensors: Flat floating tensors.
             scale: Loss scale of ``tensors``, and so of the new residuals.
 
@@ -51,7 +49,7 @@ class ErrorFeedback:
             another scale.
         """
         residuals, factors = [], []
-        for key, tensor in zip(bucket.keys, tensors):
+        for key, tensor in zip(keys, tensors):
             place = name, key
             kept = self._residuals.get(place)
             if kept is None or kept.values.numel() != tensor.numel():

@@ -14,9 +14,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -24,21 +25,96 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.profiler import record_function
 
-from hzero.comm.streams import DeviceStreams, host_steps
-from hzero.comm.transport import Pending
-from hzero.comm.wires import Lane
-from hzero.config import CollectiveOrder, TransportName
+from hzero.comm.wires import Lane, Work
+from hzero.config import CollectiveOrder, Tier, TransportName
 from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
-#: Yields None when it has read its inputs, then each hop, or each of its rounds, when it has started it. Is resumed when the
-#: hop has ended, and returns the chain's result.
-Hops: TypeAlias = Generator[Pending | None, None, T]
+#: Yields None when it has read its inputs, then each hop (`hzero.comm.transport.Pending`), or each of its rounds, when it has
+#: started it. Is resumed when the hop has ended, and returns the chain's result.
+Hops: TypeAlias = Generator[Any, None, T]
 #: How long hops under way may take to end after an exception, whose peers may never come, in seconds.
 _AFTER_ERROR_S = 3.0
 #: Time after which a process that waits for them says so, in seconds.
 _TOLD_S = 10.0
+
+
+class DeviceStreams:
+    """At most six streams of high priority, since a device has few hardware queues, and one per direction of messages.
+
+    Codec kernels before a hop run on the stream of its tier, those of results on streams of their own: so the next message
+    is encoded while a hop is under way. From the third tier on, tiers share a stream. Under the order ``strict``
+    collectives have a stream, and all results share one.
+
+    Args:
+        device: Makes streams and events: ``torch.cuda``, or an accelerator of DeepSpeed.
+        order: As for `Lanes`.
+    """
+
+    def __init__(self, device: Any, order: CollectiveOrder = "lanes") -> None:
+        self.device, self.order = device, order
+        self._streams: dict[Any, Any] = {}
+        self._tiers: dict[Tier | None, int] = {}
+
+    def on(self, lane: Lane | None, *, results: bool = False) -> AbstractContextManager[Any]:
+        """Makes the stream of a lane current, or that of its results."""
+        if lane is not None and len(lane) > 2:
+            return self._on(lane)
+        number = min(self._tiers.setdefault(lane and lane[1], len(self._tiers)), 2)
+        return self._on(("results", 0 if self.order == "strict" else number) if results else ("hops", number))
+
+    def _on(self, key: Any) -> AbstractContextManager[Any]:
+        if key not in self._streams:
+            self._streams[key] = self.device.Stream(priority=-1)
+        return self.device.stream(self._streams[key])  # type: ignore[no-any-return]
+
+    def collective(self, start: Callable[..., Any]) -> Work:
+        """Starts a collective; under the order ``strict`` it comes behind all others, and on their stream."""
+        if self.order == "lanes":
+            return start(async_op=True)  # type: ignore[no-any-return]
+        before = self.event()
+        with self._on("collectives"):
+            self.wait(before)
+            start(async_op=False)
+            return SimpleNamespace(wait=partial(self.wait, self.event()))
+
+    def event(self) -> Any:
+        """An event recorded on the current stream."""
+        event = self.device.Event()
+        event.record(self.device.current_stream())
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Makes the current stream wait for an event."""
+        self.device.current_stream().wait_event(event)
+
+    def join(self) -> None:
+        """Makes the current stream wait for all that the lanes have been given."""
+        for stream in self._streams.values():
+            self.device.current_stream().wait_stream(stream)
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor's memory until the current stream has passed this point."""
+        tensor.record_stream(self.device.current_stream())
+
+    def used_by_all(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor's memory until all streams of lanes have passed this point."""
+        for stream in self._streams.values():
+            tensor.record_stream(stream)
+
+
+@contextlib.contextmanager
+def host_steps(device: int) -> Iterator[None]:
+    """Around a part of a chain on a GPU whose hops the host starts and ends, as those over MPI, which knows no streams.
+
+    Inputs may come from any stream and results go to any, so the host waits before the part for the device and after it for
+    the part. It has not run on a GPU, and costs the overlap of encoding with compute.
+    """
+    torch.cuda.set_device(device)  # of this thread, which may be a lane's
+    torch.cuda.synchronize()
+    yield
+    torch.cuda.current_stream().synchronize()
 
 
 class Chain(Generic[T]):
@@ -96,7 +172,7 @@ class Chain(Generic[T]):
         if self._read is not None:
             self._run_by.streams.wait(self._read)  # type: ignore[union-attr]
 
-    def _resume(self) -> Pending | None:
+    def _resume(self) -> Any:
         """Goes on to the next hop and starts it; None where there is none, or when the result is there."""
         try:
             return next(self._hops)
@@ -152,6 +228,9 @@ class Lanes:
 
     On a device whose hops MPI carries, lanes are threads, since only the host starts and ends such hops.
 
+    Where lanes are threads, of the order ``lanes``, the roles of a stage have lanes and communicators of their own (`apart`): a
+    gather that is needed now shares a link with a reduction, and does not wait behind it. A device has few hardware queues.
+
     Args:
         streams: Streams of a device; None for threads.
         around: Made and entered around each part of a chain, where ``streams`` is None.
@@ -162,6 +241,7 @@ class Lanes:
         order: As above.
         kind: What carries the hops, in words.
         failures: Chains that have failed.
+        waited_s: Seconds for which `Chain.wait` has blocked until now, of all chains together.
     """
 
     def __init__(
@@ -176,15 +256,14 @@ class Lanes:
         self._running: dict[Chain[Any], None] = {}
         self._patient: dict[Chain[Any], Any] = {}  # chains with hops that have no place yet, and their owners
         self._changed = threading.Condition()  # of these
-        self._under_way: dict[Lane | None, Pending] = {}
+        self._under_way: dict[Lane | None, Any] = {}
         self._broken: dict[Lane | None, BaseException] = {}
-        self._waited_s = self._waiting_since = 0.0
+        self.waited_s = 0.0
 
     @property
-    def waited_s(self) -> float:
-        """Seconds for which `Chain.wait` has blocked until now, of all chains together."""
-        since = self._waiting_since
-        return self._waited_s + (time.perf_counter() - since if since else 0.0)
+    def apart(self) -> bool:
+        """Whether roles have lanes of their own."""
+        return self.streams is None and self.order == "lanes"
 
     def submit(
         self,
@@ -276,10 +355,18 @@ class Lanes:
             self.failures += 1
             chain._end(None, error)
 
-    def _end(self, chain: Chain[Any]) -> None:
-        with self._changed:
-            del self._running[chain]
-            self._changed.notify_all()
+    def _left(
+        self, chain: Chain[Any], lane: Lane | None, error: BaseException | None, *, last: bool, broken: bool
+    ) -> None:
+        """A chain has left a lane, the last one or not; with an error it has started its hop there or not."""
+        if error is not None:
+            self._fail(chain, error)
+            if broken:  # peers may have started this hop, and would pair it with the next chain's
+                self._broken.setdefault(lane, error)
+        if last:
+            with self._changed:
+                del self._running[chain]
+                self._changed.notify_all()
 
     # ---- threads ------------------------------------------------------------------------------------------------
 
@@ -293,8 +380,9 @@ class Lanes:
 
     def _serve(self, jobs: queue.SimpleQueue[Any]) -> None:
         torch.set_grad_enabled(False)  # of this thread
-        while (job := jobs.get()) is not None:
-            job() if callable(job) else self._run(*job)
+        while True:
+            job = jobs.get()
+            self._run(*job)
             del job  # it holds a chain, and so its buffers
 
     def _run(self, chain: Chain[Any], index: int) -> None:
@@ -321,12 +409,7 @@ class Lanes:
             except BaseException as raised:
                 error = raised
             self._under_way.pop(lane, None)
-        if error is not None:
-            self._fail(chain, error)
-            if not started:  # peers may have started this hop, and would pair it with the next chain's
-                self._broken.setdefault(lane, error)
-        if last:
-            self._end(chain)
+        self._left(chain, lane, error, last=last, broken=not started)
 
     # ---- streams ------------------------------------------------------------------------------------------------
 
@@ -353,11 +436,7 @@ class Lanes:
                         chain._finished = streams.event()
             except BaseException as raised:
                 error = raised
-        if error is not None:  # peers may have started this hop
-            self._fail(chain, error)
-            self._broken.setdefault(lane, error)
-        if last:
-            self._end(chain)
+        self._left(chain, lane, error, last=last, broken=True)
         if error is not None and not isinstance(error, Exception):
             raise error
 
@@ -369,26 +448,17 @@ class Lanes:
             with self._changed:
                 self._place(chain)
         if self.streams is None and not chain.done:
-            self._waiting_since = time.perf_counter()
+            since = time.perf_counter()
             with record_function("hzero: wait"):
                 chain._await()
-            self._waited_s += time.perf_counter() - self._waiting_since
-            self._waiting_since = 0.0
+            self.waited_s += time.perf_counter() - since
         if chain._error is not None:
             raise chain._error
         if self.streams is not None:
             self.streams.wait(chain._finished)
-            for tensor in _tensors(chain._result):
+            made = chain._result
+            for tensor in [made] if isinstance(made, torch.Tensor) else made or ():
                 self.streams.used(tensor)
-
-    def mend(self, lanes: Iterable[Lane]) -> None:
-        """Lets lanes be used again on which a chain has failed, for an engine whose wires are new; see `most_failures`."""
-        with self._changed:
-            for lane in lanes:
-                if self.streams is None:  # behind the jobs of chains that have failed
-                    self._lane(lane).put(partial(self._broken.pop, lane, None))
-                else:
-                    self._broken.pop(lane, None)
 
     def drain(self) -> None:
         """Waits for all chains in flight, which all ranks must do, since a hop needs its peers. Raises the error of one.
@@ -402,22 +472,19 @@ class Lanes:
             for chain in under_way:
                 chain.wait()
 
-    def end(self, within_s: float) -> bool:
-        """On CPUs: waits until no chain is under way, whatever becomes of them.
-
-        Args:
-            within_s: Gives up after this time.
+    def end(self, within_s: float | None) -> bool:
+        """On CPUs: waits until no chain is under way, whatever becomes of them. Gives up after a time, if there is one.
 
         Returns:
             Whether all have ended.
         """
+        idle = lambda: not self._running  # noqa: E731
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._running, min(within_s, _TOLD_S)) and within_s > _TOLD_S:
-                hop = next(map(str, self._under_way.copy().values()), "a hop")
-                print(f"hzero: warning: {hop}: waits to end for its peers", file=sys.stderr, flush=True)
-                timeout = None if within_s == float("inf") else within_s - _TOLD_S
-                self._changed.wait_for(lambda: not self._running, timeout)
-            return not self._running
+            if self._changed.wait_for(idle, _TOLD_S if within_s is None else within_s) or within_s is not None:
+                return idle()
+            hop = next(map(str, self._under_way.copy().values()), "a hop")
+            print(f"hzero: warning: {hop}: waits to end for its peers", file=sys.stderr, flush=True)
+            return self._changed.wait_for(idle)
 
 
 @contextlib.contextmanager
@@ -425,14 +492,6 @@ def lasting() -> Iterator[None]:
     """Inside, tensors are made that outlive an evaluation under `torch.inference_mode`: backward can save them later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (list, tuple)):
-        for part in result:
-            yield from _tensors(part)
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------
@@ -509,4 +568,4 @@ def _end_hops(after_error: bool) -> bool:
         return True
     if not after_error:  # peers may not start any more what has no place yet
         _of_world[1].place()
-    return _of_world[1].end(_AFTER_ERROR_S if after_error else float("inf"))
+    return _of_world[1].end(_AFTER_ERROR_S if after_error else None)

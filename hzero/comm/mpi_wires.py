@@ -1,6 +1,6 @@
 """MPI wires: messages as bytes over a communicator of MPI, in host memory or where the MPI library reads it, in a GPU's.
 
-MPI sums nothing here, announces nothing, and moves messages on only while somebody asks: `MpiWork.is_completed` does. None of its
+MPI sums nothing here, announces nothing, and moves messages on only while somebody asks: `MpiWork.wait` does. None of its
 calls that could wait without end is made where a rank could not give up.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from hzero.comm.errors import DisagreementError, MissingPeerError
+from hzero.comm.watchdog import DisagreementError, MissingPeerError
 from hzero.comm.wires import Lane, NoAnswer, in_time
 from hzero.mpi import abort_at_exit, gpu_aware, import_mpi
 from hzero.validation import ConfigError, some
@@ -50,7 +50,7 @@ class MpiWork:
         self._wires, self._posts, self._kept = wires, iter(posts), kept
         self._requests: list[Any] = []
         self._expected: list[int | None] = []
-        self._started = self._looked = time.monotonic()
+        self._started = time.monotonic()
         self._error: RuntimeError | None = wires.broken
         if self._error is None:
             for device in {tensor.device for tensor in kept if tensor.is_cuda}:
@@ -58,29 +58,22 @@ class MpiWork:
             wires.under_way.add(self)
             self._call(self._post)
 
-    def is_completed(self) -> bool:
-        """Moves messages on; whether `wait` would return, or raise, at once."""
-        now = time.monotonic()
-        if now - self._looked > _UNSEEN_S:
-            self._started += now - self._looked
-        self._looked = now
-        while self._requests and self._error is None:
-            if not self._call(self._look):
-                if now - self._started > self._wires.timeout_s:
-                    self._fail(RuntimeError(f"MPI: not all messages have ended within {self._wires.timeout_s:g} s"))
-                return self._error is not None
-        if self._error is None:
-            self._wires.under_way.discard(self)
-        return True
-
     def wait(self) -> None:
-        """Waits until all messages have ended.
+        """Moves messages on until all have ended.
 
         Raises:
             RuntimeError: MPI says so, or they have not ended within the timeout; the communicator is not used again.
         """
-        looks = 0
-        while not self.is_completed():
+        looks, looked = 0, time.monotonic()
+        while self._requests and self._error is None:
+            now = time.monotonic()
+            if now - looked > _UNSEEN_S:
+                self._started += now - looked
+            looked = now
+            if self._call(self._look):
+                continue
+            if now - self._started > self._wires.timeout_s:
+                self._fail(RuntimeError(f"MPI: not all messages have ended within {self._wires.timeout_s:g} s"))
             looks += 1
             if looks <= _YIELDS:  # a short message arrives within microseconds, and a sleep takes fifty at least
                 os.sched_yield()
@@ -88,6 +81,7 @@ class MpiWork:
                 time.sleep(min(_FIRST_S * (looks - _YIELDS), _LONGEST_S))
         if self._error is not None:
             raise self._error
+        self._wires.under_way.discard(self)
 
     def _post(self) -> bool:
         for start, expected in itertools.islice(self._posts, MESSAGES - len(self._requests)):
@@ -108,37 +102,33 @@ class MpiWork:
                 raise
             self._fail(self._error_of(code))
             return True
-        if not ended:
-            return False
-        for index, status in zip(ended, statuses):
+        for index, status in zip(ended or (), statuses):
             expected = self._expected[index]
-            if expected is not None and (found := status.Get_count(mpi.BYTE)) != expected:
-                self._fail(
-                    DisagreementError(f"a message of {found:,} bytes has come, expected {expected:,}: ranks disagree")
-                )
-                return True
-        left = [index for index, request in enumerate(self._requests) if request]
-        self._requests = [self._requests[index] for index in left]
-        self._expected = [self._expected[index] for index in left]
-        self._post()
-        return True
+            if expected is not None and (count := status.Get_count(mpi.BYTE)) != expected:
+                raise DisagreementError(f"a message of {count:,} bytes has come, expected {expected:,}: ranks disagree")
+        left = [(request, size) for request, size in zip(self._requests, self._expected) if request]
+        self._requests, self._expected = [request for request, _ in left], [size for _, size in left]
+        return bool(ended) and self._post()
 
     def _call(self, act: Callable[[], bool]) -> bool:
+        """What a function returns; an error of MPI or of the messages is kept."""
         try:
             return act()
+        except DisagreementError as error:
+            self._fail(error)
         except self._wires.mpi.Exception as error:
             self._fail(self._error_of(error.Get_error_code()))
-            return True
+        return True
 
     def _error_of(self, code: int) -> RuntimeError:
         mpi = self._wires.mpi
-        if mpi.Get_error_class(code) == mpi.ERR_TRUNCATE:
-            sizes = sorted({size for size in self._expected if size is not None})
-            return DisagreementError(
-                f"a message has come that is longer than the {some([f'{size:,}' for size in sizes], 4)} bytes that were "
-                "expected: ranks disagree"
-            )
-        return RuntimeError(f"MPI: {mpi.Get_error_string(code)}")
+        if mpi.Get_error_class(code) != mpi.ERR_TRUNCATE:
+            return RuntimeError(f"MPI: {mpi.Get_error_string(code)}")
+        sizes = sorted({size for size in self._expected if size is not None})
+        return DisagreementError(
+            f"a message has come that is longer than the {some([f'{size:,}' for size in sizes], 4)} bytes that were "
+            "expected: ranks disagree"
+        )
 
     def _fail(self, error: RuntimeError) -> None:
         """Gives up: peers may not have, so nothing fits together any more, on any communicator of this process."""
@@ -198,10 +188,6 @@ class MpiWires:
         posts = [(partial(self.comm.Ibcast, self._buffer(piece), root), None) for piece in _pieces(message)]
         return MpiWork(self, posts, (message,))
 
-    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> MpiWork:
-        """Raises NotImplementedError; see `own_sums`."""
-        raise NotImplementedError("MPI sums nothing here")
-
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> MpiWork:
         """As `TorchWires.message`."""
         return MpiWork(self, self._one_way(message, peer, sends=sends), (message,))
@@ -231,15 +217,6 @@ class Communicators:
     def __init__(self) -> None:
         self._made: dict[tuple[Lane, tuple[int, ...], timedelta], MpiWires] = {}
 
-    @staticmethod
-    def check() -> None:
-        """Raises ConfigError where nothing new can be made, since a wait of this process has failed."""
-        if MpiWires.broken is not None:
-            raise ConfigError(
-                f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
-                "send what others no longer expect; start the ranks again"
-            )
-
     def get(self, lane: Lane, ranks: Sequence[int], timeout: timedelta) -> MpiWires:
         """The communicator of ``ranks``, in this order; made at the first call. All its ranks must call alike.
 
@@ -249,20 +226,20 @@ class Communicators:
             timeout: Longest wait for one collective or message, and for all ranks to come.
 
         Raises:
-            ConfigError: MPI cannot be used.
+            ConfigError: MPI cannot be used, or a wait of this process has failed.
             MissingPeerError: Not all ranks have come within the timeout.
         """
-        self.check()
+        if MpiWires.broken is not None:
+            raise ConfigError(
+                f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
+                "send what others no longer expect; start the ranks again"
+            )
         key = (lane, tuple(ranks), timeout)
         if key not in self._made:
-            world = world_of_mpi()
-            name = f"{lane[0]} {lane[1]}"
-            group = world.Get_group().Incl(list(ranks))
-            make = partial(world.Create_group, group, zlib.crc32(repr(key[:2]).encode()) % _TAGS)
-            what, within_s = (
-                f"hzero: rank {dist.get_rank()} makes the MPI communicator of {name}",
-                timeout.total_seconds(),
-            )
+            world, within_s = world_of_mpi(), timeout.total_seconds()
+            what = f"hzero: rank {dist.get_rank()} makes the MPI communicator of {lane[0]} {lane[1]}"
+            tag = zlib.crc32(repr(key[:2]).encode()) % _TAGS
+            make = partial(world.Create_group, world.Get_group().Incl(list(ranks)), tag)
             try:
                 made = in_time(make, within_s)
             except NoAnswer:
@@ -295,26 +272,9 @@ def world_of_mpi() -> Any:
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ConfigError(f"{where}, but MPI has been initialised without MPI_THREAD_MULTIPLE, mpi4py's default")
     if "nccl" in dist.get_backend_config() and not gpu_aware():
+        library = " ".join(mpi.Get_library_version().split("\n")[0].split())
         raise ConfigError(
-            f"{where} on GPUs, but this MPI library does not say that it reads their memory ({library(mpi)}; on Cray MPICH "
+            f"{where} on GPUs, but this MPI library does not say that it reads their memory ({library}; on Cray MPICH "
             "MPICH_GPU_SUPPORT_ENABLED=1); possible without: 'torch'"
         )
     return world
-
-
-def world_ranks(comm: Any) -> list[int]:
-    """Rank in the world of each rank of a communicator.
-
-    Raises:
-        ConfigError: It is none that this process is in, or as `world_of_mpi`.
-    """
-    world = world_of_mpi()
-    if not isinstance(comm, import_mpi().Intracomm) or not comm:
-        raise ConfigError(f"communicator: comm: found {comm!r}, expected an mpi4py.MPI.Intracomm with this rank in it")
-    group = comm.Get_group()
-    return list(group.Translate_ranks(range(group.Get_size()), world.Get_group()))
-
-
-def library(mpi: Any) -> str:
-    """Name and version of the MPI library."""
-    return " ".join(mpi.Get_library_version().split("\n")[0].split())

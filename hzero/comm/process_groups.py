@@ -42,7 +42,10 @@ class ProcessGroups:
             self._world, self._made = dist.group.WORLD, {}
         key = (lane, tuple(ranks), timeout, backend)
         if key not in self._made:
-            with _apart(key), order_of_ranks() as in_order:
+            in_order: dict[str, Any] = (
+                {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+            )
+            with _apart(key):
                 self._made[key] = dist.new_group(
                     ranks,
                     timeout=timeout,
@@ -105,21 +108,26 @@ def _apart(key: tuple[Any, ...]) -> Iterator[None]:
     needs all ranks of the world: a group that only its ranks make would wait for ever (pytorch/pytorch#129965).
 
     gloo has a thread for each group that waits for its messages. Ranks that share cores lose time with every switch.
+
+    torch before 2.12 has no argument for the order of ranks, and sorts them with Python's ``sorted``
+    (pytorch/pytorch#176126). Inside, its module finds another function of that name.
     """
     name: Any = f"hzero {hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()}"
     changes = {
         "_process_group_name": lambda ranks, use_hashed_name: name,
         "_get_split_source": lambda world: None,
         "ProcessGroupGloo": _gloo_of_one_thread(),
+        "sorted": list,
     }
-    stock = {name: getattr(c10d, name) for name in changes if hasattr(c10d, name)}
-    for changed in stock:
-        setattr(c10d, changed, changes[changed])
+    module = vars(c10d)
+    stock = {name: module[name] for name in changes if name in module}
+    module.update(changes)
     try:
         yield
     finally:
-        for changed, function in stock.items():
-            setattr(c10d, changed, function)
+        module.update(stock)
+        for name in changes.keys() - stock:
+            del module[name]
 
 
 def _nccl_options(backend: str | None, timeout: timedelta) -> Any:
@@ -150,20 +158,3 @@ def _gloo_of_one_thread() -> Any:
             super().__init__(store, rank, size, options)
 
     return OneThread
-
-
-@contextlib.contextmanager
-def order_of_ranks() -> Iterator[dict[str, Any]]:
-    """Gives the arguments with which `torch.distributed.new_group` keeps the ranks in their order.
-
-    torch before 2.12 has no such argument and sorts them with Python's ``sorted`` (pytorch/pytorch#176126). Inside, its
-    module finds another function of that name.
-    """
-    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
-        yield {"sort_ranks": False}
-        return
-    c10d.sorted = list  # type: ignore[attr-defined]
-    try:
-        yield {}
-    finally:
-        del c10d.sorted  # type: ignore[attr-defined]

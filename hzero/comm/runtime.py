@@ -7,67 +7,88 @@ The tiers are those of MI250X machines in arXiv 2501.04266; hops that sum and qu
 from __future__ import annotations
 
 import bisect
+import contextlib
+import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from hzero.codecs import mpc
 from hzero.codecs.codec import Codec
-from hzero.comm.bucket import Bucket
-from hzero.comm.errors import HopError
 from hzero.comm.feedback import ErrorFeedback
 from hzero.comm.lanes import Chain, DeviceStreams, Hops, Lanes
-from hzero.comm.transport import Pending, Transport
-from hzero.comm.wirelog import HopCounts, HopTimer, WireLog
-from hzero.comm.wires import Lane
-from hzero.config import TIERS, Algorithm, CodecConfig, Tier
-from hzero.plan.program import Cross, CrossCut, Decode, Encode, Kind, Order, Program, Recode, Step, Sum, Turn
+from hzero.comm.transport import Collective, Pending, Transport
+from hzero.comm.watchdog import HopError
+from hzero.comm.wirelog import HopTimer, WireEntry, WireLog
+from hzero.comm.wires import STAGE, Lane
+from hzero.config import TIERS, Tier
+from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, Recode, Step, Sum, Turn
 from hzero.plan.shards import ShardPlan
 
 T = TypeVar("T")
 
-#: Blocks of a message that codec ``exp`` could not hold, int64 ``[]``, and a description of the message.
+#: Blocks of a message that its codec could not hold, int64 ``[]``, and a description of the message.
 Lost: TypeAlias = tuple[torch.Tensor, str]
 #: Comparisons of a device that have not been looked at yet, at most.
 _UNREAD = 256
 #: Buffers of one size that a device has not passed yet before one of them is taken again, which serialises their programs.
 _BEHIND = 4
+#: Largest buffer that waits for another program where nothing else needs it. Memory that waits is missing in a layer's
+#: activations, and to allocate a large buffer takes less time than to fill it.
+_SMALL = 1 << 14
 #: Bound programs that are kept.
 _BOUND = 4096
 #: Added to a seed for each tier; seeds have 31 bits.
 _SALT, _SEED = 0x1E3779B1, 0x7FFFFFFF
 
 
-class Room:
-    """A buffer of the `Arena`.
+@dataclass(frozen=True)
+class Bucket:
+    """Description of the tensors that a chain moves.
 
     Attributes:
-        buffer: Its memory, uint8.
-        event: On a device: recorded where it was last used.
+        keys: One stable id per tensor (DeepSpeed's ``ds_id``), by which residuals are kept.
+        chunks: Elements of one shard of each tensor: its size over the world, rounded up.
+        dtype: Type of the decoded elements; also their type on the wire under codec ``none``.
+        role: The kind of state; of a `Communicator`'s messages the operation.
+        channel: First part of the names of its lanes.
+        direction: Last part, of a message from rank to rank; "" for none.
+        name: Describes the tensors in messages; "" takes role and keys.
     """
 
-    def __init__(self, buffer: torch.Tensor, event: Any) -> None:
-        self.buffer, self.event = buffer, event
-        self._view: tuple[Any, Any] = (None, None)
+    keys: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: torch.dtype
+    role: str
+    channel: str = STAGE
+    direction: str = ""
+    name: str = ""
 
-    def bytes(self, size: int) -> torch.Tensor:
-        """A message of this size in it."""
-        if self._view[0] != size:
-            self._view = size, self.buffer[:size]
-        view: torch.Tensor = self._view[1]
-        return view
+    @functools.cached_property
+    def label(self) -> str:
+        """Name of the bucket in an error message."""
+        return self.name or f"{self.role} of {len(self.keys)} parameters (ids {self.keys[0]}..{self.keys[-1]})"
 
-    def tensors(self, like: Floats) -> list[torch.Tensor]:
-        """Flat tensors in it, one after the other."""
-        if self._view[0] is not like:
-            whole = self.buffer[: like.bytes].view(like.dtype)
-            self._view = like, list(whole.split(like.numels))
-        views: list[torch.Tensor] = self._view[1]
-        return views
+
+def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """Cuts ``(item, elements)`` pairs into lists of at most ``limit`` elements, at least one item each."""
+    bucket: list[T] = []
+    filled = 0
+    for item, elements in items:
+        if bucket and filled + elements > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += elements
+    if bucket:
+        yield bucket
+
+
+# ---- memory of messages -----------------------------------------------------------------------------------------------
 
 
 class Floats(NamedTuple):
@@ -82,11 +103,43 @@ class Floats(NamedTuple):
         return sum(self.numels) * self.dtype.itemsize
 
 
+class Room:
+    """A buffer of the `Arena`.
+
+    Attributes:
+        buffer: Its memory, uint8.
+        event: On a device: recorded where it was last used.
+    """
+
+    def __init__(self, buffer: torch.Tensor, streams: DeviceStreams | None) -> None:
+        self.buffer, self._streams = buffer, streams
+        self.event: Any = None if streams is None else streams.event()
+        self._wanted: Any = None
+        self._view: Any = None
+
+    def view(self, wanted: int | Floats) -> Any:
+        """A message of so many bytes in it, or flat tensors, one after the other."""
+        if self._wanted != wanted:
+            self._wanted = wanted
+            if isinstance(wanted, int):
+                self._view = self.buffer[:wanted]
+            else:
+                self._view = list(self.buffer[: wanted.bytes].view(wanted.dtype).split(wanted.numels))
+        return self._view
+
+    def __del__(self) -> None:
+        # Also of an engine that nobody has closed, and of a chain that has failed: its streams may still use the memory.
+        if self._streams is not None:
+            with contextlib.suppress(Exception):  # at the end of the process the device may be gone
+                self._streams.used_by_all(self.buffer)
+
+
 class Arena:
     """Memory of messages, which a run of a program takes step by step and leaves to the next run.
 
-    What is left is used again at once on CPUs. On a device the stream that takes a buffer waits for the event of its last
-    use; until some are `_BEHIND`, a buffer that the device has passed or a new one is taken instead, so that programs overlap.
+    What is left is used again at once on CPUs, where large buffers are not kept. On a device the stream that takes a buffer
+    waits for the event of its last use; until some are `_BEHIND`, a buffer that the device has passed or a new one is taken
+    instead, so that programs overlap. Before it makes a new one it frees large ones that the device has passed.
 
     Args:
         streams: Of the lanes; None on CPUs.
@@ -107,9 +160,10 @@ class Arena:
             if found == end and end - first >= _BEHIND:
                 found = first
             room = self._free.pop(found) if found < end else None
+            if room is None and self._streams is not None:
+                self._free = [one for one in self._free if _size_of(one) <= _SMALL or not one.event.query()]
         if room is None:
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            return Room(buffer, None if self._streams is None else self._streams.event())
+            return Room(torch.empty(size, dtype=torch.uint8, device=device), self._streams)
         if self._streams is not None:
             self._streams.wait(room.event)
         return room
@@ -118,12 +172,17 @@ class Arena:
         """Takes a buffer back that the current stream has used last."""
         if self._streams is not None:
             room.event.record(self._streams.device.current_stream())
+        elif _size_of(room) > _SMALL:
+            return
         with self._lock:
             bisect.insort(self._free, room, key=_size_of)
 
 
 def _size_of(room: Room) -> int:
     return room.buffer.numel()
+
+
+# ---- collectives --------------------------------------------------------------------------------------------------------
 
 
 class Collectives:
@@ -145,10 +204,7 @@ class Collectives:
         wire_log: Counts every hop.
         feedback: Residuals of lossy gradient hops; None where no tier keeps one.
         lanes: Run the hops; None makes some.
-        strict: Whether a block that codec ``exp`` could not hold is an error, as a changed message is; otherwise `lost` tells.
-
-    Attributes:
-        arena: Memory of messages.
+        roles: The channel of each role of buckets; None: the bucket says it.
     """
 
     def __init__(
@@ -158,23 +214,17 @@ class Collectives:
         wire_log: WireLog,
         feedback: ErrorFeedback | None = None,
         lanes: Lanes | None = None,
-        *,
-        strict: bool = False,
+        roles: Mapping[str, str] | None = None,
     ) -> None:
-        self._strict = strict
         self.plan, self.wire_log, self.feedback = plan, wire_log, feedback
         self.lanes = lanes or Lanes()
-        self.transport = transport
+        self.transport, self._roles = transport, roles or {}
         self.arena = Arena(self.lanes.streams)
         if self.lanes.streams is not None and transport.unread is None:
             transport.unread = []
         self._lost: list[Lost] = []
         self._bound: dict[tuple[int, Bucket], Bound] = {}
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def beside(self, wire_log: WireLog) -> Collectives:
-        """Collectives over the same lanes with a wire log of their own, and without error feedback."""
-        return Collectives(self.plan, self.transport, wire_log, None, self.lanes)
 
     def bind(self, program: Program, bucket: Bucket) -> Bound:
         """A program, ready for a bucket; the same object for the same ones."""
@@ -191,6 +241,11 @@ class Collectives:
     ) -> Chain[T]:
         """Starts a program; arguments as of `Bound.run`."""
         return self.bind(program, bucket).run(read, then, **how)
+
+    def lane(self, bucket: Bucket, tier: Tier) -> Lane:
+        """The lane of a bucket's hops on a tier."""
+        channel = self._roles.get(bucket.role, bucket.channel)
+        return (channel, tier, bucket.direction) if bucket.direction else (channel, tier)
 
     def place(self, tier: Tier) -> int:
         """Coordinate of this rank on a tier."""
@@ -217,53 +272,6 @@ class Collectives:
                 self.verify()
         return arrived
 
-    def send(
-        self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, algorithm: Algorithm = "library"
-    ) -> Chain[torch.Tensor]:
-        """Starts one collective of uint8 bytes that are no payload; the wire log does not count it. See `Transport.prepare`."""
-
-        def hops() -> Hops[torch.Tensor]:
-            yield None
-            pending = self.transport.start(lane, kind, message, what, algorithm=algorithm)
-            yield pending
-            return self.received(pending)
-
-        return self.lanes.submit(hops(), [lane], owner=self.transport)
-
-    def recode(
-        self,
-        bucket: Bucket,
-        message: torch.Tensor,
-        source: CodecConfig,
-        target: CodecConfig,
-        *,
-        pieces: int,
-        rows: int,
-        seed: int,
-    ) -> torch.Tensor:
-        """A message ``[pieces][tensor][rows][record]`` in another codec; ``seed`` is the same on all ranks that hold copies."""
-        decoded = Codec.from_config(source).decode(message, bucket.chunks, dtype=bucket.dtype, outer=pieces)
-        sizes = (pieces * rows,)
-        return Codec.from_config(target).encode(
-            decoded, bucket.chunks, sizes=sizes, strides=(1,), outer=pieces, seed=seed
-        )
-
-    def add_decoded(
-        self, program: Program, bucket: Bucket, message: torch.Tensor, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Adds the whole tensors that a gathered message holds to contiguous ones of ``bucket.dtype`` (`Codec.decoder`)."""
-        order, codec = Order.of_hops(self.plan), Codec.from_config(program.codec)
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": program.pieces, "add": True}
-        decode = codec.decoder(bucket.chunks, bucket.dtype, message.device, **how)
-        if order.table is None:
-            decode(message, tensors)
-            return
-        rows, _ = self.table(order, message.device)
-        added = [tensor.view(len(rows), -1)[rows] for tensor in tensors]
-        decode(message, added)
-        for tensor, found in zip(tensors, added):
-            tensor.view(len(rows), -1)[rows] = found
-
     def table(self, order: Order, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Shard of every row, and row of every shard."""
         key = order.table, device
@@ -276,34 +284,24 @@ class Collectives:
     # ---- what arrives changed, or incomplete --------------------------------------------------------------------
 
     def note(self, lost: Sequence[Lost]) -> None:
-        """At the end of a chain, whose hops all ranks have made: an error with `strict` on CPUs, or kept for `lost`."""
-        if self._strict and self.lanes.streams is None:
-            self._refuse(_first(lost))
-            return
+        """Keeps the counts of a chain for `lost`."""
         self._lost += lost
         if len(self._lost) > _UNREAD:  # one of the older ones tells as much
             self._lost = [max(self._lost, key=lambda one: int(one[0]))]
 
     def lost(self) -> str | None:
-        """Which message since the last call had blocks that codec ``exp`` could not hold; waits for the device."""
+        """Which message since the last call had blocks that its codec could not hold; waits for the device."""
         lost, self._lost = self._lost, []
         if lost and self.lanes.streams is not None:
             self.lanes.streams.join()
-        return _first([(self.used(blocks), what) for blocks, what in lost])
-
-    @staticmethod
-    def _refuse(what: str | None) -> None:
-        if what is not None:
-            raise HopError(f"hzero: {what}; expected codec none, bf16 or int8 on this tier")
+        return first_lost([(self.used(blocks), what) for blocks, what in lost])
 
     def verify(self) -> None:
         """On an asynchronous device: waits for all that has arrived until now, and looks whether it has arrived whole.
 
         Raises:
-            HopError: A message arrived changed, or with `strict` has blocks that codec ``exp`` could not hold.
+            HopError: A message arrived changed.
         """
-        if self._strict:
-            self._refuse(self.lost())
         unread = self.transport.unread
         if not unread or self.lanes.streams is None:
             return
@@ -318,21 +316,18 @@ class Collectives:
                 comparison.check()
 
 
+def first_lost(lost: Sequence[Lost]) -> str | None:
+    """The first message with lost blocks, in words; the host waits."""
+    for blocks, what in lost:
+        if count := int(blocks):
+            return (
+                f"{what}: {count} blocks of 32,768 numbers have more than 512 exponents outside of the windows of their lines, "
+                "which the codec cannot hold"
+            )
+    return None
+
+
 # ---- programs of one bucket -----------------------------------------------------------------------------------------
-
-
-class _Local(NamedTuple):
-    """A step without a collective.
-
-    Attributes:
-        run: Takes the value, the room for the result (None: it makes its own), a seed and a `Call`; returns the result.
-        room: What the result needs: bytes of a message, tensors, or None where it is the caller's.
-        salt: Added to seeds: each hop rounds by chance in its own way, and all ranks that hold copies in the same one.
-    """
-
-    run: Callable[[Any, Any, int, Call], Any]
-    room: int | Floats | None
-    salt: int = 0
 
 
 class Call(NamedTuple):
@@ -343,10 +338,25 @@ class Call(NamedTuple):
     lost: list[Lost] | None = None
 
 
+class _Local(NamedTuple):
+    """A step without a collective.
+
+    Attributes:
+        run: Takes the value, the room for the result (None: the caller's, or it makes its own), a seed and a `Call`; returns the
+            result.
+        room: What the result needs: bytes of a message, tensors, or None.
+        salt: Added to seeds: each hop rounds by chance in its own way, and all ranks that hold copies in the same one.
+    """
+
+    run: Callable[[Any, Any, int, Call], Any]
+    room: int | Floats | None
+    salt: int = 0
+
+
 class Bound:
     """A program of one bucket, ready to run again: layouts, descriptors, lanes, labels and counts are found once.
 
-    A second run allocates only the tensors, or the message, that it leaves.
+    A second run allocates only the tensors, or the message, that it leaves, and large messages on CPUs.
 
     Args:
         collectives: Run it.
@@ -359,8 +369,8 @@ class Bound:
 
     def __init__(self, collectives: Collectives, program: Program, bucket: Bucket) -> None:
         self._own, self._program, self._bucket = collectives, program, bucket
-        self.lanes = [bucket.lane(cross.tiers[0]) for cross in program.crossings]
-        self._steps: list[_Local | _Hop | _Cut] = []
+        self.lanes = [collectives.lane(bucket, cross.tiers[0]) for cross in program.crossings]
+        self._steps: list[_Local | _Hop] = []
         self._given: torch.dtype | None = None  # type of what a run begins with
 
     def run(
@@ -370,11 +380,9 @@ class Bound:
         *,
         seed: int = 0,
         own_seed: int | None = None,
-        scale: float = 1.0,
-        into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None,
         after: Sequence[Chain[Any]] = (),
         patient: bool = False,
-        lost: list[Lost] | None = None,
+        **call: Any,
     ) -> Chain[T]:
         """Starts the program.
 
@@ -383,43 +391,37 @@ class Bound:
             then: Makes the result of what the last step leaves: a uint8 message, or flat tensors.
             seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
             own_seed: Seed of the first encoding; None takes the same.
-            scale: Loss scale of gradients; residuals are converted to it.
-            into: Tensors like the result, asked for when it has arrived: the last step adds sums to them, or writes what it
-                decodes into them. None makes new ones.
             after: Chains that make what ``read`` reads.
             patient: Whether the hops make way for those of later programs, see `Lanes.submit`.
-            lost: Takes what codec ``exp`` could not hold, for a chain that comes after this one to tell of: the hops of both
-                are made on all ranks. None: this one does.
+            call: ``scale``: loss scale of gradients; residuals are converted to it. ``into``: called when everything has
+                arrived, gives the tensors, like the result, that the last step writes, or adds to if it is a sum or a `Decode`
+                that adds; if it gives None, new ones are made. ``lost``: takes the blocks that a codec could not hold, which
+                otherwise `Collectives.lost` tells of.
 
         Returns:
             A chain with the result of ``then``.
         """
-        first = seed if own_seed is None else own_seed
-        hops = self.hops(read, then, seed, first, Call(scale, into, lost))
+        hops = self.hops(read, then, seed, seed if own_seed is None else own_seed, Call(**call))
         return self._own.lanes.submit(hops, self.lanes, after, owner=self._own.transport, patient=patient)
 
     def hops(self, read: Callable[[], Any], then: Callable[[Any], T], seed: int, own_seed: int, call: Call) -> Hops[T]:
         """The steps, as lanes run them."""
         value, arena = read(), self._own.arena
         del read  # it may hold what has been read
-        first = value if isinstance(value, torch.Tensor) else value[0]
-        if first.dtype is not self._given:
-            self._steps, self._given, device = self._ready(first.dtype, first.device), first.dtype, first.device
-        else:
-            device = first.device
-        del first
-        if self._own.lanes.streams is not None and not isinstance(value, torch.Tensor):
-            for tensor in value:
-                self._own.used(tensor)
+        tensors = [value] if isinstance(value, torch.Tensor) else value
+        device = tensors[0].device
+        if tensors[0].dtype is not self._given:
+            self._given = tensors[0].dtype
+            self._steps = self._ready(self._given, device)
+        if tensors is value:
+            list(map(self._own.used, tensors))
+        del tensors
         room: Room | None = None  # where the value lies
         crossed, lost = False, list[Lost]()
         for step in self._steps:
             if isinstance(step, _Local):
-                wanted = step.room
-                into = None if wanted is None else arena.take(_bytes_of(wanted), device)
-                out: Any = None
-                if into is not None:
-                    out = into.tensors(wanted) if isinstance(wanted, Floats) else into.bytes(wanted)  # type: ignore[arg-type]
+                into = None if step.room is None else arena.take(_bytes_of(step.room), device)
+                out = None if into is None else into.view(step.room)  # type: ignore[arg-type]
                 value = step.run(value, out, (seed if crossed else own_seed) + step.salt & _SEED, call)
             else:
                 if not crossed:
@@ -444,103 +446,62 @@ class Bound:
 
     # ---- steps, made ready --------------------------------------------------------------------------------------
 
-    def _ready(self, dtype: torch.dtype, device: torch.device) -> list[_Local | _Hop | _Cut]:
+    def _ready(self, dtype: torch.dtype, device: torch.device) -> list[_Local | _Hop]:
         """The steps for inputs of a type."""
-        own, bucket, steps = self._own, self._bucket, self._program.steps
-        ready: list[_Local | _Hop | _Cut] = []
+        steps, ready = self._program.steps, list[_Local | _Hop]()
         for index, step in enumerate(steps):
+            last = index + 1 == len(steps)
             if isinstance(step, Cross):
-                what = f"{bucket.label} in codec {step.codec.codec}"
-                made = _Cut if isinstance(step, CrossCut) else _Hop
-                ready.append(made(own, bucket, step, what, device, last=step is steps[-1]))
+                made = _Hop if step.codec.traits.fixed else _Cut
+                ready.append(made(self._own, self._bucket, step, device, last=last))
                 continue
             following = next((one for one in steps[index:] if isinstance(one, Cross)), None)
-            salt = 0
-            if index and following is not None:
-                salt = (1 + TIERS.index(following.tiers[0])) * _SALT
-            made_here = self._made(step, dtype, device)
-            ready += [one._replace(salt=salt) for one in made_here[:-1]]
-            last = made_here[-1]._replace(salt=salt)
-            ready.append(last._replace(room=None) if step is steps[-1] else last)
+            salt = (1 + TIERS.index(following.tiers[0])) * _SALT if index and following is not None else 0
+            local = [one._replace(salt=salt) for one in self._made(step, dtype, device)]
+            if last:  # what it leaves is the caller's
+                local[-1] = local[-1]._replace(room=None)
+            ready += local
             if isinstance(step, Sum) and step.target is None:
                 dtype = torch.float32
             elif isinstance(step, Decode):
-                dtype = bucket.dtype
+                dtype = self._bucket.dtype
         return ready
 
     def _made(self, step: Step, dtype: torch.dtype, device: torch.device) -> list[_Local]:
         """A step without a collective; of tensors of ``dtype``, if it takes some."""
-        bucket, chunks = self._bucket, self._bucket.chunks
         if isinstance(step, Encode):
             return self._encoding(step, dtype, device)
-        if isinstance(step, Recode):
-            rows = step.pieces * step.rows
-            return [
-                self._decoding(Decode(step.source, Order.of_rows(rows), step.pieces), device),
-                *self._encoding(Encode(step.target, Order.of_rows(rows), step.pieces), bucket.dtype, device),
-            ]
         if isinstance(step, Decode):
             return [self._decoding(step, device)]
+        if isinstance(step, Recode):
+            order = Order.of_rows(step.pieces * step.rows)
+            decoding = self._decoding(Decode(step.source, order, step.pieces), device)
+            return [decoding, *self._encoding(Encode(step.target, order, step.pieces), self._bucket.dtype, device)]
         if isinstance(step, Turn):
-            shape = step.crossed, step.ranks, self._own.plan.grid.world_size // step.crossed // step.ranks, -1
-
-            def turn(value: torch.Tensor, out: torch.Tensor, *_: Any) -> torch.Tensor:
-                turned = value.view(shape).transpose(0, 1)
-                out.view(turned.shape).copy_(turned)
-                return out
-
-            size = Codec.from_config(self._codec_before(step)).message_bytes(
-                chunks, math.prod(shape[:3]), bucket.dtype.itemsize
-            )
-            return [_Local(turn, size)]
+            return [self._turning(step)]
         assert isinstance(step, Sum), step
-        codec = Codec.from_config(step.codec)
-        how: dict[str, Any] = {"inner": step.rows, "dtype": bucket.dtype, "device": device}
-        if step.target is not None:
-            summing = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.pieces, **how)
-            made = summing.bytes
-            return [_Local(lambda value, out, seed, _: summing(value, out, seed), made)]
-        new = codec.summer(step.peers, chunks, **how)
-        onto = codec.summer(step.peers, chunks, add=True, **how)
-
-        def summed(value: torch.Tensor, out: list[torch.Tensor] | None, _: int, call: Call) -> Sequence[torch.Tensor]:
-            sums = call.into() if out is None else None
-            return new(value, out) if sums is None else onto(value, sums)
-
-        return [_Local(summed, Floats(torch.float32, [step.rows * chunk for chunk in chunks]))]
-
-    def _codec_before(self, step: Step) -> CodecConfig:
-        """The codec of the message that a step takes."""
-        steps = self._program.steps
-        return next(one.codec for one in steps[steps.index(step) :: -1] if isinstance(one, (Encode, Cross)))
+        return [self._summing(step, device)]
 
     def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device) -> list[_Local]:
         own, bucket, order = self._own, self._bucket, step.order
-        codec, feedback = Codec.from_config(step.codec), own.feedback
+        codec, feedback, residual = Codec.from_config(step.codec), own.feedback, step.residual
         made: list[_Local] = []
         encoded = bucket.dtype if codec.traits.exact else dtype
         if order.table is not None:
             made.append(_Local(partial(self._in_table, order), None))
         if encoded != dtype:
             made.append(_Local(_copied, Floats(encoded, [order.rows * chunk for chunk in bucket.chunks])))
-        adds = "residuals" if feedback is not None and step.residual is not None else ""
+        adds = "residuals" if feedback is not None and residual is not None else ""
         how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "adds": adds}
         encode = codec.encoder(bucket.chunks, encoded, device, **how)
 
-        def plainly(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, _: Call) -> torch.Tensor:
-            message: torch.Tensor = encode(tensors, out, seed)
-            return message
+        def run(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, call: Call) -> Any:
+            if feedback is None or residual is None:
+                return encode(tensors, out, seed)
+            residuals, factors = feedback.of(residual, bucket.keys, tensors, call.scale)
+            return encode(tensors, out, seed, residuals, factors, residuals)
 
-        def with_residuals(
-            tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, call: Call
-        ) -> torch.Tensor:
-            assert feedback is not None and step.residual is not None
-            residuals, factors = feedback.of(step.residual, bucket, tensors, call.scale)
-            message: torch.Tensor = encode(tensors, out, seed, residuals, factors, residuals)
-            return message
-
-        made.append(_Local(with_residuals if adds else plainly, encode.bytes))
-        return made
+        return [*made, _Local(run, encode.bytes)]
 
     def _in_table(self, order: Order, tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
         """Tensors whose shards lie in the order of a table's rows."""
@@ -551,20 +512,49 @@ class Bound:
         ]
 
     def _decoding(self, step: Decode, device: torch.device) -> _Local:
-        order, bucket = step.order, self._bucket
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces}
+        own, bucket, order = self._own, self._bucket, step.order
+        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "add": step.add}
         decode = Codec.from_config(step.codec).decoder(bucket.chunks, bucket.dtype, device, **how)
-        rows = order.rows
-        room = Floats(bucket.dtype, [rows * chunk for chunk in bucket.chunks])
+        room = Floats(bucket.dtype, [order.rows * chunk for chunk in bucket.chunks])
         if order.table is None:
             return _Local(lambda message, out, _, call: decode(message, call.into() if out is None else out), room)
 
-        def in_order(message: torch.Tensor, _: Any, __: int, call: Call) -> list[torch.Tensor]:
-            places, into = self._own.table(order, device)[1], call.into()
-            tensors = [tensor.view(rows, -1)[places].view(-1) for tensor in decode(message)]
-            return tensors if into is None else [place.copy_(tensor) for place, tensor in zip(into, tensors)]
+        def in_order(message: torch.Tensor, _: Any, __: int, call: Call) -> Sequence[torch.Tensor]:
+            shards, rows = own.table(order, device)
+            into, held = call.into(), None
+            if step.add:
+                assert into is not None, "there is nothing to add to"
+                held = [tensor.view(order.rows, -1)[shards].view(-1) for tensor in into]
+            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, held)]
+            return whole if into is None else [place.view(-1).copy_(one) for place, one in zip(into, whole)]
 
         return _Local(in_order, None)
+
+    def _turning(self, step: Turn) -> _Local:
+        world = self._own.plan.grid.world_size
+        shape = step.crossed, step.ranks, world // step.crossed // step.ranks, -1
+
+        def turn(value: torch.Tensor, out: torch.Tensor, *_: Any) -> torch.Tensor:
+            turned = value.view(shape).transpose(0, 1)
+            out.view(turned.shape).copy_(turned)
+            return out
+
+        return _Local(turn, step.codec.format.message_bytes(self._bucket.chunks, world, self._bucket.dtype.itemsize))
+
+    def _summing(self, step: Sum, device: torch.device) -> _Local:
+        codec, chunks = Codec.from_config(step.codec), self._bucket.chunks
+        how: dict[str, Any] = {"inner": step.rows, "dtype": self._bucket.dtype, "device": device}
+        if step.target is not None:
+            encode = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.pieces, **how)
+            return _Local(lambda value, out, seed, _: encode(value, out, seed), encode.bytes)
+        new = codec.summer(step.peers, chunks, **how)
+        onto = codec.summer(step.peers, chunks, add=True, **how)
+
+        def run(value: torch.Tensor, out: list[torch.Tensor] | None, _: int, call: Call) -> Sequence[torch.Tensor]:
+            sums = call.into() if out is None else None
+            return new(value, out) if sums is None else onto(value, sums)
+
+        return _Local(run, Floats(torch.float32, [step.rows * chunk for chunk in chunks]))
 
 
 class _Hop:
@@ -574,39 +564,35 @@ class _Hop:
         own: Runs it.
         bucket: The tensors.
         step: The collective.
-        what: Describes the message.
-        device: Where it lies.
+        device: Where the message lies.
         last: Whether what arrives is the caller's.
     """
 
-    def __init__(
-        self, own: Collectives, bucket: Bucket, step: Cross, what: str, device: torch.device, *, last: bool
-    ) -> None:
-        self._own, self._step, self._bucket, self._what, self._device = own, step, bucket, what, device
-        self._lane, self._codec = bucket.lane(step.tiers[0]), Codec.from_config(step.codec)
-        size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
-        self._counts, self._kept = self._counted(size), not last
+    def __init__(self, own: Collectives, bucket: Bucket, step: Cross, device: torch.device, *, last: bool) -> None:
+        self._own, self._step, self._bucket, self._device = own, step, bucket, device
+        self._lane, self._codec = own.lane(bucket, step.tiers[0]), Codec.from_config(step.codec)
+        self._what = f"{bucket.label} in codec {step.codec.codec}"
+        self._size, self._kept = step.message_bytes(bucket.chunks, bucket.dtype.itemsize), not last
+        self._counts = self._counted(self._size)
         self._fallible = self._codec.traits.fallible and step.kind != "send"  # of which the receiver tells
         # A hop that the host starts and ends is timed by its clock, wherever its memory is.
         self._timed_on = device if own.lanes.streams is not None else torch.device("cpu")
-        self._collective = own.transport.prepare(
-            self._lane,
-            step.kind,
-            size,
-            what,
-            algorithm=step.algorithms.of(size),
-            root=step.root,
-            dtype=bucket.dtype,
-        )
+        self._collective = self._prepared(step.kind, self._size, self._what)
 
-    def _counted(self, payload: int) -> HopCounts:
+    def _prepared(self, kind: Kind, size: int, what: str) -> Collective:
+        step = self._step
+        how: dict[str, Any] = {"algorithm": step.algorithms.of(self._size), "root": step.root}
+        return self._own.transport.prepare(self._lane, kind, size, what, dtype=self._bucket.dtype, **how)
+
+    def _counted(self, payload: int) -> WireEntry:
         step, bucket, peers = self._step, self._bucket, self._step.received
         if step.kind == "broadcast":
             peers = float(self._own.place(step.tiers[0]) != step.root)
         elements = step.rows * sum(bucket.chunks)
         raw = math.ceil(elements * bucket.dtype.itemsize * peers)
-        key = bucket.role, step.tiers[0], self._codec.name
-        return HopCounts(key, elements, payload, round(payload * peers), raw)
+        return WireEntry(
+            bucket.role, step.tiers[0], self._codec.name, 1, elements, payload, round(payload * peers), raw
+        )
 
     def cross(
         self, message: torch.Tensor, room: Room | None, lost: list[Lost]
@@ -629,24 +615,26 @@ class _Hop:
         """
         own, size = self._own, self._collective.output_bytes
         into = own.arena.take(size, self._device) if size and self._kept else None
-        timer = own.wire_log.timer(self._timed_on, own.lanes.waited_s)
-        output = None if into is None else into.bytes(size)
-        pending = self._collective.start(message, output, partial(self._end, timer), timer.ready)
+        pending = self._started(self._collective, message, None if into is None else into.view(size))
         given = room is None or into is None or self._collective.checksum
-        del message, output
+        del message
         yield pending
         arrived = own.received(pending) if given else pending.wait()
         if self._fallible:
-            lost.append((self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces), self._bucket.label))
+            lost.append((self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces), self._what))
         return arrived, into if size else room
 
+    def _started(self, collective: Collective, message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:
+        timer = self._own.wire_log.timer(self._timed_on)
+        return collective.start(message, output, partial(self._end, timer), timer.ready)
+
     def _end(self, timer: HopTimer) -> None:
-        timer.stop(self._own.lanes.waited_s)
+        timer.stop()
         self._own.wire_log.add(self._counts, timer)
 
 
 class _Cut(_Hop):
-    """A collective whose messages have no fixed size: their lengths are exchanged first, and the host waits for them."""
+    """A collective of messages without a fixed size: the largest number of bytes is exchanged first, and the host waits."""
 
     def cross(
         self, message: torch.Tensor, room: Room | None, lost: list[Lost]
@@ -654,99 +642,29 @@ class _Cut(_Hop):
         """As `_Hop.cross`.
 
         Raises:
-            HopError: Also where a length is none that the codec writes.
+            HopError: Also for bytes that the codec does not write.
         """
-        own, step, bucket = self._own, self._step, self._bucket
-        cut = self._exchanged(message)
-        timer = own.wire_log.timer(self._timed_on, own.lanes.waited_s)
-        sent = cut.of(message)
+        own, step, every = self._own, self._step, self._step.kind == "all_to_all"
+        parts, senders = step.ranks if every else 1, step.ranks if every or step.kind == "all_gather" else 1
+        rows, row = step.rows // parts, self._size // step.rows
+        used: list[torch.Tensor] = []
+        receives = step.kind == "broadcast" and step.root != own.place(step.tiers[0])
+        if step.kind != "receive" and not receives:
+            used = self._codec.cut(message, parts, row)
+        told = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
+        asking = self._prepared("all_gather" if every else step.kind, told.numel(), f"{self._what} (lengths)")
+        length = int(own.received(asking.start(told)).view(torch.int64).max())
+        sent = message.new_zeros(parts, length)
+        for place, part in zip(sent, used):
+            place[: part.numel()] = part
         self._counts = self._counted(sent.numel())
-        algorithm = step.algorithms.of(step.message_bytes(bucket.chunks, bucket.dtype.itemsize))
-        collective = own.transport.prepare(
-            self._lane, step.kind, sent.numel(), self._what, algorithm=algorithm, root=step.root
-        )
-        pending = collective.start(sent, None, partial(self._end, timer), timer.ready)
-        del message, sent
+        pending = self._started(self._prepared(step.kind, sent.numel(), self._what), sent.view(-1))
+        del message, sent, used
         yield pending
-        return cut.whole(own.received(pending)), None
-
-    def _exchanged(self, message: torch.Tensor) -> _Lengths:
-        """Exchanges how much of a hop's records is used: 8 bytes per record."""
-        own, step, bucket = self._own, self._step, self._bucket
-        parts = step.ranks if step.kind == "all_to_all" else 1
-        rows, place = step.rows // parts, own.place(step.tiers[0])
-        sizes = [self._codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)] * rows
-        lengths = message.new_zeros(8 * parts * rows)
-        if step.kind not in ("broadcast", "receive") or step.root == place:
-            lengths.copy_(mpc.lengths(message, sizes * parts).view(torch.uint8))
-        kind: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
-        told = own.received(own.transport.start(self._lane, kind, lengths, f"{self._what} (lengths)", root=step.root))
-        every = [
-            [checked(part, sizes[0], bucket.label) for part in sender]
-            for sender in told.view(torch.int64).view(-1, parts, rows)
-        ]
-        first = every[place if step.kind in ("all_gather", "all_to_all") else 0]
-        arriving = [sender[place if parts > 1 else 0] for sender in every]
-        return _Lengths(sizes, first, arriving, max(sum(part) for sender in every for part in sender))
-
-
-def checked(lengths: torch.Tensor, size: int, what: str) -> list[int]:
-    """Lengths of records from their bytes; the host waits for them.
-
-    Args:
-        lengths: uint8 or int64, 8 bytes for each record.
-        size: Bytes of a whole record.
-        what: Describes the message.
-
-    Raises:
-        HopError: One is none that codec ``mpc`` writes.
-    """
-    found: list[int] = lengths.view(torch.int64).tolist()
-    for length in found:
-        if not 0 < length <= size or length % 16:
-            raise HopError(
-                f"hzero: {what} in codec mpc: found a record of {length} bytes, expected a multiple of 16 to {size}"
-            )
-    return found
-
-
-class _Lengths(NamedTuple):
-    """What the messages of one hop use. Its parts are messages to, or from, one peer each, alike but for the data.
-
-    Attributes:
-        sizes: Bytes of each record of a part.
-        own: Bytes that each record uses, of each part that this rank sends.
-        arriving: The same of each part that it receives.
-        length: Bytes of every part on the wire.
-    """
-
-    sizes: Sequence[int]
-    own: Sequence[Sequence[int]]
-    arriving: Sequence[Sequence[int]]
-    length: int
-
-    def of(self, message: torch.Tensor) -> torch.Tensor:
-        """What is sent: a message of as many bytes on all ranks."""
-        parts = message.new_zeros(len(self.own), self.length)
-        for part, whole, used in zip(parts, message.view(len(self.own), -1), self.own):
-            part[: sum(used)] = mpc.cut(whole, self.sizes, used)
-        return parts.view(-1)
-
-    def whole(self, arrived: torch.Tensor) -> torch.Tensor:
-        """The message that has arrived, its records of their sizes."""
-        parts = arrived.view(len(self.arriving), self.length)
-        return torch.cat([mpc.whole(part, self.sizes, used) for part, used in zip(parts, self.arriving)])
-
-
-def _first(lost: Sequence[Lost]) -> str | None:
-    """The first message with lost blocks, in words; the host waits."""
-    for blocks, what in lost:
-        if count := int(blocks):
-            return (
-                f"{what} in codec exp: {count} blocks of 32,768 numbers have more than 512 exponents outside of the windows of "
-                "their lines, which the codec cannot hold"
-            )
-    return None
+        try:
+            return self._codec.whole(own.received(pending), senders, rows, row), None
+        except ValueError as error:
+            raise HopError(f"hzero: {self._what}: {error}") from error
 
 
 def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:

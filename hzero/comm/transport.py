@@ -6,30 +6,27 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
 from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
-from hzero.comm.errors import DisagreementError, HopError, MissingPeerError
-from hzero.comm.mpi_wires import MpiWires, shared_communicators
+from hzero.comm.lanes import DeviceStreams
 from hzero.comm.process_groups import shared_groups, world_timeout
-from hzero.comm.streams import DeviceStreams
-from hzero.comm.watchdog import shared_watchdog
-from hzero.comm.wires import STAGE, Lane, LaneHops, TorchWires, Work
-from hzero.config import TIERS, Algorithm, TransportName
+from hzero.comm.watchdog import DisagreementError, HopError, LaneHops, MissingPeerError, shared_watchdog
+from hzero.comm.wires import STAGE, Lane, TorchWires, Work
+from hzero.config import Algorithm, TransportName
 from hzero.plan.program import Kind
 from hzero.plan.shards import ShardPlan
 from hzero.validation import some
 
+if TYPE_CHECKING:
+    from hzero.comm.mpi_wires import MpiWires
+
 #: What carries the messages of one group of ranks.
-Wires: TypeAlias = TorchWires | MpiWires
-
-
-def _nothing() -> None:
-    pass
+Wires: TypeAlias = "TorchWires | MpiWires"
 
 
 class Pending:
@@ -51,8 +48,8 @@ class Pending:
         buffers: Sequence[torch.Tensor],
         what: Callable[[], str],
         lane: LaneHops | None = None,
-        done: Callable[[], None] = _nothing,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        done: Callable[[], None] = lambda: None,
+        then: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
         passed: Callable[[], bool] = lambda: True,
     ) -> None:
         self.buffers = buffers
@@ -87,24 +84,13 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Waits as `end` does, and returns what has arrived."""
         self.end()
-        return self.buffers[-1] if self._then is None else self._then(self.buffers[-1])
-
-
-def sum_of(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of ``parts``, which is overwritten."""
-    first, *others = parts
-    if len(others) == 1:  # one addition rounds once in any type
-        return first.add_(others[0])
-    total = first.to(torch.float32)
-    for other in others:
-        total.add_(other)
-    return first.copy_(total)
+        return self._then(self.buffers[-1])
 
 
 def wires_of(
     transport: TransportName,
     lane: Lane,
-    ranks: list[int],
+    ranks: Sequence[int],
     timeout: timedelta,
     backend: str | None = None,
     streams: DeviceStreams | None = None,
@@ -124,8 +110,10 @@ def wires_of(
         MissingPeerError: Not all ranks have come to make a communicator of MPI.
     """
     if transport == "mpi":
+        from hzero.comm.mpi_wires import shared_communicators
+
         return shared_communicators.get(lane, ranks, timeout)
-    group = shared_groups.get(lane, ranks, timeout, backend)
+    group = shared_groups.get(lane, list(ranks), timeout, backend)
     return TorchWires(group, timeout) if streams is None else TorchWires(group, timeout, streams.collective)
 
 
@@ -150,8 +138,8 @@ def most_failures(
     """
     try:
         if transport == "mpi":
-            wires = shared_communicators.get(("failures", "node"), ranks, timeout)
             told = torch.empty(8 * len(ranks), dtype=torch.uint8)
+            wires = wires_of(transport, ("failures", "node"), ranks, timeout)
             wires.all_gather(told, torch.tensor([own]).view(torch.uint8)).wait()
             return int(told.view(torch.int64).max())
         every = [own] * len(ranks)
@@ -161,9 +149,8 @@ def most_failures(
         raise
     except RuntimeError as error:
         peers = some([str(rank) for rank in ranks], 8)
-        raise MissingPeerError.of(
-            f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: ", error
-        ) from error
+        what = f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: "
+        raise MissingPeerError.of(what, error) from error
 
 
 class _Group:
@@ -177,7 +164,7 @@ class _Group:
         messages: Messages so far, the same on all ranks.
     """
 
-    def __init__(self, wires: Wires, ranks: list[int], own: int, lane: LaneHops) -> None:
+    def __init__(self, wires: Wires, ranks: Sequence[int], own: int, lane: LaneHops) -> None:
         self.wires, self.ranks, self.own, self.lane, self.messages = wires, ranks, own, lane, 0
 
 
@@ -194,7 +181,6 @@ class Transport:
         streams: Order collectives on a device.
         ranks: Rank in the world of each rank of the plan; None where they are the same.
         backend: Of process groups; None takes the world's.
-        failures: Number of failed chains, see `most_failures`; the same on all ranks.
         sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
             they are made here, in float32 and in peer order, and rounded once.
 
@@ -212,7 +198,6 @@ class Transport:
         streams: DeviceStreams | None = None,
         ranks: Sequence[int] | None = None,
         backend: str | None = None,
-        failures: int = 0,
         sums: bool = True,
     ) -> None:
         self._timeout = timeout or world_timeout()
@@ -221,20 +206,16 @@ class Transport:
         self._checksum, self._sums = plan.checksum, sums
         self.unread: list[Comparison] | None = None
         self._groups: dict[Lane, _Group] = {}
-        for tier in TIERS:
-            if plan.grid.size(tier) == 1:
-                continue
+        for tier in plan.grid.crossed:
             members = [self._everyone[rank] for rank in plan.tier_group(tier)]
             for channel in channels:
-                named = (f"{channel} #{failures}" if failures else channel), tier
-                wires = wires_of(plan.transport, named, members, self._timeout, backend, streams)
-                hops = shared_watchdog().lane(named, members, self._timeout.total_seconds())
-                self._groups[channel, tier] = _Group(wires, members, members.index(self._rank), hops)
+                lane = channel, tier
+                wires = wires_of(plan.transport, lane, members, self._timeout, backend, streams)
+                self._groups[lane] = self._group(lane, wires, members)
 
-    @property
-    def lanes(self) -> list[Lane]:
-        """Its lanes."""
-        return list(self._groups)
+    def _group(self, lane: Lane, wires: Wires, ranks: Sequence[int]) -> _Group:
+        hops = shared_watchdog().lane(lane, ranks, self._timeout.total_seconds())
+        return _Group(wires, ranks, ranks.index(self._rank), hops)
 
     def direction(self, lane: Lane, wires: Wires, source: int, target: int) -> None:
         """Makes a lane of messages from one rank of the plan to another: each direction has its own.
@@ -242,45 +223,11 @@ class Transport:
         In a ring every rank sends before it receives.
         """
         if lane not in self._groups:
-            ranks = [self._everyone[source], self._everyone[target]]
-            hops = shared_watchdog().lane(lane, sorted(ranks), self._timeout.total_seconds())
-            self._groups[lane] = _Group(wires, ranks, ranks.index(self._rank), hops)
+            self._groups[lane] = self._group(lane, wires, [self._everyone[source], self._everyone[target]])
 
-    def prepare(
-        self,
-        lane: Lane,
-        kind: Kind,
-        size: int,
-        what: str,
-        *,
-        algorithm: Algorithm = "library",
-        root: int = 0,
-        dtype: torch.dtype = torch.uint8,
-    ) -> Collective:
-        """A collective over the ranks of a lane, k of them, to be started any number of times.
-
-        ``all_gather`` brings uint8 ``[b]`` of every rank to ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part i
-        of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
-        for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
-
-        With checksums each part is followed by 16 bytes. Sums are made here then, in float32, since a library that sums on its
-        way has no message to check. They are also made here on gloo and MPI (`TorchWires.own_sums`).
-
-        Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
-        with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles
-        the messages that a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message
-        to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
-
-        Args:
-            lane: The lane.
-            kind: The collective, the same on all ranks.
-            size: Bytes of the message.
-            what: Describes the message, for errors.
-            algorithm: Of an all-gather, the same on all ranks.
-            root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
-            dtype: Type of the elements that are summed.
-        """
-        return Collective(self, lane, kind, size, what, algorithm, root, dtype)
+    def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
+        """A collective over the ranks of a lane, to be started any number of times; arguments as of `Collective`."""
+        return Collective(self, lane, kind, size, what, **how)
 
     def start(self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, **how: Any) -> Pending:
         """A collective that is made once; arguments as of `prepare`, ``message`` as of `Collective.start`."""
@@ -288,7 +235,29 @@ class Transport:
 
 
 class Collective:
-    """A collective, with all that does not change from one start to the next; made by `Transport.prepare`.
+    """A collective over the k ranks of a lane, with all that does not change from one start to the next.
+
+    ``all_gather`` brings uint8 ``[b]`` of every rank to ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part i
+    of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
+    for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
+
+    With checksums each part is followed by 16 bytes. Sums are made here then, in float32, since a library that sums on its
+    way has no message to check. They are also made here on gloo and MPI (`TorchWires.own_sums`).
+
+    Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
+    with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles
+    the messages that a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message
+    to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
+
+    Args:
+        transport: Has the lane.
+        lane: The lane.
+        kind: The collective, the same on all ranks.
+        size: Bytes of the message.
+        what: Describes the message, for errors.
+        algorithm: Of an all-gather, the same on all ranks.
+        root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
+        dtype: Type of the elements that are summed.
 
     Attributes:
         output_bytes: Bytes of the buffer that it fills; 0 where it fills the message itself.
@@ -302,42 +271,44 @@ class Collective:
         kind: Kind,
         size: int,
         what: str,
-        algorithm: Algorithm,
-        root: int,
-        dtype: torch.dtype,
+        *,
+        algorithm: Algorithm = "library",
+        root: int = 0,
+        dtype: torch.dtype = torch.uint8,
     ) -> None:
         self._transport, self._group = transport, transport._groups[lane]
-        group = self._group
         self._lane, self._kind, self._size, self._what = lane, kind, size, what
-        self._algorithm, self._root, self._dtype, self._rank = algorithm, root, dtype, transport._rank
+        self._algorithm, self._root, self._dtype = algorithm, root, dtype
         self.checksum = transport._checksum
         self._label = f"hzero: {kind} {lane[1]}: {what}"
-        ranks = len(group.ranks)
+        ranks = len(self._group.ranks)
         self._parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
-        in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
         self._sums = kind == "reduce_scatter"
-        self._library_sums = self._sums and group.wires.own_sums and transport._sums and not self.checksum
+        own_sums = self._group.wires.own_sums and transport._sums
+        self._library_sums = self._sums and own_sums and not self.checksum
+        in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
+        self.output_bytes = in_flight
         if kind == "all_gather":
             self.output_bytes = in_flight * ranks
         elif kind in ("broadcast", "send", "receive"):
             self.output_bytes = 0
-        else:
-            self.output_bytes = size // ranks if self._library_sums else in_flight
+        elif self._library_sums:
+            self.output_bytes = size // ranks
 
     def __str__(self) -> str:
-        ranks, what, size = self._group.ranks, self._what, self._size
+        ranks, own, what = self._group.ranks, self._group.own, self._what
         if self._kind in ("send", "receive"):
-            way = f"{'to' if self._kind == 'send' else 'from'} rank {ranks[1 - self._group.own]}"
-            return f"hzero: {what} {way} (rank {self._rank}, {size:,} bytes)"
+            way = f"{'to' if self._kind == 'send' else 'from'} rank {ranks[1 - own]}"
+            return f"hzero: {what} {way} (rank {ranks[own]}, {self._size:,} bytes)"
         shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
-        kind = self._kind.replace("_", "-")
-        return f"hzero: {kind} of {what} on tier {self._lane[1]!r} (rank {self._rank} among {shown}, {size:,} bytes)"
+        where = f"on tier {self._lane[1]!r} (rank {ranks[own]} among {shown}, {self._size:,} bytes)"
+        return f"hzero: {self._kind.replace('_', '-')} of {what} {where}"
 
     def start(
         self,
         message: torch.Tensor,
         output: torch.Tensor | None = None,
-        done: Callable[[], None] = _nothing,
+        done: Callable[[], None] = lambda: None,
         passed: Callable[[], bool] = lambda: True,
     ) -> Pending:
         """Starts the collective.
@@ -357,66 +328,72 @@ class Collective:
         group = self._group
         if output is None and self.output_bytes:
             output = message.new_empty(self.output_bytes)
+        then: Callable[[torch.Tensor], torch.Tensor] = lambda output: output  # noqa: E731
         try:
             with record_function(self._label):
-                if self._library_sums:
-                    assert output is not None, "sums do not replace their parts"
-                    sums = output.view(self._dtype)
-                    work = group.wires.reduce_scatter(sums, message.view(self._dtype))
-                    return Pending(work, (message, output), self.__str__, group.lane, done, None, passed)
-                then: Callable[[torch.Tensor], torch.Tensor] | None = None
                 if self.checksum:
                     group.messages += 1
                     message = signed(message, self._parts, group.messages, group.own)
                     then = partial(self._verified, group.messages)
-                elif self._sums:
+                elif self._sums and not self._library_sums:
                     then = self._summed
-                if output is None:
-                    output = message
+                output = message if output is None else output
+                buffers: tuple[torch.Tensor, ...] = message, output
                 if self._algorithm == "doubling" and self._kind == "all_gather":
-                    return self._doubling(message, output, done, then or _unchanged, passed)
-                return Pending(
-                    self._started(message, output), (message, output), self.__str__, group.lane, done, then, passed
-                )
+                    work, held = self._doubling(message, output)
+                    buffers, arrived = (held,), then
+                    then = lambda held: arrived(held.roll(group.own, 0).view(-1))  # noqa: E731
+                else:
+                    work = self._work(message, output)
+                return Pending(work, buffers, self.__str__, group.lane, done, then, passed)
         except HopError:  # of a round
             raise
         except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
             raise MissingPeerError.of(f"{self} cannot start: ", error) from error
 
-    def _started(self, message: torch.Tensor, output: torch.Tensor) -> Work:
+    def _work(self, message: torch.Tensor, output: torch.Tensor) -> Work:
         wires, kind = self._group.wires, self._kind
         if kind == "broadcast":
             return wires.broadcast(output, self._root)
         if kind in ("send", "receive"):
             return wires.message(output, self._root, sends=kind == "send")
+        if self._library_sums:
+            return wires.reduce_scatter(output.view(self._dtype), message.view(self._dtype))  # type: ignore[union-attr]
         if kind != "all_gather":
             return wires.all_to_all(output, message)
-        if self._algorithm == "library":
-            return wires.all_gather(output, message)
-        return wires.all_to_all(output, message.repeat(len(self._group.ranks)))
+        if self._algorithm == "pairs":
+            return wires.all_to_all(output, message.repeat(len(self._group.ranks)))
+        return wires.all_gather(output, message)
 
-    def _doubling(
-        self,
-        message: torch.Tensor,
-        output: torch.Tensor,
-        done: Callable[[], None],
-        then: Callable[[torch.Tensor], torch.Tensor],
-        passed: Callable[[], bool],
-    ) -> Pending:
-        """All rounds but the last one, which is returned; see `_exchange`."""
+    def _doubling(self, message: torch.Tensor, output: torch.Tensor) -> tuple[Work, torch.Tensor]:
+        """Makes all rounds but the last one, which it starts. Rank i then holds the messages of i, i + 1, .. (modulo k).
+
+        It has those of the ranks i to i + distance - 1 in the first rows of what it holds. In a round it sends them, or as many
+        as are missing, to rank i - distance, and receives as many from rank i + distance in the rows that follow.
+        """
         group, ranks = self._group, len(self._group.ranks)
         held = output.view(ranks, -1)
         held[0] = message
         distance = 1
-        while 2 * distance < ranks:
-            Pending(_exchange(group, held, distance), (held,), self.__str__, group.lane).end()
+        while True:
+            rows = min(distance, ranks - distance)
+            sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
+            peers = (group.own + distance) % ranks, (group.own - distance) % ranks
+            work = group.wires.exchange(received, sent, *peers)
+            if 2 * distance >= ranks:
+                return work, held
+            Pending(work, (held,), self.__str__, group.lane).end()
             distance *= 2
-        turned = lambda held: then(held.roll(group.own, 0).view(-1))  # noqa: E731
-        return Pending(_exchange(group, held, distance), (held,), self.__str__, group.lane, done, turned, passed)
 
     def _summed(self, output: torch.Tensor) -> torch.Tensor:
-        parts = output.view(self._dtype).view(len(self._group.ranks), -1)
-        return sum_of(parts).view(torch.uint8)
+        """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of the elements, which are overwritten."""
+        first, *others = output.view(self._dtype).view(len(self._group.ranks), -1)
+        if len(others) == 1:  # one addition rounds once in any type
+            return first.add_(others[0]).view(torch.uint8)
+        total = first.to(torch.float32)
+        for other in others:
+            total.add_(other)
+        return first.copy_(total).view(torch.uint8)
 
     def _verified(self, number: int, output: torch.Tensor) -> torch.Tensor:
         """What has arrived, without checksums, and summed; they are compared, or kept to be."""
@@ -430,20 +407,3 @@ class Collective:
         else:
             unread.append(comparison)
         return self._summed(message) if self._sums else message
-
-
-def _unchanged(output: torch.Tensor) -> torch.Tensor:
-    return output
-
-
-def _exchange(group: _Group, held: torch.Tensor, distance: int) -> Work:
-    """A round of ``doubling``.
-
-    Rank i holds the messages of the ranks i, i + 1, .. i + distance - 1 (modulo k) in the first rows of ``held``,
-    uint8 ``[k][b]``. It sends them, or as many as are missing, to rank i - distance, and receives as many from rank
-    i + distance in the rows that follow.
-    """
-    ranks, own = len(held), group.own
-    rows = min(distance, ranks - distance)
-    sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
-    return group.wires.exchange(received, sent, (own + distance) % ranks, (own - distance) % ranks)

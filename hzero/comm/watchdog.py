@@ -17,15 +17,17 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from hzero.comm.process_groups import connection_to_store
-from hzero.comm.wires import Lane, LaneHops, NoAnswer, in_time
-from hzero.validation import PeerError, hook_errors, some
+from hzero.comm.wires import Lane, NoAnswer, in_time
+from hzero.validation import PeerError, PlainError, hook_errors, some
 
 #: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.
 PERIOD_S, WRITES_PER_S = 1.0, 2000
@@ -37,6 +39,47 @@ _ANSWER_S = 3.0
 _READ, _READ_BY_ALL = 64, 2**18
 #: Ranks to blame, as far as they are known, and the same in words.
 Missing: TypeAlias = tuple[Sequence[int], str]
+
+
+@dataclass
+class LaneHops:
+    """Hops of this rank on one lane, counted where they start and where they have been waited for.
+
+    Attributes:
+        name: Of the lane and its ranks, the same on all of them.
+        ranks: Of the world.
+        timeout_s: Longest wait for one hop.
+        started: Hops that this rank has started; the same on all ranks once all have come.
+        ended: Those that it has waited for. On a device a wait does not block, so this says little there.
+        since: When the last one started.
+        size: Its bytes.
+        what: Describes it.
+        passed: Whether the device is past it.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    timeout_s: float
+    started: int = 0
+    ended: int = 0
+    since: float = 0.0
+    size: int = 0
+    what: Callable[[], str] = str
+    passed: Callable[[], bool] = bool
+
+    def start(self, what: Callable[[], str], size: int, passed: Callable[[], bool]) -> int:
+        """Counts a hop. Returns its number, from 1."""
+        self.what, self.size, self.passed, self.since = what, size, passed, time.monotonic()
+        self.started += 1
+        return self.started
+
+    def waited_s(self) -> float:
+        """Seconds since the start of the last hop, or 0 if it has ended."""
+        waited_s, waits = time.monotonic() - self.since, self.started > self.ended
+        if not waits and self.started and waited_s > self.timeout_s / 2:  # asked earlier, a device may capture a graph
+            with contextlib.suppress(RuntimeError):  # of a device that has failed
+                waits = not self.passed()
+        return waited_s if waits else 0.0
 
 
 class Watchdog:
@@ -224,3 +267,56 @@ def tell(error: BaseException) -> None:
     """Tells the other ranks, if there is a world, that this one ends with an error."""
     if _of_world is not None and _of_world[0] is dist.group.WORLD and _of_world[1].pid == os.getpid():  # no fork
         _of_world[1].tell(error)
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------
+
+
+class HopError(PlainError):
+    """A hop failed, or a message arrived changed, or with blocks that its codec could not hold.
+
+    It names the collective, its payload, tier and ranks.
+    """
+
+
+class DisagreementError(RuntimeError):
+    """A message of another size has come than this rank expects. Wires raise it, and whoever waits makes a `HopError` of it."""
+
+
+class MissingPeerError(HopError, PeerError):
+    """A collective failed or timed out since peers are gone or late. The message also says who did not come."""
+
+    @classmethod
+    def of(
+        cls, what: str, error: Exception | None = None, lane: LaneHops | None = None, number: int = 0
+    ) -> MissingPeerError:
+        """The error of a collective that has failed.
+
+        Args:
+            what: The collective, how it ended, and a colon, before who is missing.
+            error: What the library says of it.
+            lane: As for `Watchdog.missing`.
+            number: As for `Watchdog.missing`.
+        """
+        ranks, text = shared_watchdog().missing(lane, number)
+        said = f" ({str(error).partition(chr(10))[0]})" if error is not None else ""
+        return cls(f"{what}{text}{said}", ranks)
+
+
+@contextlib.contextmanager
+def blaming() -> Iterator[None]:
+    """Turns an error of a collective outside hops, such as DeepSpeed's all-reduce of the norm, into one that names who.
+
+    Raises:
+        MissingPeerError: A collective failed or timed out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        of_group = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+        if isinstance(error, PeerError) or not of_group or dist.group.WORLD is None:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]
+        place = f"{own[-1].filename}:{own[-1].lineno} {own[-1].name}"
+        raise MissingPeerError.of(f"hzero: rank {dist.get_rank()}, a collective at {place}: ", error) from error

@@ -29,8 +29,6 @@ class WireEntry:
         wire_bytes: Bytes that this rank received from its peers.
         raw_bytes: ``wire_bytes`` with codec ``none`` instead of this one.
         seconds: Time between start and end of the hops. Hops may overlap, so the sum can exceed the wall time.
-        hidden_seconds: Those of ``seconds`` in which this rank waited for no hop. 0 on a device, where streams wait and the
-            host does not.
     """
 
     role: str
@@ -42,7 +40,11 @@ class WireEntry:
     wire_bytes: int = 0
     raw_bytes: int = 0
     seconds: float = 0.0
-    hidden_seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, Tier, CodecName]:
+        """What its hops have in common."""
+        return self.role, self.tier, self.codec
 
 
 class HopTimer:
@@ -50,30 +52,25 @@ class HopTimer:
 
     Args:
         device: Device of the message.
-        waited_s: Seconds for which this rank has waited for hops until now.
         spare: Events that no other hop needs any more, which this one takes, and gives back when they have been read.
     """
 
-    def __init__(
-        self, device: torch.device, waited_s: float = 0.0, spare: list[tuple[torch.Event, torch.Event]] | None = None
-    ) -> None:
-        self.hidden_s = 0.0
-        self._waited_s, self._spare = waited_s, spare
+    def __init__(self, device: torch.device, spare: list[tuple[torch.Event, torch.Event]] | None = None) -> None:
+        self._spare = [] if spare is None else spare
         self._events: tuple[torch.Event, torch.Event] | None = None
         self._started = time.perf_counter()
         self._elapsed: float | None = None
         if device.type != "cpu":
             timed = lambda: torch.Event(device, enable_timing=True)  # noqa: E731
-            self._events = spare.pop() if spare else (timed(), timed())
+            self._events = self._spare.pop() if self._spare else (timed(), timed())
             self._events[0].record()
 
-    def stop(self, waited_s: float = 0.0) -> None:
-        """Marks the end of the hop, once; on a device by an event, without waiting. Argument as for the timer itself."""
+    def stop(self) -> None:
+        """Marks the end of the hop, once; on a device by an event, without waiting."""
         if self._events is not None:
             self._events[1].record()
         elif self._elapsed is None:
             self._elapsed = time.perf_counter() - self._started
-            self.hidden_s = max(self._elapsed - (waited_s - self._waited_s), 0.0)
 
     def ready(self) -> bool:
         """Whether `seconds` can be read without waiting for the device."""
@@ -82,30 +79,12 @@ class HopTimer:
 
     def seconds(self) -> float:
         """Elapsed seconds. Waits for the device where the hop has not ended."""
-        if self._elapsed is None:
-            if self._events is None:
-                return 0.0
+        if self._events is not None:
             self._events[1].synchronize()
             self._elapsed = self._events[0].elapsed_time(self._events[1]) / 1e3
-            if self._spare is not None:
-                self._spare.append(self._events)
+            self._spare.append(self._events)
             self._events = None
-        return self._elapsed
-
-
-@dataclass(frozen=True)
-class HopCounts:
-    """What one hop adds to the wire log, the same each time that it is made; attributes as of `WireEntry`.
-
-    Attributes:
-        key: Role, tier and codec.
-    """
-
-    key: tuple[str, Tier, CodecName]
-    elements: int
-    payload_bytes: int
-    wire_bytes: int
-    raw_bytes: int
+        return self._elapsed or 0.0
 
 
 class WireLog:
@@ -122,37 +101,36 @@ class WireLog:
         self._spare: list[tuple[torch.Event, torch.Event]] = []
         self._lock = threading.RLock()  # hops may end on another thread than the reader's
 
-    def timer(self, device: torch.device, waited_s: float) -> HopTimer:
+    def timer(self, device: torch.device) -> HopTimer:
         """A timer of a hop from now on."""
-        return HopTimer(device, waited_s, self._spare)
+        return HopTimer(device, self._spare)
 
-    def add(self, counts: HopCounts, timer: HopTimer) -> None:
-        """Adds one finished hop, whose timer has been stopped."""
+    def add(self, counts: WireEntry, timer: HopTimer) -> None:
+        """Adds one finished hop, whose timer has been stopped, with what it counts."""
         for on_hop in self.on_hop:
             on_hop(*counts.key, counts.wire_bytes, timer)
         with self._lock:
             entry = self._entries.get(counts.key)
             if entry is None:
                 entry = self._entries[counts.key] = WireEntry(*counts.key)
-            entry.hops += 1
+            entry.hops += counts.hops
             entry.elements += counts.elements
             entry.payload_bytes += counts.payload_bytes
             entry.wire_bytes += counts.wire_bytes
             entry.raw_bytes += counts.raw_bytes
             self._running.append((entry, timer))
-            while self._running and self._running[0][1].ready():
-                self._settle()
+            self._settle(wait=False)
 
-    def _settle(self) -> None:
-        entry, timer = self._running.popleft()
-        entry.seconds += timer.seconds()
-        entry.hidden_seconds += timer.hidden_s
+    def _settle(self, *, wait: bool) -> None:
+        """Adds the times of hops that have ended, in order; or of all."""
+        while self._running and (wait or self._running[0][1].ready()):
+            entry, timer = self._running.popleft()
+            entry.seconds += timer.seconds()
 
     def entries(self) -> list[WireEntry]:
         """Totals since the last `reset`, sorted by role, tier and codec; copies, safe to keep."""
         with self._lock:
-            while self._running:
-                self._settle()
+            self._settle(wait=True)
             return [dataclasses.replace(entry) for _, entry in sorted(self._entries.items())]
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -162,8 +140,7 @@ class WireLog:
     def seconds(self) -> float:
         """Seconds of all hops that have ended, by now or in order. Does not wait for the device."""
         with self._lock:
-            while self._running and self._running[0][1].ready():
-                self._settle()
+            self._settle(wait=False)
             return sum(entry.seconds for entry in self._entries.values())
 
     def wire_bytes(self, tier: Tier | None = None, role: str | None = None) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -26,55 +24,9 @@ NoAnswer = TimeoutError
 #: more part, their direction.
 Lane: TypeAlias = tuple[str, Tier] | tuple[str, Tier, str]
 #: Functions of torch.distributed: torch 2.13 has other names, and warns of these.
-_ALL_GATHER, _REDUCE_SCATTER = (
-    new if hasattr(dist, new) else old
-    for new, old in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-)
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _STOCK = getattr(dist, _REDUCE_SCATTER)
-
-
-@dataclass
-class LaneHops:
-    """Hops of this rank on one lane, counted where they start and where they have been waited for.
-
-    Attributes:
-        name: Of the lane and its ranks, the same on all of them.
-        ranks: Of the world.
-        timeout_s: Longest wait for one hop.
-        started: Hops that this rank has started; the same on all ranks once all have come.
-        ended: Those that it has waited for. On a device a wait does not block, so this says little there.
-        since: When the last one started.
-        size: Its bytes.
-        what: Describes it.
-        passed: Whether the device is past it.
-    """
-
-    name: str
-    ranks: Sequence[int]
-    timeout_s: float
-    started: int = 0
-    ended: int = 0
-    since: float = 0.0
-    size: int = 0
-    what: Callable[[], str] = str
-    passed: Callable[[], bool] = bool
-
-    def start(self, what: Callable[[], str], size: int, passed: Callable[[], bool]) -> int:
-        """Counts a hop. Returns its number, from 1."""
-        self.what, self.size, self.passed, self.since = what, size, passed, time.monotonic()
-        self.started += 1
-        return self.started
-
-    def waited_s(self) -> float:
-        """Seconds since the start of the last hop, or 0 if it has ended."""
-        waited_s, waits = time.monotonic() - self.since, self.started > self.ended
-        if not waits and self.started and waited_s > self.timeout_s / 2:  # asked earlier, a device may capture a graph
-            with contextlib.suppress(RuntimeError):  # of a device that has failed
-                waits = not self.passed()
-        return waited_s if waits else 0.0
 
 
 def in_time(call: Callable[[], T], within_s: float) -> T:
@@ -158,17 +110,8 @@ class TorchWires:
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
         """A message to one rank or from it. Those of one direction between two ranks arrive in order."""
         work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group)
-        return _Limited(work, self._timeout) if message.is_cpu else work
+        # A send or receive of gloo takes its timeout when it is waited for.
+        return SimpleNamespace(wait=partial(work.wait, self._timeout)) if message.is_cpu else work
 
     def _rank(self, place: int) -> int:
         return dist.get_global_rank(self._group, place)
-
-
-class _Limited:
-    """A send or receive of gloo, which takes its timeout when it is waited for."""
-
-    def __init__(self, work: Any, timeout: timedelta) -> None:
-        self._work, self._timeout = work, timeout
-
-    def wait(self) -> None:
-        self._work.wait(self._timeout)

@@ -25,6 +25,7 @@ from hzero.comm import (
     shared_lanes,
 )
 from hzero.comm.process_groups import world_timeout
+from hzero.comm.wires import STAGE
 from hzero.config import ROLES, Dimension, HZeroConfig, Tier, Topology
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Audit, GradientOf, Guard
@@ -206,9 +207,11 @@ class Engine(Traffic):
         failures = most_failures(
             self.lanes.failures, config.transport, partition.group, partition.ranks, world_timeout()
         )
-        transport = Transport(plan, ranks=partition.ranks, failures=failures, streams=self.lanes.streams)
-        self.lanes.mend(transport.lanes)
-        self._collectives = Collectives(plan, transport, self.wire_log, self._feedback, self.lanes)
+        name = f"{STAGE} #{failures}" if failures else STAGE
+        roles: dict[str, str] = {role: f"{name} {role}" if self.lanes.apart else name for role in ROLES}
+        channels = list(dict.fromkeys(roles.values()))
+        transport = Transport(plan, channels=channels, ranks=partition.ranks, streams=self.lanes.streams)
+        self._collectives = Collectives(plan, transport, self.wire_log, self._feedback, self.lanes, roles)
         self._synchronous = accelerator is None
         self.resident = Weights(self._collectives, parameters, bucket_numel, accelerator)
         self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))

@@ -144,7 +144,8 @@ class Gradients:
         # Shards are fewer than gradients. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3
         # if it is divided afterwards by what is no power of two. Sums of decoded messages are float32.
         exact = self.divisor.bit_count() == 1 and dtype != torch.float16
-        keys, patient = [param.key for param in params], len(route.programs.fetch.crossings) > 1
+        keys, apart = [param.key for param in params], self._collectives.lanes.apart
+        patient = len(route.programs.fetch.crossings) > 1 and not apart
         return _Layout(params, keys, dtype, micro, boundary, route.sums_travel and not exact, patient)
 
     def _accumulate(

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
-from hzero.comm import Collectives, blaming
+from hzero.comm import Bucket, Collectives, blaming
 from hzero.comm.checksum import checksums
-from hzero.comm.wires import STAGE
 from hzero.config import ROLES, CodecConfig, Role, Tier
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
@@ -175,7 +174,7 @@ class Audit:
         resident = self._weights.up_to_date()
         if not resident:
             return
-        copies = [param.resident for param in resident if param.resident is not None]
+        copies = [self._collectives.used(param.resident) for param in resident if param.resident is not None]
         stale = torch.stack([self._is_stale(param, copy) for param, copy in zip(resident, copies)])
         sums = torch.cat([checksums(copy.view(-1).view(torch.uint8), 1) for copy in copies])
         # One sum of all sums first: those of each parameter, from each peer, would take a gigabyte of a large world.
@@ -210,10 +209,13 @@ class Audit:
     def _differing(self, sums: torch.Tensor) -> torch.Tensor:
         """Which of the sums, int64 ``[n, 2]``, another rank with the same copies has otherwise; bool ``[n]``."""
         differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
+        own, message = self._collectives, sums.view(torch.uint8).view(-1)
+        bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
         for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
-            lane = (STAGE, hop.tier)
-            chain = self._collectives.send(lane, "all_gather", sums.view(torch.uint8).view(-1), "weights of an audit")
-            differs |= (chain.wait().view(torch.int64).view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
+            # No chain is under way.
+            pending = own.transport.start(own.lane(bucket, hop.tier), "all_gather", message, "weights of an audit")
+            theirs = own.received(pending).view(torch.int64)
+            differs |= (theirs.view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
         return differs
 
     def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:

@@ -180,13 +180,15 @@ class Weights:
         program = route.programs.whole if route.plan.differences else route.programs.refresh
         read: Callable[[], Any] = partial(self._shards, params, bucket)
         keep: Callable[[Any], None] = partial(self._keep, params, bucket)
-        after: list[Chain[Any]] = []
+        how: dict[str, Any] = {}
         if differs:
             program = route.programs.difference
             read = partial(self._difference, params, bucket, self.version)
-            keep = partial(self._add_difference, params, bucket)
-            after = _chains(params)
-        chain = self.collectives.run(program, bucket, read, keep, seed=self.version, after=after)
+            keep = partial(self._add_difference, params)
+            # Rows of a payload may be padded: then the sums are made in a contiguous copy.
+            how["into"] = lambda: [self._copy(param).contiguous() for param in params]
+            how["after"] = _chains(params)
+        chain = self.collectives.run(program, bucket, read, keep, seed=self.version, **how)
         for param, chunk in zip(params, bucket.chunks):
             param.refresh, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
@@ -230,19 +232,10 @@ class Weights:
         encoder = codec.encoder(bucket.chunks, shards[0].dtype, shards[0].device, sizes=(1,), adds="base")
         return encoder(shards, seed=seed, added=copies)
 
-    def _add_difference(self, params: Sequence[Parameter], bucket: Bucket, message: torch.Tensor) -> None:
-        """Adds what has come to the resident copies, in their own type: one rounding, the same on all ranks."""
-        program = params[0].route.programs.difference
-        copies = [self._copy(param) for param in params]
-        # Rows of a payload may be padded: then the sums are made in a contiguous copy.
-        sums = [copy.contiguous() for copy in copies]
-        if self.plan.decoded:
-            self.collectives.add_decoded(program, bucket, message, sums)
-        else:
-            codec, rows = Codec.from_config(program.codec), self.plan.resident_rows
-            how: Any = {"sizes": (rows,), "outer": program.pieces, "add": True}
-            codec.decoder(bucket.chunks, bucket.dtype, message.device, **how)(message, sums)
-        for copy, total in zip(copies, sums):
+    def _add_difference(self, params: Sequence[Parameter], sums: Sequence[torch.Tensor]) -> None:
+        """Keeps resident copies, to which what has come has been added in their own type: the same bits on all ranks."""
+        for param, total in zip(params, sums):
+            copy = self._copy(param)
             if total.data_ptr() != copy.data_ptr():
                 copy.copy_(total)
 
@@ -345,7 +338,8 @@ class Weights:
         message = Codec.from_config(codecs[0]).encode(self._shards([param], bucket), bucket.chunks)
         for source, target in itertools.pairwise(codecs):
             if source.format != target.format:
-                message = self.collectives.recode(bucket, message, source, target, pieces=1, rows=1, seed=0)
+                decoded = Codec.from_config(source).decode(message, bucket.chunks, dtype=bucket.dtype)
+                message = Codec.from_config(target).encode(decoded, bucket.chunks)
         if param.whole is not None:
             (fresh,) = Codec.from_config(codecs[-1]).decode(message, bucket.chunks, dtype=bucket.dtype)
             return param.whole.view(-1, param.chunk)[plan.rank], fresh

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from hzero.config import NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
 from hzero.plan.shards import Hop, ShardPlan, plain
@@ -100,17 +100,19 @@ class Turn:
     """Of the axes ``[crossed][ranks][rest]`` of a message's rows the first two change places.
 
     Attributes:
+        codec: Of the message.
         crossed: Ranks of the hops before the next one.
         ranks: Of the next hop; its peers' parts come to the front.
     """
 
+    codec: CodecConfig
     crossed: int
     ranks: int
 
 
 @dataclass(frozen=True)
 class Cross:
-    """One collective.
+    """One collective. In a codec without a fixed size its messages are cut to what they use, once ranks know the longest.
 
     Attributes:
         role: The kind of state.
@@ -156,11 +158,6 @@ class Cross:
 
 
 @dataclass(frozen=True)
-class CrossCut(Cross):
-    """A collective whose messages are cut to what their records use; the lengths of these are exchanged first."""
-
-
-@dataclass(frozen=True)
 class Sum:
     """The messages of peers become their sum, in float32 and in the order of the peers.
 
@@ -187,11 +184,13 @@ class Decode:
         codec: Of the message.
         order: Of the tensors' rows.
         pieces: Of the message.
+        add: Whether it is added to tensors that exist, in float32, and each sum rounded once.
     """
 
     codec: CodecConfig
     order: Order
     pieces: int = 1
+    add: bool = False
 
 
 Step: TypeAlias = Encode | Recode | Turn | Cross | Sum | Decode
@@ -299,7 +298,7 @@ def gather_program(
         codec = hop.codec
         algorithms = plan.node_all_gather if hop.tier in NET_TIERS else _LIBRARY
         sent, pieces = pieces * rows, pieces * hop.size
-        steps.append(_cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, pieces, algorithms))
+        steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, pieces, algorithms))
     if left is None:
         steps.append(Decode(codec, Order.of_hops(plan), pieces))
         return Program(tuple(steps), codec, pieces)
@@ -333,7 +332,7 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
             steps.append(Encode(held, order, pieces, hop.tier if kept else None))
         kind: Kind = "reduce_scatter" if hop.codec.traits.plain else "all_to_all"
         steps += _recoded(held, hop.codec, pieces, rows // pieces)
-        steps.append(_cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, pieces))
+        steps.append(Cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, pieces))
         steps += _recoded(hop.codec, held, pieces, rows // pieces)
         rows //= hop.size
         order = Order.of_rows(rows)
@@ -362,7 +361,7 @@ class StagePrograms:
     Attributes:
         refresh: From primary shards to resident copies, as payloads or decoded.
         whole: The same without codecs, where other refreshes send differences.
-        difference: From the message of a difference of primary shards to that of a resident copy.
+        difference: From the message of a difference of primary shards to the resident copy that it is added to.
         fetch: To whole weights, from resident payloads or, where none are kept, from primary shards.
         micro: Of gradients in every micro-step.
         boundary: Of gradients once per step.
@@ -383,7 +382,9 @@ class StagePrograms:
             kept = None if plan.decoded else plan.resident_codec
             refresh = gather_program(plan, hops, left=kept)
             whole = gather_program(plan, plain(hops), left=kept)
-            difference = gather_program(plan, hops, held=hops[0].codec, left=hops[-1].codec)
+            message = gather_program(plan, hops, held=hops[0].codec, left=hops[-1].codec)
+            order = Order.of_hops(plan) if plan.decoded else Order.of_rows(plan.resident_rows)
+            difference = Program((*message.steps, Decode(message.codec, order, message.pieces, add=True)))
             fetch = gather_program(plan, plan.fetch_hops(), held=plan.resident_codec, rows=plan.resident_rows)
         elif hops := plan.gather_hops():
             fetch = gather_program(plan, hops)
@@ -409,11 +410,11 @@ def all_to_all_program(plan: ShardPlan) -> Program:
     codec, crossed = hops[0].codec, 1
     steps: list[Step] = [Encode(codec, Order.of_hops(plan))]
     for hop in hops:
-        steps.append(Turn(crossed, hop.size))
+        steps.append(Turn(codec, crossed, hop.size))
         crossed *= hop.size
         steps += _recoded(codec, hop.codec, 1, world)
         codec = hop.codec
-        steps.append(_cross("weights", "all_to_all", (hop.tier,), hop.size, codec, world))
+        steps.append(Cross("weights", "all_to_all", (hop.tier,), hop.size, codec, world))
     # Rows are now those of the senders, outermost tier first.
     steps.append(Decode(codec, Order.of_hops(plan, outermost_first=True), 1))
     return Program(tuple(steps))
@@ -436,7 +437,7 @@ def broadcast_program(plan: ShardPlan, source: int) -> Program:
             steps += _recoded(codec, hop.codec, 1, 1)
         codec = hop.codec
         root = getattr(home, hop.tier)
-        steps.append(_cross("weights", "broadcast", (hop.tier,), hop.size, codec, 1, root=root))
+        steps.append(Cross("weights", "broadcast", (hop.tier,), hop.size, codec, 1, root=root))
     assert codec is not None, "there is more than one rank"
     return Program((*steps, Decode(codec, Order.of_rows(1))))
 
@@ -452,8 +453,8 @@ def message_program(plan: ShardPlan, source: int, target: int) -> Program:
     tier = plan.grid.tier_between(source, target)
     codec, order = plan.codecs.weights[tier], Order.of_rows(1)
     if plan.rank == source:
-        return Program((Encode(codec, order), _cross("weights", "send", (tier,), 2, codec, 1, root=target)), codec)
-    return Program((_cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)), codec)
+        return Program((Encode(codec, order), Cross("weights", "send", (tier,), 2, codec, 1, root=target)), codec)
+    return Program((Cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)), codec)
 
 
 def in_memory(hop: Hop) -> CodecConfig:
@@ -469,13 +470,6 @@ def _pieces(hops: Sequence[Hop]) -> int:
     """
     exact = itertools.takewhile(lambda hop: in_memory(hop) is PLAIN, hops)
     return math.prod([hop.size for hop in exact] or [hops[0].size])
-
-
-def _cross(
-    role: Role, kind: Kind, tiers: tuple[Tier, ...], ranks: int, codec: CodecConfig, *how: Any, **more: Any
-) -> Cross:
-    made = Cross if codec.traits.fixed else CrossCut
-    return made(role, kind, tiers, ranks, codec, *how, **more)
 
 
 def _recoded(source: CodecConfig, target: CodecConfig, pieces: int, rows: int) -> list[Step]:

@@ -6,15 +6,15 @@ import contextlib
 import functools
 import itertools
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hzero.codecs import mpc
 from hzero.codecs.codec import Codec, Encoder
-from hzero.comm import Communicator, HopError, communicator
+from hzero.comm import Communicator, HopError, communicator, runtime
 from hzero.comm.activations import reduce_from
 from hzero.config import TIERS, CodecConfig
 from hzero.topology.grid import Grid
@@ -119,12 +119,17 @@ def check_copies_with_codec_mpc_are_the_same_bits_in_fewer_bytes() -> None:
 
 
 def check_lengths_that_codec_mpc_does_not_write_end_a_hop() -> None:
-    rank = dist.get_rank()
+    rank, encode = dist.get_rank(), Encoder.__call__
     group = _communicator(Grid(WORLD, 1, 1), gather="mpc")
     for wrong in (0, 40, 1 << 40):
-        lengths = mock.patch.object(mpc, "lengths", lambda _, sizes, wrong=wrong: torch.tensor([wrong] * len(sizes)))
+
+        def spoilt(encoder: Encoder, *arguments: Any, wrong: int = wrong) -> torch.Tensor:
+            message = encode(encoder, *arguments)
+            message[:8] = torch.tensor([wrong]).view(torch.uint8)
+            return message
+
         says = f"codec mpc: found a record of {wrong} bytes, expected a multiple of 16"
-        with lengths, pytest.raises(HopError, match=says):
+        with mock.patch.object(Encoder, "__call__", spoilt), pytest.raises(HopError, match=says):
             group.all_gather(torch.ones(9))
         group = _communicator(Grid(WORLD, 1, 1), gather="mpc")
     assert torch.equal(group.broadcast(torch.full((9,), float(rank)), 1), torch.ones(9))
@@ -315,6 +320,22 @@ def check_groups_smaller_than_the_world() -> None:
     outside = mock.patch.object(dist, "get_rank", lambda group=None: -1 if group is not None else rank)
     with outside, pytest.raises(ConfigError, match=r"rank \d is not in the group of ranks"):
         Communicator(settings, mine)
+
+
+def check_operations_that_come_back_prepare_nothing_anew() -> None:
+    group, tensor, rank = _communicator(SOME[0], codecs="int8"), torch.ones(WORLD, 5), dist.get_rank()
+
+    def run() -> None:
+        for operation in (group.all_reduce, group.reduce_scatter, group.all_gather, group.all_to_all):
+            operation(tensor)
+        group.broadcast(tensor, 1)
+        sent = group.send(tensor, (rank + 1) % WORLD, async_op=True)
+        group.recv(tensor, (rank - 1) % WORLD)
+        sent.wait()
+
+    run()
+    with mock.patch.object(runtime, "Bound", side_effect=AssertionError("a program is made ready again")):
+        run()
 
 
 def check_arguments_that_cannot_be_used_are_refused() -> None:

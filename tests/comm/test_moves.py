@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.comm import Bucket, Collectives, WireLog
+from hzero.comm.communicator import parse_communicator
 from hzero.comm.runtime import Call
-from hzero.comm.settings import parse_communicator
 from hzero.config import CodecsConfig
 from hzero.plan.program import Program, all_to_all_program, broadcast_program
 from hzero.plan.shards import ShardPlan

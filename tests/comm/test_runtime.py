@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
-from hzero.comm.runtime import Call
+from hzero.comm.lanes import DeviceStreams
+from hzero.comm.runtime import Arena, Call
 from hzero.comm.wires import STAGE
 from hzero.parsing import parse_config
 from hzero.plan.program import Program, StagePrograms
@@ -105,3 +110,31 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
         assert not asked, (name, asked)
         for before, after in zip(first, second):
             assert torch.equal(before, after) or block
+
+
+def test_streams_keep_buffers_that_an_engine_has_left() -> None:
+    """An engine that is dropped without an end, or a chain that fails: what they used may still be under way on any stream."""
+    kept: list[tuple[int, Any]] = []
+    stream = contextlib.nullcontext
+    device = mock.Mock(stream=stream, Stream=lambda priority: mock.Mock())
+    streams = DeviceStreams(device)
+    for tier in ("gcd", "node"):
+        streams.on((STAGE, tier))
+    arena, cpu = Arena(streams), torch.device("cpu")
+    rooms = [arena.take(size, cpu) for size in (100, 1 << 20)]
+    arena.give(rooms.pop())
+    with mock.patch.object(torch.Tensor, "record_stream", lambda buffer, of: kept.append((buffer.numel(), of))):
+        del arena, rooms
+        gc.collect()
+    assert len(kept) == 4
+    assert set(kept) == {(size, of) for size in (100, 1 << 20) for of in streams._streams.values()}
+
+
+def test_large_buffers_of_processors_go_back() -> None:
+    arena, cpu = Arena(None), torch.device("cpu")
+    small, large = arena.take(1000, cpu), arena.take(1 << 20, cpu)
+    gone = weakref.ref(large)
+    arena.give(small)
+    arena.give(large)
+    del large
+    assert gone() is None and arena.take(900, cpu) is small

@@ -101,11 +101,12 @@ def _add_gathered(collectives: Collectives) -> None:
     decoded = bucket if codec.name == "none" else dataclasses.replace(bucket, dtype=torch.float32)
 
     program = gather_program(collectives.plan, hops, left=hops[-1].codec)
-    whole = gather_program(collectives.plan, hops).steps[-1]
+    decode = gather_program(collectives.plan, hops).steps[-1]
+    adding = Program((dataclasses.replace(decode, add=True),))
 
     def add(message: torch.Tensor) -> list[torch.Tensor]:
-        collectives.add_decoded(program, bucket, message, after)
-        return collectives.run(Program((whole,)), decoded, lambda: message, _same).wait()
+        collectives.run(adding, bucket, lambda: message, _same, into=lambda: after).wait()
+        return collectives.run(Program((decode,)), decoded, lambda: message, _same).wait()
 
     added = collectives.run(program, bucket, lambda: shards, add).wait()
     for old, part, new in zip(before, added, after):

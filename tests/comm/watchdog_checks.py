@@ -44,7 +44,7 @@ def _transport(role: str) -> FaultyTransport:
 
 
 def _hop(transport: FaultyTransport, tier: Tier, size: int = 16) -> None:
-    (role, *_), *_ = transport.lanes
+    (role, *_), *_ = transport._groups
     transport.start((role, tier), "all_gather", torch.zeros(size, dtype=torch.uint8), "a test").wait()
 
 

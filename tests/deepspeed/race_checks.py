@@ -165,7 +165,7 @@ def _without_a_stage() -> Any:
     for _ in range(2):
         tensor = torch.randn(world, 40)
         average = torch.randn(50)
-        chains: list[Any] = [group.average_into(average, 1), group.all_reduce(tensor, key=0, async_op=True)]
+        chains: list[Any] = [group.all_reduce(one, key=key, async_op=True) for key, one in enumerate((tensor, average))]
         chains += [group.all_gather(tensor, async_op=True), group.all_to_all(tensor, async_op=True)]
         chains += [group.broadcast(tensor, 1, async_op=True), group.reduce_scatter(tensor, key=2, async_op=True)]
         for chain in chains:
@@ -175,7 +175,7 @@ def _without_a_stage() -> Any:
         assert sum(float(chain.wait().sum()) for chain in chains) != 0
     last = [group.all_gather(torch.randn(40), async_op=True), group.all_to_all(torch.randn(world, 40), async_op=True)]
     last.append(group.broadcast(torch.randn(40), 0, async_op=True))
-    group.average_into(torch.randn(50), 1)
+    group.all_reduce(torch.randn(50), "mean", key=1, async_op=True)
     torch.randn(50).add_(1)
     assert sum(float(chain.wait().sum()) for chain in last) != 0
     group.broadcast(torch.ones(3), 0).add_(1)
