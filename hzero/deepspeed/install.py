@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from hzero.block import KEY, find
-from hzero.deepspeed import autotp, parameters
+from hzero.deepspeed import parameters
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import (
     check_config,
@@ -93,6 +93,8 @@ def _checked(stock: Any) -> Any:
             if (size := self.autotp_size()) > 1:
                 world = resolve_grid(config.topology, dist.get_world_size())
                 partition = partition_of_autotp(size, world, dist.get_rank())
+                from hzero.deepspeed import autotp
+
                 autotp.check(self._config, config, world)
             else:
                 check_mpu(self.mpu, config.topology)
@@ -180,7 +182,7 @@ def _with_weights(stock: Any) -> Any:
         config = read_block(ds_config)
         module = kwargs["module"] if "module" in kwargs else args[0]
         parameters.release_all(module)
-        autotp.give_back(module)
+        parameters.give_back(module)
         if config is None:
             return stock(self, *args, **kwargs)
         try:
@@ -202,7 +204,7 @@ def _with_weights(stock: Any) -> Any:
             live_numel = int(kwargs.get("max_live_parameters", LIVE_NUMEL))
             self.hzero = StageState(self.module, config, bucket_numel, group, live_numel)
         except BaseException:
-            autotp.give_back(self.module)
+            parameters.give_back(self.module)
             raise
         self.partition_all_parameters = _both(self.partition_all_parameters, self.hzero.weights.units.drop)
         # An engine without an optimizer announces checkpoints to this object only.

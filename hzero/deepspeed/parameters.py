@@ -408,6 +408,13 @@ def notes_steps(stock: Callable[..., None]) -> Callable[..., None]:
     return reassign
 
 
+def give_back(module: torch.nn.Module, group: Any = None) -> None:
+    """Gives layers of AutoTP their own forward: for the next engine of a model, or with its communicator, of one engine alone."""
+    for layer in module.modules():
+        if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
+            del layer.hzero_group, layer.forward
+
+
 def release_all(module: torch.nn.Module) -> None:
     """Releases the parameters of a module from an earlier engine that was not destroyed."""
     for managed in managed_of(module.parameters()):

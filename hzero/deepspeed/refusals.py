@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from hzero.block import KEY, PARENT, find, lifted
 from hzero.codecs.codec import FLOATS
 from hzero.config import TIERS, HZeroConfig, Topology
-from hzero.deepspeed import autotp
 from hzero.deepspeed.versions import check_features
 from hzero.engine.engine import Partition, ranks_of
 from hzero.engine.parameter import Route
@@ -122,6 +121,8 @@ def check_config(
     if stage == 1:
         _check_pipeline(config, block)
     elif config.tensor_parallel_config.autotp_size > 1:
+        from hzero.deepspeed import autotp
+
         autotp.check(config, block)
 
 

@@ -18,8 +18,8 @@ from hzero.codecs.formats import CodecName
 from hzero.comm import blaming, shared_watchdog
 from hzero.comm.wirelog import HopTimer
 from hzero.config import HZeroConfig, Tier
-from hzero.deepspeed import autotp, versions
-from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, layers_of, managed_parameters
+from hzero.deepspeed import versions
+from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, give_back, layers_of, managed_parameters
 from hzero.deepspeed.refusals import check_partition, check_types, mixed_types
 from hzero.engine.engine import Engine, Partition, Traffic
 from hzero.engine.guard import DivergenceError
@@ -80,7 +80,11 @@ class StageState(Engine):
         plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         routes, codes = routes_of(module, plan)
         check_types(module, routes)
-        self._autotp = autotp.take_over(module, config, partition.world)
+        self._autotp = None
+        if any(getattr(layer, "is_tp_parallel", False) for layer in module.modules()):
+            from hzero.deepspeed import autotp
+
+            self._autotp = autotp.take_over(module, config, partition.world)
         managed = managed_parameters(module, routes, codes)
         own = list(managed.values())
         super().__init__(config, plan, partition, module, own, bucket_numel, current_device(), async_accelerator())
@@ -128,7 +132,7 @@ class StageState(Engine):
     def destroy(self) -> None:
         """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
         if self._autotp is not None:
-            autotp.give_back(self._module, self._autotp)
+            give_back(self._module, self._autotp)
             self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
         try:
             self.close()
