@@ -1,11 +1,10 @@
-"""All-gathers, peak memory, median step and median ratio to HSDP of a GPT of 14M parameters, in which nothing is marked.
+"""All-gathers, median step and median ratio to HSDP of a GPT of 14M parameters, in which nothing is marked.
 
 Every scheme takes its turn: torchrun --standalone --nproc-per-node=8 benchmarks/unit.py; with slow links
 python -m benchmarks.cluster run -- python benchmarks/unit.py.
 """
 # ruff: noqa: D101, D102, D103
 
-import itertools
 import os
 import statistics
 import time
@@ -16,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-HSDP, WIDTH, LENGTH, VOCAB, MICRO = "HSDP over the node", 384, 128, 256, 2
+HSDP, WIDTH, LENGTH, VOCAB, MICRO = "HSDP over the node", 384, 128, 256, 2  # HSDP: the row that ratios refer to
 ROUNDS, AHEAD = int(os.environ.get("ROUNDS", "9")), int(os.environ.get("AHEAD", "0"))  # AHEAD: layers to prefetch
 
 
@@ -57,17 +57,36 @@ def zero3(leaf: bool = False, **block: str) -> Any:
     return lambda: [(engine.backward(loss(engine)), engine.step()) for _ in range(MICRO)]
 
 
-def hsdp() -> Any:
-    model, mesh = gpt(), dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("nodes", "node"))
+def hsdp(shards: int, flags: bool = False) -> Any:
+    model, mesh = (
+        gpt(),
+        dist.init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("out", "in")),
+    )
     for part in (*model[1:-2], model):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         for index in range(MICRO):
-            model.set_is_last_backward(index == MICRO - 1)
-            model.set_requires_all_reduce(index == MICRO - 1)
+            if flags:  # Without them FSDP2 reduces over the replicas in every micro-batch.
+                model.set_is_last_backward(index == MICRO - 1)
+                model.set_requires_all_reduce(index == MICRO - 1)
             (loss(model) / MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ddp() -> Any:
+    model = nn.parallel.DistributedDataParallel(gpt())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        for _ in range(MICRO):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = loss(model) / MICRO
+            output.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -77,17 +96,24 @@ def hsdp() -> Any:
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a build of minutes that ZeRO-3 does not use
 deepspeed.init_distributed("gloo", verbose=False)
 TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": dist.get_world_size() // 4}
-steps = {HSDP: hsdp(), "ZeRO-3": zero3(), "ZeRO-3, leaf modules": zero3(leaf=True)}
+NODE = dist.get_world_size() // 2
+steps = {
+    HSDP: hsdp(NODE, flags=True),
+    "HSDP, no flags": hsdp(NODE),
+    "HSDP over the package, no flags": hsdp(NODE // 2),
+    "DDP": ddp(),
+}
+steps |= {"ZeRO-3": zero3(), "ZeRO-3, leaf modules": zero3(leaf=True)}
 for preset in ("lossless", "topo"):
     steps |= {f"{preset}, {unit}": zero3(preset=preset, unit=unit) for unit in ("module", "layer")}
 counts, times = {}, {name: list[float]() for name in steps}
 for name, step in steps.items():
     [step() for _ in range(2)]  # DeepSpeed records the order of its modules
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    every_thread = _ExperimentalConfig(profile_all_threads=True)  # hzero's lanes are threads
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
         step()
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    peak = max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")) / 1e6
-    counts[name] = sum(event.name().startswith("gloo:") and "gather" in event.name() for event in events), peak
+    names = [event.name() for event in profiler.profiler.kineto_results.events()]
+    counts[name] = sum(name.startswith("gloo:") and "gather" in name for name in names)
 for number in range(ROUNDS):
     for name, step in list(steps.items())[:: 1 if number % 2 else -1]:
         dist.barrier()
@@ -95,6 +121,6 @@ for number in range(ROUNDS):
         step()
         dist.barrier()
         times[name][-1] += time.perf_counter()
-for name, (gathers, peak) in counts.items() if dist.get_rank() == 0 else ():
+for name, gathers in counts.items() if dist.get_rank() == 0 else ():
     ratio = statistics.median(own / base for own, base in zip(times[name], times[HSDP], strict=True))
-    print(f"{name:24}{gathers:5} all-gathers{peak:8.1f} MB{statistics.median(times[name]):8.2f} s{ratio:8.2f}")
+    print(f"{name:32}{gathers:5} all-gathers{statistics.median(times[name]):8.2f} s{ratio:8.2f}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import gzip
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+
+_ALL_THREADS = _ExperimentalConfig(profile_all_threads=True)
+_PERIOD_S = 0.0005
 
 
 def live_storages() -> dict[int, int]:
@@ -42,9 +47,9 @@ def traced(step: Callable[[], Any], path: Path | None) -> int:
         path: Where to write the Chrome trace, gzipped; None writes none.
 
     Returns:
-        Maximum bytes of live tensors beyond those at the start.
+        Maximum bytes of the process's heap beyond those at the start.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _Heap() as heap, profile(activities=[ProfilerActivity.CPU], experimental_config=_ALL_THREADS) as profiler:
         step()
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,13 +58,48 @@ def traced(step: Callable[[], Any], path: Path | None) -> int:
         with open(plain, "rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
         plain.unlink()
-    return _peak(profiler)
+    return heap.peak
 
 
-def _peak(profiler: Any) -> int:
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+class _Heap:
+    """Maximum bytes that the process has allocated beyond those at the start.
+
+    torch's profiler records the memory of one thread only, but hzero's lanes are threads, and gloo's buffers are no tensors.
+
+    Attributes:
+        peak: Maximum bytes.
+    """
+
+    def __init__(self) -> None:
+        self._allocated = ctypes.CDLL(None).mallinfo2
+        self._allocated.restype = _Mallinfo
+        self._ended = threading.Event()
+        self.peak = self._start = 0
+
+    def _now(self) -> int:
+        found = self._allocated()
+        return int(found.uordblks + found.hblkhd)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_PERIOD_S):
+            self.peak = max(self.peak, self._now() - self._start)
+
+    def __enter__(self) -> _Heap:
+        self._start = self._now()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._watcher.join()
+        self.peak = max(self.peak, self._now() - self._start)
+
+
+_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``mallinfo2``: the bytes in use, of mapped blocks and of all arenas, are its fields ``hblkhd`` and ``uordblks``."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
