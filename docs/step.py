@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
 from hzero.commands.experiment import compose
-from hzero.parsing import parse_config
+from hzero.config import parse_config
 from hzero.plan.collectives import node_bytes, schemes_node_bytes, step_traffic
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid

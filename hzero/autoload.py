@@ -171,7 +171,7 @@ def _checkpoint_of(accelerator: Any) -> Any:
     found = block.find(getattr(accelerator.state.deepspeed_plugin, "deepspeed_config", None))
     if found is None:
         return None
-    from hzero.parsing import parse_config
+    from hzero.config import parse_config
 
     return parse_config(found).checkpoint
 

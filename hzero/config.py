@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import reprlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from hzero.codecs.formats import BLOCK_CODECS, CODED_SCALE_BLOCKS, TRAITS, CodecName, RecordFormat, Traits
-from hzero.validation import Frozen
+from hzero.codecs.formats import BLOCK_CODECS, CODED_SCALE_BLOCKS, SUMMED, TRAITS, CodecName, RecordFormat, Traits
+from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
 Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
@@ -50,13 +50,16 @@ def tiers_outside(scope: Scope) -> tuple[Tier, ...]:
     return TIERS[SCOPES.index(scope) :]
 
 
-def tiers_in_order(value: Any) -> tuple[Any, ...]:
-    """A written list of tiers, innermost first; unknown ones stay, to be refused by name."""
+def _in_order(value: Any) -> tuple[Any, ...]:
+    """Unknown tiers stay, to be refused by name."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"found {reprlib.repr(value)}, expected a list of tiers ({', '.join(TIERS)})")
     known = all(tier in TIERS for tier in value)
     return tuple(tier for tier in TIERS if tier in value) if known else tuple(value)
 
+
+#: A written list of tiers, innermost first.
+TierList: TypeAlias = Annotated[tuple[Tier, ...], BeforeValidator(_in_order)]
 
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
@@ -344,107 +347,88 @@ Groups: TypeAlias = Annotated[int | Literal["automatic"] | None, BeforeValidator
 
 
 class TopologyConfig(Frozen):
-    """A declared grid.
+    """Places of the ranks: a source that has them, or with `gpus_per_node` a declared grid.
 
     Attributes:
+        source: ``discover``, the default, finds the places; a file may describe the node. A preset's name declares the grid of
+            such nodes. The source alone may be written instead of the block.
         nodes: Nodes of the world; null derives it from the world size.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
         gpus_per_hive: Packages of a hive, a part of a node with faster links than the node; 1 for no such part.
         nodes_per_group: Nodes of a group, for example of one switch or cabinet; null for one group of all nodes. Tier ``group``
             joins the groups, so that collectives between nodes become two of fewer ranks. `automatic`, the default, makes
-            groups from 64 nodes on, with the divisor of the number of nodes that is nearest to its square root.
+            groups from 64 nodes on, with the divisor of the number of nodes that is nearest to its square root. Together with
+            `source` it overrides the source's.
         switch_nodes: Nodes of one switch group of the network; `automatic` prefers one of its divisors.
         clusters: Parts of the world that slow links join; tier ``cluster``. Nodes and groups are divided among them evenly.
         order: Numbering of the ranks, slowest tier first. A tier that is left out stays with the tier that it divides: ``hive``
             with ``gpu``, ``group`` and ``cluster`` with ``node``.
     """
 
-    nodes: int | None = Field(None, ge=1, le=1_000_000)
-    gpus_per_node: int = Field(ge=1, le=1000)
-    gcds_per_gpu: int = Field(1, ge=1, le=1000)
-    gpus_per_hive: int = Field(1, ge=1)
+    source: str = "discover"
+    nodes: int | None = Field(default=None, ge=1, le=1_000_000)
+    gpus_per_node: int | None = Field(default=None, ge=1, le=1000)
+    gcds_per_gpu: int = Field(default=1, ge=1, le=1000)
+    gpus_per_hive: int = Field(default=1, ge=1)
     nodes_per_group: Groups = AUTOMATIC
-    switch_nodes: int | None = Field(None, ge=1)
-    clusters: int = Field(1, ge=1)
+    switch_nodes: int | None = Field(default=None, ge=1)
+    clusters: int = Field(default=1, ge=1)
     order: tuple[Tier, ...] = TIERS[::-1]
 
     @field_validator("order", mode="before")
     @classmethod
     def _permutation(cls, value: Any) -> Any:
         """All tiers, slowest first."""
-        written = list(map(str, value)) if isinstance(value, (list, tuple)) else []
+        written = tuple(map(str, value)) if isinstance(value, (list, tuple)) else ()
         if not set(BASE_TIERS) <= set(written) <= set(TIERS) or len(set(written)) < len(written):
-            optional = ", ".join(tier for tier in TIERS if tier not in BASE_TIERS)
             raise ValueError(
                 f"found {reprlib.repr(value)}, expected node, gpu and gcd in some order, slowest first; possible beside them: "
-                f"{optional}"
+                f"{', '.join(OPTIONAL_TIERS)}"
             )
-        return complete_order(written)  # type: ignore[arg-type]
+        return written
 
     @model_validator(mode="after")
-    def _divides(self) -> TopologyConfig:
-        if self.gpus_per_node % self.gpus_per_hive:
+    def _source_or_grid(self) -> TopologyConfig:
+        written = [key for key in type(self).model_fields if key in self.model_fields_set]
+        of_grid = [key for key in written if key not in ("source", "nodes_per_group")]
+        if of_grid and "source" in written:
             raise ValueError(
-                f"gpus_per_hive: found {self.gpus_per_hive}, which does not divide gpus_per_node {self.gpus_per_node}; "
-                f"possible: {_divisors(self.gpus_per_node)}"
+                f".{of_grid[0]}: given together with source {self.source!r}, which says where ranks sit; leave one of them out"
             )
-        if self.nodes is not None:
-            if self.nodes % self.clusters:
-                raise ValueError(
-                    f"clusters: found {self.clusters}, which do not divide {self.nodes} nodes evenly; clusters have to be "
-                    f"alike; possible: {_divisors(self.nodes)}"
-                )
-            own = self.nodes // self.clusters
-            if isinstance(self.nodes_per_group, int) and own % self.nodes_per_group:
-                raise ValueError(
-                    f"nodes_per_group: found {self.nodes_per_group}, which does not divide the {own} nodes"
-                    f"{' of a cluster' if self.clusters > 1 else ''}; possible: {_divisors(own)}"
-                )
+        if of_grid and self.gpus_per_node is None:
+            raise ValueError(".gpus_per_node: missing")
         return self
 
 
-class TopologySource(Frozen):
-    """A source of the grid, with the groups of its nodes.
-
-    Attributes:
-        source: ``discover``, a preset, or a file.
-        nodes_per_group: As in `TopologyConfig`. It overrides the source.
-    """
-
-    source: str = "discover"
-    nodes_per_group: Groups = AUTOMATIC
-
-
-#: What the key ``topology`` holds; a string is a source.
-Topology: TypeAlias = str | TopologyConfig | TopologySource
+def _source_alone(value: Any) -> Any:
+    if value == "auto":  # the default's name, had Accelerate and Trainer not taken it for values that they fill in
+        raise ValueError('found "auto", expected "discover", which is the default, a file, a preset or a block')
+    if not isinstance(value, (str, Mapping, TopologyConfig)):
+        raise ValueError(
+            f'found {reprlib.repr(value)}, expected "discover", a file, a preset, or '
+            '{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
+        )
+    return {"source": value} if isinstance(value, str) else value
 
 
-def complete_order(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
-    """An order of tiers, slowest first, with those that it leaves out: each beside the tier that it divides."""
-    order = list(tiers)
-    around: tuple[tuple[Tier, Tier, int], ...] = (("hive", "gpu", 1), ("group", "node", 0), ("cluster", "group", 0))
-    for missing, neighbour, after in around:
-        if missing not in order:
-            order.insert(order.index(neighbour) + after, missing)
-    return tuple(order)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(count) for count in range(1, number + 1) if number % count == 0)
+#: Sources that are the machine a process runs on; the block calls it ``discover``.
+HERE = ("auto", "discover")
+#: The key ``topology``; a text is a source.
+Topology = Annotated[TopologyConfig, BeforeValidator(_source_alone)]
 
 
 class Block(Frozen):
     """The keys of a block, their attributes those of `HZeroConfig`."""
 
     preset: str = Field(json_schema_extra={"enum": list(PRESETS)})
+    block_size: int = Field(ge=16, le=4096, multiple_of=16)  # before the codecs that inherit it, for the error
     shard: ShardConfig
     codecs: CodecsConfig
-    block_size: int = Field(ge=16, le=4096, multiple_of=16)
     resident: Literal["decoded", "payload"] | None = None
     unit: Literal["layer", "module"] = "layer"
     unit_numel: int = Field(DEFAULT_UNIT_NUMEL, ge=0)
-    error_feedback: tuple[Tier, ...] = ()
+    error_feedback: TierList = ()
     refresh_message_bytes: int = Field(0, ge=0)
     refresh_differences: bool = False
     full_refresh_every: int = Field(DEFAULT_FULL_REFRESH, ge=1)
@@ -455,31 +439,12 @@ class Block(Frozen):
     order: CollectiveOrder | None = None
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig | None = None
-    topology: Topology = "discover"
-
-    _in_order = field_validator("error_feedback", mode="before")(tiers_in_order)
+    topology: Topology = TopologyConfig()
 
     @field_validator("guard", mode="before")
     @classmethod
     def _number_alone(cls, value: Any) -> Any:
-        if not isinstance(value, (int, Mapping, GuardConfig)):
-            raise ValueError(
-                f"found {reprlib.repr(value)}, expected a number of steps or a block with keys "
-                f"{', '.join(GuardConfig.model_fields)}"
-            )
-        return {"discarded_steps": value} if isinstance(value, int) else value
-
-    @field_validator("topology", mode="before")
-    @classmethod
-    def _is_topology(cls, value: Any) -> Any:
-        if value == "auto":  # the default's name, had Accelerate and Trainer not taken it for values that they fill in
-            raise ValueError('found "auto", expected "discover", which is the default, a file, a preset or a block')
-        if not isinstance(value, Topology):
-            raise ValueError(
-                f'found {reprlib.repr(value)}, expected "discover", a file, a preset, or '
-                '{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
-            )
-        return value
+        return {"discarded_steps": value} if isinstance(value, (int, float)) else value
 
 
 class HZeroConfig(Block):
@@ -542,3 +507,151 @@ class HZeroConfig(Block):
     def written_dimensions(self) -> tuple[Dimension, ...]:
         """The parallel dimensions for which the user has written a codec other than ``none``."""
         return tuple(one for one in self.codecs.dimensions if one not in self.preset_dimensions)
+
+
+# ---- from a written block to its configuration ------------------------------------------------------------------------------
+
+#: Codecs of differences between weights.
+_OF_DIFFERENCES = tuple(name for name in SUMMED if not TRAITS[name].exact)
+
+
+#: Keys of the block that pipelines have; the others say how stage 3 shards, and what watches its resident weights.
+OF_PIPELINES = (
+    *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
+    "topology",
+)
+#: Keys of zero_optimization that pipelines do not take: stock cannot load what it saves with the first, and with the second
+#: loads what was saved without it in another order.
+UNLOADABLE = ("elastic_checkpoint", "round_robin_gradients")
+
+
+def check_of_pipelines(block: Mapping[str, Any], path: str) -> None:
+    """Refuses keys that have no effect in an engine with pipeline stages.
+
+    Args:
+        block: The block as written.
+        path: Key of the block, for messages.
+
+    Raises:
+        ConfigError: Naming the key and the possible ones.
+    """
+    codecs = block.get("codecs", {})
+    unused = [key for key in block if key not in OF_PIPELINES]
+    unused += [f"codecs.{role}" for role in ("weights", "except") if role in codecs]
+    if unused:
+        raise ConfigError(
+            f"{path}.{unused[0]}: given with pipeline stages, where nothing has it; possible: {', '.join(OF_PIPELINES)}, of "
+            "codecs gradients, pipeline, optimizer and those of the model's dimensions"
+        )
+
+
+def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
+    """Reads a block: the preset, then the block's overrides, leaf by leaf.
+
+    Args:
+        block: The block as written.
+        path: Key of the block, for messages.
+
+    Raises:
+        ConfigError: An unknown key, preset, codec, tier or scope (with the nearest known one), a wrong type, or weights
+            sharded wider than gradients.
+    """
+    if not isinstance(block, Mapping):
+        keys = ", ".join(Block.model_fields)
+        raise ConfigError(f"{path}: found {reprlib.repr(block)}, expected a block with keys {keys}")
+    preset = block.get("preset", DEFAULT_PRESET)
+    if preset not in tuple(PRESETS):
+        raise one_of(f"{path}.preset", preset, PRESETS, "preset")
+    start = PRESETS[preset]
+    written, size = block.get("shard", {}), block.get("block_size", DEFAULT_BLOCK_SIZE)
+    shard = {"weights": start.weights, "gradients": start.gradients}
+    codecs = _codecs(start, block.get("codecs", {}), size)
+    values = {**block, "preset": preset, "block_size": size, "shard": written, "codecs": codecs}
+    if isinstance(written, Mapping):
+        values["shard"] = {**shard, **written}
+    parsed = validated(Block, values, path)
+    _check_together(parsed, path)
+    return HZeroConfig(
+        **dict(parsed),
+        preset_shard="weights" not in written,
+        preset_gradients="gradients" not in written,
+        preset_dimensions=tuple(one for one in DIMENSIONS if one not in block.get("codecs", {})),
+    )
+
+
+def _check_together(block: Block, path: str) -> None:
+    """Refuses values that exclude each other."""
+
+    def refuse(key: str, found: str, possible: str) -> ConfigError:
+        return ConfigError(f"{path}.{key}: {found}; possible: {possible}")
+
+    scope, widest, weights = block.shard.weights, block.shard.gradients, block.codecs.weights
+    if SCOPES.index(scope) > SCOPES.index(widest):
+        nested = ", ".join(SCOPES[: SCOPES.index(widest) + 1])
+        raise refuse("shard.weights", f"{scope!r} is wider than {path}.shard.gradients {widest!r}", nested)
+    if block.resident == "decoded" and scope != "device":
+        raise refuse("resident", f"found 'decoded' with weights over the {scope}", "with weights over the device")
+    if block.refresh_differences and scope == "world":
+        why = "found true with weights over the world, of which no copy is kept"
+        raise refuse("refresh_differences", why, f"with {path}.shard.weights {', '.join(SCOPES[:-1])}")
+    if any(not pattern.strip() for pattern in block.codecs.exceptions):
+        raise refuse("codecs.except", "found an empty pattern", "one such as *norm*")
+    summed = {f"gradients.{tier}": block.codecs.gradients[tier] for tier in block.codecs.gradients.written}
+    summed |= {f"except.{pattern}": codec for pattern, codec in block.codecs.exceptions.items()}
+    for key, codec in summed.items():
+        if why := codec.traits.not_summed:
+            raise refuse(f"codecs.{key}", f"found {codec.codec!r}, {why}", ", ".join(SUMMED))
+    for tier in weights.written:
+        if not weights[tier].traits.fixed:
+            found = f"found {weights[tier].codec!r}, whose messages have no fixed size, as resident weights have"
+            fixed = ", ".join(name for name, traits in TRAITS.items() if traits.fixed)
+            raise refuse(f"codecs.weights.{tier}", found, fixed)
+    every = tiers_outside(scope)
+    refreshed = [tier for tier in every if tier in weights.written] or every
+    codecs = [weights[tier] for tier in refreshed]
+    wrong = "none, where a difference has no fewer bytes" if all(one.traits.plain for one in codecs) else ""
+    if narrow := next((one.codec for one in codecs if one.traits.narrow), None):
+        wrong = f"{narrow}, which holds bfloat16 numbers, and differences are float32"
+    if block.refresh_differences and wrong:
+        found = f"weights are refreshed on {', '.join(refreshed)} with codec {wrong}"
+        raise refuse("refresh_differences", found, f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights")
+
+
+def _codecs(start: Preset, written: Any, size: Any) -> Any:
+    """The preset's codecs, overridden leaf by leaf by the written ones."""
+    if not isinstance(written, Mapping):
+        return written
+    codecs = dict(written)
+    for role in (*ROLES, *DIMENSIONS):
+        preset = {tier: start.codec_of(role, tier) for tier in TIERS}
+        codecs[role] = codecs_by_tier(written.get(role, {}), preset, size, groups_as_nodes=role in DIMENSIONS)
+    if isinstance(exceptions := written.get("except"), Mapping):
+        codecs["except"] = {pattern: _leaf(codec, None, size) for pattern, codec in exceptions.items()}
+    return codecs
+
+
+def codecs_by_tier(written: Any, default: Mapping[Any, Any], size: Any, *, groups_as_nodes: bool) -> Any:
+    """A written role of `CodecsConfig` as the block of `TierCodecs`. What is neither a name nor a block stays, to be refused.
+
+    Args:
+        written: One codec for all tiers, or some by tier.
+        default: The codecs of the tiers, for what is not written.
+        size: The ``block_size`` of codecs that write none.
+        groups_as_nodes: Whether tier ``group`` has the codec of ``node`` if none is written for it, as for copies and
+            activations, no small part of which crosses groups. Otherwise `TierCodecs` chooses.
+    """
+    if isinstance(written, str) or (isinstance(written, Mapping) and "codec" in written):
+        written = dict.fromkeys(BASE_TIERS, written)
+    if not isinstance(written, Mapping):
+        return written
+    tiers = {**{tier: {} for tier in BASE_TIERS}, **written}
+    if groups_as_nodes:
+        tiers, default = {"group": tiers["node"], **tiers}, {**default, "group": default["node"]}
+    return {tier: _leaf(codec, default.get(tier), size) for tier, codec in tiers.items()}
+
+
+def _leaf(written: Any, default: Written | None, size: Any) -> Any:
+    """A codec's block: the written keys, over the default's unless they name a codec, since settings are of one codec."""
+    written = written if isinstance(written, Mapping) else {"codec": written}
+    kept = {} if default is None or "codec" in written else default
+    return {"block_size": size, **(kept if isinstance(kept, Mapping) else {"codec": kept}), **written}

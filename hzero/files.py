@@ -6,8 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +16,8 @@ from hzero.validation import ConfigError
 
 #: Largest file that is read whole, bytes, where the caller has no limit of its own.
 MAX_BYTES = 1 << 26
+#: A file that must not be there yet.
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: Numbers of errors that say that a disk takes no more: full, over quota, read-only.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -62,20 +64,16 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         OSError: The folder cannot be written, or the disk is full. It names ``path``, which is unchanged.
     """
     path = Path(path)
-    name = ""
+    partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.partial")
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".partial")
-        with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
+        encoding = None if "b" in mode else "utf-8"
+        with open(partial, mode, encoding=encoding, opener=lambda name, _: os.open(name, _NEW, 0o644)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o644 & ~mask)  # only their owner may read mkstemp's files
-        os.replace(name, path)
+        os.replace(partial, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # errors of a write name no file
         raise
@@ -142,10 +140,7 @@ def distrust(path: Path) -> str:
         return f"{str(path)!r} cannot be read: {error.strerror}"
     if around & 0o002 and not around & stat.S_ISVTX:
         return f"{str(path.parent)!r} can be written by others (mode {around & 0o777:o})"
-    if not stat.S_ISREG(found.st_mode):
-        return f"{str(path)!r} is no regular file"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{str(path)!r} belongs to user {found.st_uid}"
-    if found.st_mode & 0o022:
-        return f"{str(path)!r} can be written by its group or by others (mode {found.st_mode & 0o777:o})"
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        kind = f"mode {stat.filemode(found.st_mode)} of user {found.st_uid}"
+        return f"{str(path)!r} is no regular file that only you or root can write ({kind})"
     return ""

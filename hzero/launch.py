@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -70,7 +70,6 @@ def run_ranks(
     logs: Path,
     threads: int = 1,
     imports: Sequence[str] = (),
-    more: Callable[[int], Mapping[str, str]] = lambda rank: {},
 ) -> int:
     """Runs the ranks of a command on this machine to their end. None of them outlives this process.
 
@@ -81,7 +80,6 @@ def run_ranks(
         logs: Folder for the output of all ranks but 0.
         threads: CPU threads of each rank.
         imports: Modules that ranks need and that take long to import.
-        more: Variables of a rank on top of `rank_environment`.
 
     Returns:
         0 if all ranks ended well, 75 if they saved and are to be started again, 2 if they refused their input, 130 after Ctrl-C
@@ -91,28 +89,27 @@ def run_ranks(
     cuda, before = importlib.import_module("torch").cuda, dict(os.environ)
     spawns = cuda.is_available()
     context: Any = multiprocessing.get_context("spawn" if spawns else "fork")
-    if spawns:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # read when the new process loads the library
-        if (devices := cuda.device_count()) < count:  # the ranks stand for a larger machine
-            _say(f"hzero: {count} ranks run on CPUs, since this machine has {devices} GPU{'s' * (devices > 1)}")
-            os.environ.update(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1", DS_ACCELERATOR="cpu")
-    else:
+    if not spawns:
         for name in imports:
             importlib.import_module(name)
         gc.freeze()  # or collections would copy the memory that the ranks share
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _SIGNALS}
-    port, processes, pipes = free_port(), list[BaseProcess](), list[Connection]()
+    processes, pipes = list[BaseProcess](), list[Connection]()
     # A signal that comes before a rank has handlers of its own waits: ours would swallow it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
+        _set_environment(count, threads)  # the ranks inherit it; spawned ones read some when they load torch
+        if spawns and (devices := cuda.device_count()) < count:  # the ranks stand for a larger machine
+            _say(f"hzero: {count} ranks run on CPUs, since this machine has {devices} GPU{'s' * (devices > 1)}")
+            os.environ.update(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1", DS_ACCELERATOR="cpu")
         for rank in range(count):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             sys.stdout.flush()
             sys.stderr.flush()
             ours, theirs = context.Pipe(duplex=False)
-            environment = {**rank_environment(rank, count, port, threads), **more(rank)}
             log = logs / f"rank{rank}.log" if rank else None
-            process = context.Process(target=_enter, args=(work, environment, log, theirs, os.getpid()))
+            process = context.Process(target=_enter, args=(work, log, theirs, os.getpid()))
             process.start()  # a process that has not started cannot be killed below
             processes.append(process)
             theirs.close()
@@ -134,6 +131,14 @@ def run_ranks(
             signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(before)
+
+
+def _set_environment(count: int, threads: int) -> None:
+    """Makes this process' environment that of ranks on this machine, without the variables of other launchers."""
+    for name in [name for name in os.environ if name.startswith(_OTHERS)]:
+        del os.environ[name]
+    values = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": threads}
+    os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="127.0.0.1")
 
 
 def _watch(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
@@ -195,9 +200,7 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _enter(
-    work: Callable[[], int | None], environment: dict[str, str], log: Path | None, pipe: Connection, parent: int
-) -> NoReturn:
+def _enter(work: Callable[[], int | None], log: Path | None, pipe: Connection, parent: int) -> NoReturn:
     """The life of a rank."""
     os.setsid()  # Ctrl-C reaches only the parent, which passes it on
     die_with_parent()
@@ -209,8 +212,6 @@ def _enter(
     # The end of a job that comes before training has a handler of its own: nothing is lost, so it is no failure.
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    os.environ.clear()
-    os.environ.update(environment)
     if log is not None:
         with contextlib.suppress(OSError):  # a full disk: the output goes to the terminal
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -272,17 +273,6 @@ def _leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def rank_environment(rank: int, count: int, port: int, threads: int = 1) -> dict[str, str]:
-    """The environment of a rank on this machine: ours without the variables of other launchers, and its own on top."""
-    place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)},
-        **{name: str(value) for name, value in place.items()},
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": str(threads),
-    }
 
 
 def free_port() -> int:

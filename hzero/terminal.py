@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import select
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 #: Columns of tables in a file or pipe.
 WIDTH = 116
-#: How long a full pipe may keep a writer that asked not to wait, in seconds.
-_FULL_S = 10.0
 
 
 class _Output(io.FileIO):
@@ -31,15 +28,11 @@ class _Output(io.FileIO):
     reason: OSError | None = None
 
     def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
         try:
-            written = super().write(data)
-            if written is None and select.select([], [self], [], _FULL_S)[1]:  # a parent made the pipe non-blocking
-                written = super().write(data)
+            return super().write(data)
         except OSError as error:
             self.reason = self.reason or error
-            return size
-        return size if written is None else written
+            return memoryview(data).nbytes
 
 
 def keep_streams() -> None:
@@ -57,6 +50,7 @@ def keep_streams() -> None:
         stock: TextIO | None = getattr(sys, name)
         if stock is not getattr(sys, f"__{name}__"):
             continue
+        os.set_blocking(number, True)  # a parent may have made a pipe that loses what it has no room for
         raw = _Output(number, "w", closefd=False)
         unbuffered = getattr(stock, "write_through", False)
         stream = io.TextIOWrapper(

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import math
 import os
 import re
 import reprlib
 import signal
 import sys
 import time
-import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 T = TypeVar("T")
 E = TypeVar("E", bound="ConfigError | PlainError")
@@ -114,23 +112,22 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
 
 
 def hook_errors() -> None:
-    """Sets the one ``sys.excepthook`` of hzero, unless it is set."""
-    if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(sys.excepthook)
+    """Sets the one ``sys.excepthook`` of hzero, unless it is set.
 
+    It prints an error of all ranks as one line and another one as before, and tells the ranks that wait for this one.
+    """
+    stock = sys.excepthook
+    if getattr(stock, "__module__", "") == __name__:
+        return
 
-class _Hook:
-    """Prints an error of all ranks as one line and another one as before, and tells the ranks that wait for this one."""
-
-    def __init__(self, stock: Any) -> None:
-        self._stock = stock
-
-    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, ConfigError) or getattr(error, "of_all_ranks", False):
             report(error)
         else:
-            self._stock(kind, error, traceback)
+            stock(kind, error, traceback)
         tell_peers(error)
+
+    sys.excepthook = hook
 
 
 def tell_peers(error: BaseException) -> None:
@@ -206,15 +203,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, epilog=epilog, formatter_class=formatter)
 
     def error(self, message: str) -> NoReturn:
-        """Raises `ConfigError` instead of argparse's usage and exit, with the option or key that may have been meant."""
+        """Raises `ConfigError` instead of argparse's usage and exit, with the option that may have been meant."""
         unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown == message:
-            raise ConfigError(f"{self.prog}: {' '.join(message.split())}; see `{self.prog} --help`")
-        first = unknown.split()[0]
-        options = [name for action in self._actions for name in action.option_strings]
-        near = nearest(first, options, 0.75) if first.startswith("-") else None
-        hint = f"; did you mean {near!r}?" if near else "."
-        raise ConfigError(f"{self.prog}: unknown argument {first!r}{hint} `{self.prog} --help` lists what is possible")
+        if unknown != message:
+            options = [name for action in self._actions for name in action.option_strings]
+            raise one_of(self.prog, unknown.split()[0], options, "argument")
+        raise ConfigError(f"{self.prog}: {' '.join(message.split())}; see `{self.prog} --help`")
 
 
 def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float]:
@@ -230,8 +224,6 @@ def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float
 
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_DURATION = re.compile(r"(?:\d{1,9}(?:\.\d+)?[dhms])+")
-_CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,6}):(\d{1,2})")
 
 
 def seconds_of(duration: str | float) -> float:
@@ -240,16 +232,14 @@ def seconds_of(duration: str | float) -> float:
     Raises:
         ValueError: Says what was found and what is possible; it follows a key.
     """
-    text = str(duration)
-    seconds = -1.0
-    if _DURATION.fullmatch(text):
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
-    elif match := _CLOCK.fullmatch(text):
-        seconds = sum(int(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1)))
-    else:
-        with contextlib.suppress(ValueError, TypeError):
-            seconds = float(duration)
-    if not 0 < seconds < math.inf or isinstance(duration, bool):
+    text, seconds = str(duration), 0.0
+    if re.fullmatch(r"(\d{1,9}[dhms])+", text):
+        seconds = sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)(\w)", text))
+    elif re.fullmatch(r"[\d.]{1,20}(:[\d.]{1,9}){0,2}", text):
+        with contextlib.suppress(ValueError):  # several points
+            for part in text.split(":"):
+                seconds = 60 * seconds + float(part)
+    if not seconds:
         raise ValueError(f"found {reprlib.repr(duration)}, expected seconds, or a duration such as 1h30m or 1:30:00")
     return seconds
 
@@ -259,16 +249,25 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-
-#: What pydantic calls keys that a model does not have: others, and those that are no text.
-_UNKNOWN = ("extra_forbidden", "invalid_key")
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, values: Any) -> Any:
+        """Refuses unknown keys with the nearest known one, before pydantic misses the keys that were meant."""
+        keys = [field.alias or name for name, field in cls.model_fields.items()]
+        if not isinstance(values, (Mapping, cls)):
+            raise ValueError(f"found {reprlib.repr(values)}, expected a block with keys {', '.join(keys)}")
+        for key in values if isinstance(values, Mapping) else ():
+            if key not in keys:
+                raise one_of("", key, keys, "key")
+        return values
 
 
 def validated(model: type[M], values: Any, where: str) -> M:
     """``values`` as a ``model``.
 
     Args:
-        model: A pydantic model. A validator of its own raises `ValueError` with what follows the key in the message.
+        model: A pydantic model. A validator of its own raises `ValueError` with what follows the key in the message, which may
+            be the rest of the key, as in ``.nodes: missing``.
         values: What the user wrote: a mapping.
         where: Its key, option or file, which begins the message; "" for none. A file's name ends with a
             colon: ``node.yaml:`` gives ``node.yaml: devices: found ...``.
@@ -280,61 +279,21 @@ def validated(model: type[M], values: Any, where: str) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise explained(error, model, where) from None
+        first = error.errors(include_url=False)[0]
     except OverflowError as error:
-        raise ConfigError(_one_line(_key(where), f"a number is too large ({error})")) from None
-
-
-def explained(error: ValidationError, model: type[BaseModel], where: str = "") -> ConfigError:
-    """The first error of pydantic as one line; unknown keys go first, since they often explain missing ones."""
-    errors = error.errors(include_url=False)
-    first = next((e for e in errors if e["type"] in _UNKNOWN), errors[0])
-    *parents, last = first["loc"] or ("",)
-    key, found, context = _key(where, *first["loc"]), first.get("input"), first.get("ctx", {})
-    cause = context.get("error")
-    if first["type"] in _UNKNOWN:
-        fields = _fields(model, parents)
-        return one_of(_key(where, *parents) or "input", last, fields, "key")
-    if first["type"] == "missing":
-        return ConfigError(f"{key}: missing")
-    if first["type"] in ("model_type", "model_attributes_type"):
-        fields = _fields(model, list(first["loc"]))
-        expected = f"expected a block with keys {', '.join(fields)}"
-        return ConfigError(_one_line(key, f"found {reprlib.repr(found)}, {expected}"))
-    if first["type"] == "literal_error":
-        listed = context["expected"].replace(" or ", ",").split(",")  # pydantic's "'a', 'b' or 'c'"
-        return one_of(key, found, [choice.strip().strip("'") for choice in listed])
+        raise ConfigError(f"{where.rstrip(':')}: a number is too large ({error})".lstrip(": ")) from None
+    found, cause = first.get("input"), first.get("ctx", {}).get("error")
+    keys, message = [where, *first["loc"]], f"found {reprlib.repr(found)}; {first['msg'][0].lower()}{first['msg'][1:]}"
     if isinstance(cause, ValueError):
-        return ConfigError(_one_line(key, str(cause)))
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return ConfigError(_one_line(key, f"found {reprlib.repr(found)}; {message}"))
-
-
-def _key(*parts: Any) -> str:
+        message = str(cause)
+        if message.startswith("."):
+            rest, _, message = message[1:].partition(": ")
+            keys.append(rest)
     # "[key]" is pydantic's for a dictionary's key; after a file's name and its colon, a new key begins.
-    path = ".".join(str(part) for part in parts if part not in ("", "[key]"))
-    return path.replace(":.", ": ", 1).removesuffix(":")
-
-
-def _one_line(key: str, message: str) -> str:
-    # What was found may hold line breaks.
-    return " ".join(f"{key}{': ' if key else ''}{message}".split())
-
-
-def _fields(model: Any, path: list[int | str]) -> list[str]:
-    """Keys of the model at ``path`` below ``model``."""
-    for part in path:
-        fields = getattr(model, "model_fields", {})
-        field = fields.get(part) or next((one for one in fields.values() if one.alias == part), None)
-        found = next(iter(_models(field.annotation)), None) if field is not None else None
-        if found is None and not isinstance(part, int):  # a list's index, a dictionary's key, or a union's branch
-            continue
-        model = found or model
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Models that an annotation such as ``dict[str, M] | None`` mentions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in typing.get_args(annotation) for model in _models(argument)]
+    key = ".".join(str(part) for part in keys if part not in ("", "[key]")).replace(":.", ": ", 1).removesuffix(":")
+    if first["type"] == "literal_error":
+        listed = first["ctx"]["expected"].replace(" or ", ",").split(",")  # pydantic's "'a', 'b' or 'c'"
+        raise one_of(key, found, [choice.strip().strip("'") for choice in listed])
+    if first["type"] == "missing":
+        message = "missing"
+    raise ConfigError(" ".join(f"{key or 'input'}: {message}".split()))  # what was found may hold line breaks

@@ -14,7 +14,7 @@ from tests.ranks import ROOT, run_python
 LAYERS = [
     "hzero.validation", "hzero.files", "hzero.block", "hzero.terminal",
     "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.manifest", "hzero.stop",
-    "hzero.codecs.formats", "hzero.config", "hzero.parsing",
+    "hzero.codecs.formats", "hzero.config",
     "hzero.topology", "hzero.plan.shards", "hzero.plan.program",
     "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.deepspeed",
     "hzero.autoload", "hzero",

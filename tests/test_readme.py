@@ -111,7 +111,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_blocks_of_python_and_json(page: Path) -> None:
     """Python parses and names what exists; an ``"hzero"`` block is one, and files that YAML names exist."""
     import hzero
-    from hzero.parsing import parse_config
+    from hzero.config import parse_config
 
     for block in _blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):

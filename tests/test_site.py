@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import hzero
-from hzero.config import DEFAULT_PRESET, PRESETS
-from hzero.parsing import parse_config
+from hzero.config import DEFAULT_PRESET, PRESETS, parse_config
 from hzero.plan.command import plan_dict
 from hzero.plan.memory import footprint
 from hzero.plan.scenario import read_scenario

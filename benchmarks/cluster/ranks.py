@@ -29,11 +29,11 @@ def environment_on(cluster: Cluster, rank: int) -> dict[str, str]:
 
 def run_ranks(cluster: Cluster, work: Callable[[], None], logs: Path, threads: int = 1) -> int:
     """Runs the ranks of a cluster that is set up, as `hzero.launch.run_ranks` does, each in its namespace."""
-    more = functools.partial(environment_on, cluster)
-    return launch.run_ranks(functools.partial(_inside, work), cluster.world_size, logs=logs, threads=threads, more=more)
+    return launch.run_ranks(functools.partial(_inside, cluster, work), cluster.world_size, logs=logs, threads=threads)
 
 
-def _inside(work: Callable[[], None]) -> None:
+def _inside(cluster: Cluster, work: Callable[[], None]) -> None:
+    os.environ.update(environment_on(cluster, int(os.environ["RANK"])))
     namespace.enter(os.environ[namespace.VARIABLE])
     work()
 

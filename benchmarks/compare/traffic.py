@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import BASE_TIERS, Tier
-from hzero.parsing import parse_config
+from hzero.config import BASE_TIERS, Tier, parse_config
 from hzero.plan.collectives import Scheme, chains_of, ring_links, step_traffic
 from hzero.plan.program import Cross
 from hzero.plan.shards import ShardPlan

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from hzero.block import find, load
 from hzero.codecs.codec import FLOATS
@@ -34,13 +34,14 @@ from hzero.config import (
     Dimension,
     HZeroConfig,
     NodeAllGather,
-    Tier,
     TierCodecs,
+    TierList,
     Topology,
+    TopologyConfig,
     TransportName,
-    tiers_in_order,
+    codecs_by_tier,
+    parse_config,
 )
-from hzero.parsing import parse_config, parse_topology
 from hzero.plan.program import (
     Program,
     all_to_all_program,
@@ -91,16 +92,11 @@ class CommunicatorConfig(Frozen):
     codecs: TierCodecs
     gather: TierCodecs
     block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
-    error_feedback: tuple[Tier, ...] = ()
+    error_feedback: TierList = ()
     node_all_gather: NodeAllGather = NodeAllGather()
     checksum: bool = False
     transport: TransportName = "torch"
-    topology: Topology = "discover"
-
-    @field_validator("error_feedback", mode="before")
-    @classmethod
-    def _tiers(cls, value: Any) -> Any:
-        return tiers_in_order(value)
+    topology: Topology = TopologyConfig()
 
 
 def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorConfig:
@@ -118,13 +114,10 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
         keys = ", ".join(CommunicatorConfig.model_fields)
         raise ConfigError(f"{where}: found {reprlib.repr(block)}, expected a block with keys {keys}")
     size = block.get("block_size", DEFAULT_BLOCK_SIZE)
-    codecs = _by_tier(block.get("codecs", "none"), size)
-    values = {**block, "codecs": codecs, "gather": _by_tier(block["gather"], size) if "gather" in block else codecs}
-    topology = block.get("topology", "discover")
-    if topology == "auto" or not isinstance(topology, Mapping | Topology):
-        raise ConfigError(f'{where}.topology: found {topology!r}, expected "discover", a preset, a file or a block')
-    if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
-        values["topology"] = parse_topology(f"{where}.topology", block["topology"])
+    written = {"codecs": block.get("codecs", "none"), "gather": block.get("gather", block.get("codecs", "none"))}
+    plain = dict.fromkeys(BASE_TIERS, "none")
+    codecs = {key: codecs_by_tier(tiers, plain, size, groups_as_nodes=True) for key, tiers in written.items()}
+    values = {**block, **codecs}
     parsed = validated(CommunicatorConfig, values, where)
     for tier in parsed.error_feedback:
         if parsed.codecs[tier].traits.exact and parsed.gather[tier].traits.exact:
@@ -133,19 +126,6 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
                 "tiers with another one"
             )
     return parsed
-
-
-def _by_tier(written: Any, block_size: Any) -> Any:
-    """A block for each tier; what is neither a name nor a mapping stays, to be refused."""
-    if isinstance(written, str) or (isinstance(written, Mapping) and "codec" in written):  # one for all
-        written = dict.fromkeys(BASE_TIERS, written)
-    if not isinstance(written, Mapping):
-        return written
-    filled = {**dict.fromkeys(BASE_TIERS, "none"), "group": written.get("node", "none"), **written}
-    return {
-        tier: {"block_size": block_size, **(leaf if isinstance(leaf, Mapping) else {"codec": leaf})}
-        for tier, leaf in filled.items()
-    }
 
 
 class Communicator:
@@ -647,7 +627,7 @@ def for_dimension(
             parsed = parse_config(block)
     codecs = parsed.codecs[dimension] if parsed is not None else UNCODED
     if grid is None:
-        grid = resolve_grid("discover" if parsed is None else parsed.topology, dist.get_world_size())
+        grid = resolve_grid(TopologyConfig() if parsed is None else parsed.topology, dist.get_world_size())
     if group is not None:
         grid = grid.of_ranks(dist.get_process_group_ranks(group))
     common = () if parsed is None else ("node_all_gather", "checksum", "transport")

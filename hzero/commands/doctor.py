@@ -19,11 +19,9 @@ from hzero.bootstrap import rank_variables
 from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
 from hzero.mpi import import_mpi
 from hzero.terminal import console, show_table
-from hzero.topology.discovery import by_host, discover, host_identity, node_of
-from hzero.topology.exchange import TIMEOUT_S, Exchange
-from hzero.topology.machine import Device, Link, Machine, product
+from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
+from hzero.topology.machine import Device, Link, Machine, packages_of, product
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.topology.tiers import packages_of
 from hzero.validation import ConfigError, Parser, positive
 
 #: Verdicts by exit status.

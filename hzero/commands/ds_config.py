@@ -15,13 +15,11 @@ from typing import Any
 from hzero import autoload
 from hzero.block import KEY, PARENT, find
 from hzero.block import read_text as parse_text
-from hzero.config import Topology, TopologySource
+from hzero.config import HERE, TopologyConfig, parse_config
 from hzero.files import read_text
-from hzero.parsing import parse_config
 from hzero.topology import Grid, declared_grid, resolve_grid
-from hzero.topology.machine import Machine
-from hzero.topology.resolve import grid_of_nodes
-from hzero.topology.sources import HERE, machine_of
+from hzero.topology.machine import Machine, grid_of_nodes
+from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, one_of
 
 #: Verdicts; the exit status of ``hzero doctor`` is the worst one.
@@ -52,11 +50,11 @@ def source_of(config: Mapping[str, Any]) -> str:
     with contextlib.suppress(ConfigError):
         topology = parse_config(find(config) or {}).topology
         if declared_grid(topology, WHERE) is None:
-            return topology.source if isinstance(topology, TopologySource) else str(topology)
+            return topology.source
     return "auto"
 
 
-def grid_of(topology: Topology, machine: Machine, nodes: int | None, discovered: Grid | None) -> Grid | None:
+def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, discovered: Grid | None) -> Grid | None:
     """The grid of a run; None where nothing says how many ranks there will be.
 
     Args:
@@ -70,15 +68,14 @@ def grid_of(topology: Topology, machine: Machine, nodes: int | None, discovered:
     """
     declared = declared_grid(topology, WHERE)
     if declared is None:
-        reference = topology if isinstance(topology, TopologySource) else TopologySource(source=str(topology))
         if discovered is not None:
-            return discovered.grouped(reference.nodes_per_group)
-        if reference.source not in HERE:
-            machine = machine_of(reference.source, where=WHERE)
+            return discovered.grouped(topology.nodes_per_group)
+        if topology.source not in HERE:
+            machine = machine_of(topology.source, where=WHERE)
         if not machine.devices:
             return None
-        declared = grid_of_nodes(machine, WHERE, nodes_per_group=reference.nodes_per_group)
-    ranks = declared.gpus_per_node * declared.gcds_per_gpu * (nodes or declared.nodes or 0)
+        declared = grid_of_nodes(machine, WHERE, nodes_per_group=topology.nodes_per_group)
+    ranks = (declared.gpus_per_node or 0) * declared.gcds_per_gpu * (nodes or declared.nodes or 0)
     ranks = discovered.world_size if discovered is not None else ranks
     return resolve_grid(declared, ranks, WHERE) if ranks else None
 
@@ -106,7 +103,7 @@ def examine_config(
         block = find(config)
         parsed = parse_config(block) if block is not None else None
     with _reported(path, findings):
-        grid = grid_of(parsed.topology if parsed is not None else "auto", machine, nodes, discovered)
+        grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), machine, nodes, discovered)
     if block is not None and parsed is None:  # a wrong block hides no other fault
         parent = {key: value for key, value in (config.get(PARENT) or {}).items() if key != KEY}
         config = {**{key: value for key, value in config.items() if key != KEY}, PARENT: parent}

@@ -20,11 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 import hzero
-from hzero.config import Tier, TopologyConfig, TopologySource
+from hzero.config import Tier, TopologyConfig, parse_config
 from hzero.files import expanded, read_json
-from hzero.parsing import parse_config, parse_topology
 from hzero.plan.shards import ShardPlan
-from hzero.topology import Grid, foreseen_grid, resolve_grid
+from hzero.topology import Grid, resolve_grid
+from hzero.topology.discovery import foreseen_grid
 from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, Frozen, nearest, one_of, seconds_of, validated
 
@@ -89,7 +89,7 @@ class DataGroup(Frozen):
 
 
 class TopologyGroup(BaseModel, extra="allow", strict=True):
-    """GB/s that one device receives over a tier. `hzero.parsing` checks the other keys."""
+    """GB/s that one device receives over a tier. `hzero.config` checks the other keys."""
 
     bandwidth_gb_s: dict[Tier, Annotated[FiniteFloat, Field(gt=0)] | None] | None = None
 
@@ -173,7 +173,7 @@ class DeepSpeedGroup(BaseModel, extra="allow"):
 
 
 class Configuration(Frozen):
-    """The whole configuration. `hzero.parsing` checks ``zero``, and Trainer its arguments ``trainer``."""
+    """The whole configuration. `hzero.config` checks ``zero``, and Trainer its arguments ``trainer``."""
 
     model: ModelGroup
     data: DataGroup
@@ -289,10 +289,8 @@ class Experiment:
         self._check_trainer(config["trainer"])
         declared = self._declared()
         self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
-        if isinstance(declared, TopologySource) and world_size is None:
-            self.grid: Grid = foreseen_grid(declared, self.world_size)
-        else:
-            self.grid = resolve_grid(declared, self.world_size, where="topology")
+        resolved = foreseen_grid if world_size is None else resolve_grid
+        self.grid: Grid = resolved(declared, self.world_size, "topology")
         self.block = self._block(declared)
         self.tensor = self.deepspeed.tensor_parallel.autotp_size
         if self.world_size % self.tensor:
@@ -390,20 +388,19 @@ class Experiment:
             if key not in fields:
                 raise _unknown(f"trainer.{key}", value, key, fields, "an argument of TrainingArguments")
 
-    def _declared(self) -> TopologyConfig | TopologySource:
-        """The grid that the group ``topology`` declares, or the source to discover it from."""
+    def _declared(self) -> TopologyConfig:
         keys = {key: value for key, value in self["topology"].items() if key != "bandwidth_gb_s"}
         # Null is no groups there, not a missing key.
         given = {key: value for key, value in keys.items() if value is not None or key == "nodes_per_group"}
-        return parse_topology("topology", given)
+        return validated(TopologyConfig, given, "topology")
 
-    def _block(self, declared: TopologyConfig | TopologySource) -> dict[str, Any] | None:
+    def _block(self, declared: TopologyConfig) -> dict[str, Any] | None:
         zero = without_nulls(self.config["zero"])
         if "preset" not in zero:
             if zero:
                 raise ConfigError(f"zero.{next(iter(zero))}: found without zero.preset; expected one, as in zero=topo")
             return None
-        if isinstance(declared, TopologyConfig):
+        if declared.gpus_per_node is not None:
             return {**zero, "topology": self.grid.declaration()}
         source = "discover" if declared.source == "auto" else declared.source  # the block's word for it
         return {**zero, "topology": {**declared.model_dump(exclude_unset=True), "source": source}}
@@ -417,8 +414,8 @@ def without_nulls(value: Any) -> Any:
     return {key: item for key, item in kept.items() if item != {}}
 
 
-def _ranks_to_start(declared: TopologyConfig | TopologySource) -> int:
-    if isinstance(declared, TopologySource):
+def _ranks_to_start(declared: TopologyConfig) -> int:
+    if declared.gpus_per_node is None:
         ranks = len(machine_of(declared.source).devices)
     else:
         ranks = (declared.nodes or 0) * declared.gpus_per_node * declared.gcds_per_gpu

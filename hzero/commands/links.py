@@ -18,7 +18,7 @@ from pathlib import Path
 from hzero import __version__
 from hzero.bootstrap import launched
 from hzero.codecs.formats import NAMED
-from hzero.config import TRANSPORTS, Topology, TopologyConfig
+from hzero.config import TRANSPORTS, TopologyConfig
 from hzero.launch import run_launched, run_ranks
 from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
 from hzero.topology import declared_grid, resolve_grid
@@ -49,9 +49,9 @@ examples:
   srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero links --max-bytes 1G --out frontier.json"""
 
 
-def _topology(text: str) -> str | TopologyConfig:
+def _topology(text: str) -> TopologyConfig:
     if not re.fullmatch(r"[\dx]+", text, re.ASCII):
-        return text
+        return TopologyConfig(source=text)
     factors = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", text)
     if factors is None:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected nodes x GPUs x GCDs, as in 2x2x2")
@@ -129,12 +129,12 @@ def check_output(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"--out: {str(out)!r} exists; --overwrite replaces a file, --out FILE writes elsewhere")
 
 
-def ranks_to_start(topology: Topology) -> int:
+def ranks_to_start(topology: TopologyConfig) -> int:
     """The number of ranks that a topology has on this machine. Raises `ConfigError` where it does not say."""
     declared = declared_grid(topology, "--topology")
     if declared is not None:
-        return (declared.nodes or 1) * declared.gpus_per_node * declared.gcds_per_gpu
-    if ranks := len(machine_of(str(topology)).devices):
+        return (declared.nodes or 1) * (declared.gpus_per_node or 0) * declared.gcds_per_gpu
+    if ranks := len(machine_of(topology.source).devices):
         return ranks
     raise ConfigError("--topology: found no GPUs on this machine; expected nodes x GPUs x GCDs to start, as in 2x2x2")
 

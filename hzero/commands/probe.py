@@ -14,8 +14,17 @@ import torch.distributed as dist
 from hzero.comm import Bucket, Collectives, Transport, WireLog
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE, Lane
-from hzero.config import DEFAULT_BLOCK_SIZE, NET_TIERS, ROLES, Algorithm, CodecConfig, CodecName, Tier, TransportName
-from hzero.parsing import parse_config
+from hzero.config import (
+    DEFAULT_BLOCK_SIZE,
+    NET_TIERS,
+    ROLES,
+    Algorithm,
+    CodecConfig,
+    CodecName,
+    Tier,
+    TransportName,
+    parse_config,
+)
 from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
 from hzero.plan.program import Decode, Order, Program, gather_program, reduce_program
 from hzero.plan.shards import Hop, ShardPlan

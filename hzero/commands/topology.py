@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hzero.terminal import console, show_table
-from hzero.topology.machine import AmbiguousTopologyError, Link, Machine
+from hzero.topology.machine import AmbiguousTopologyError, Link, Machine, packages_of, tiers_of
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.topology.tiers import packages_of, tiers_of
 from hzero.validation import Parser
 
 _EXAMPLES = f"""sources:

@@ -19,13 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hzero.block import KEY, PARENT, find, lifted
 from hzero.codecs.codec import FLOATS
-from hzero.config import TIERS, HZeroConfig, Topology
+from hzero.config import TIERS, UNLOADABLE, HZeroConfig, TopologyConfig, check_of_pipelines, parse_config
 from hzero.deepspeed.versions import check_features
 from hzero.engine.engine import Partition, ranks_of
 from hzero.engine.parameter import Route
-from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
-from hzero.topology import Grid, resolve_grid
-from hzero.topology.resolve import declared_grid
+from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.validation import ConfigError, some
 
 #: Keys of DeepSpeed's configuration with values that are refused: where DeepSpeed keeps the value, which values are supported
@@ -358,7 +356,7 @@ def group_of(mpu: Any) -> Any:
     return mpu.get_data_parallel_group()
 
 
-def check_mpu(mpu: Any, topology: Topology) -> None:
+def check_mpu(mpu: Any, topology: TopologyConfig) -> None:
     """Refuses groups of model parallelism that the stage does not work beside, on all ranks if it does on one. Collective.
 
     Raises:

@@ -26,7 +26,7 @@ from hzero.comm import (
 )
 from hzero.comm.process_groups import world_timeout
 from hzero.comm.wires import STAGE
-from hzero.config import ROLES, Dimension, HZeroConfig, Tier, Topology
+from hzero.config import ROLES, Dimension, HZeroConfig, Tier, TopologyConfig
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Audit, GradientOf, Guard
 from hzero.engine.parameter import Parameter
@@ -57,7 +57,7 @@ class Partition:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, topology: Topology) -> Partition:
+    def of(cls, group: dist.ProcessGroup | None, topology: TopologyConfig) -> Partition:
         """The partition over a process group; None is the world.
 
         Collective over the world where the topology is discovered.
@@ -349,8 +349,8 @@ class Engine(Traffic):
 
 def undeclared(config: HZeroConfig, device: torch.device) -> str:
     """The start line's remark on a grid that is neither declared nor read from devices: each CPU rank counts as a GPU."""
-    source = getattr(config.topology, "source", config.topology)  # a string is a source
-    on_cpu = device.type == "cpu" and source == "discover"
+    discovers = config.topology.gpus_per_node is None and config.topology.source == "discover"
+    on_cpu = device.type == "cpu" and discovers
     return " (CPU ranks, no topology declared)" if on_cpu else ""
 
 

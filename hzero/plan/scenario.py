@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hzero.commands.experiment import Experiment, compose
-from hzero.parsing import parse_config
+from hzero.config import parse_config
 from hzero.plan.collectives import Scheme
 from hzero.plan.cost import Machine
 from hzero.plan.job import Job

@@ -15,9 +15,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hzero.commands.experiment import key_of
-from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier
+from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier, parse_config
 from hzero.files import refusing, replacing
-from hzero.parsing import parse_config
 from hzero.plan.collectives import chains_of
 from hzero.plan.cost import Machine
 from hzero.plan.job import Job, buckets_of

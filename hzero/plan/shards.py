@@ -87,7 +87,7 @@ class ShardPlan:
     Two nodes of two packages of two devices, with the preset ``lossless`` (weights over the package, gradients over the
     node), seen from rank 5:
 
-        >>> from hzero.parsing import parse_config
+        >>> from hzero.config import parse_config
         >>> from hzero.topology import Grid
         >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
         >>> [list(plan.tier_group(tier)) for tier in ("gcd", "gpu", "node")]

@@ -1,27 +1,40 @@
 """Discovery: every rank reports where it sits, rank 0 finds the grid, and all ranks receive the same answer.
 
-A rank sends a few hundred bytes and receives about as many, in a world of any size.
+A rank reads its node (`hzero.topology.sources`), finds its device there, and sends a few hundred bytes to rank 0 through a store
+of torch.distributed. Rank 0 merges the reports of each host into its node, derives the packages from the links, and finds the
+grid of all places. Every rank receives about as many bytes, in a world of any size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import json
+import logging
 import os
+import queue
+import re
 import socket
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hzero.topology.device import own_device
-from hzero.topology.exchange import Exchange
-from hzero.topology.grid import Grid
-from hzero.topology.machine import Device, Link, Machine, merge_links
+import numpy as np
+from pydantic import TypeAdapter
+
+from hzero.config import TopologyConfig
+from hzero.topology.grid import Grid, declared_grid, resolve_grid
+from hzero.topology.machine import Device, Link, Machine, bus_id, merge_links, positions
 from hzero.topology.sources import machine_of
-from hzero.topology.tiers import positions
 from hzero.validation import ConfigError, some
+
+logger = logging.getLogger("hzero")
 
 
 @dataclass(frozen=True)
@@ -56,13 +69,6 @@ class RankReport:
         identities = tuple(machine.device(number).identity for number in package)
         fabric = "+".join(sorted({nic.kind for nic in machine.nics if nic.kind}))
         return cls(rank, host, device, tuple(links), identities, fabric, machine.switch_nodes)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> RankReport:
-        """The report that ``dataclasses.asdict`` and JSON have made values of."""
-        device = Device(**values["device"]) if values["device"] else None
-        links = tuple(map(tuple, values["links"]))
-        return cls(**{**values, "device": device, "links": links, "package": tuple(values["package"])})
 
 
 @dataclass(frozen=True)
@@ -129,15 +135,35 @@ def discover(
         report = RankReport.of(exchange.rank, host_identity(environ), machine, own_device(machine, environ))
         return dataclasses.asdict(report)
 
-    def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
-        found.append(assemble([RankReport.from_json(report) for report in reports]))
+    def combine(reports: list[Any]) -> dict[str, Any]:
+        found.append(assemble(TypeAdapter(list[RankReport]).validate_python(reports)))
         return dataclasses.asdict(dataclasses.replace(found[0], reports=(), places=()))
 
     answer = exchange.agree(own, combine)
-    if found:
-        return found[0]
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in (answer["grid"] or {}).items()}
-    return Discovery(Grid(**values) if values else None, answer["refusal"], tuple(answer["notes"]))
+    return found[0] if found else TypeAdapter(Discovery).validate_python(answer)
+
+
+@functools.cache
+def discovered_grid(source: str, world_size: int) -> Grid:
+    """The grid of all ranks, which are so many. Collective, and once a process."""
+    found = discover(source)
+    grid = found.required_grid()
+    if found.reports:  # only rank 0 logs
+        for note in found.notes:
+            logger.warning("hzero: %s", note)
+    if grid.world_size != world_size:
+        raise ConfigError(f"hzero.topology: discovery found {grid.world_size} ranks; expected {world_size}")
+    return grid
+
+
+def foreseen_grid(topology: TopologyConfig, ranks: int, where: str) -> Grid:
+    """As `resolve_grid`, for ``ranks`` ranks that will be started on this node only, with ``LOCAL_RANK`` from 0."""
+    if declared_grid(topology, where) is not None:
+        return resolve_grid(topology, ranks, where)
+    machine = machine_of(topology.source)
+    devices = [own_device(machine, {**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    reports = [RankReport.of(rank, "of this machine", machine, device) for rank, device in enumerate(devices)]
+    return assemble(reports).required_grid().grouped(topology.nodes_per_group)
 
 
 def host_identity(environ: Mapping[str, str] = os.environ) -> str:
@@ -206,7 +232,7 @@ def places_of(reports: Sequence[RankReport]) -> list[Place]:
     found = positions(machine, of_ranks=True)
     named = {device.identity: found[device.number] for device in machine.devices}
     placed = [(report.rank, named[report.device.identity]) for report in reports if report.device is not None]
-    return [Place(rank, host, position.node_package, position.gcd) for rank, position in placed]
+    return [Place(rank, host, position.package, position.gcd) for rank, position in placed]
 
 
 def node_of(reports: Sequence[RankReport]) -> Machine:
@@ -223,18 +249,286 @@ def node_of(reports: Sequence[RankReport]) -> Machine:
     named = {name for report in reports for name in (*(peer for peer, *_ in report.links), *report.package)}
     names = [*sorted(own, key=lambda name: (own[name].bus, own[name].number)), *sorted(named - {*own})]
     number = {name: index for index, name in enumerate(names)}
-    hidden = [Device(number[name], node=name, hidden=True) for name in names[len(own) :]]
-    devices = [dataclasses.replace(device, number=number[name], node=name) for name, device in own.items()]
+    unseen = Device(0, hidden=True)
+    devices = [dataclasses.replace(own.get(name, unseen), number=number[name], node=name) for name in names]
     links = [
         Link(number[report.device.identity], number[peer], kind, count, gb_s)
         for report in reports
         if report.device is not None
         for peer, kind, count, gb_s in report.links
     ]
-    singles = [(number[name],) for name in names if name not in {name for package in packages for name in package}]
-    declared = (*(tuple(number[name] for name in package) for package in packages), *singles) if packages else None
+    if packages:
+        packages |= {(name,) for name in {*names} - {*itertools.chain(*packages)}}
+    declared = tuple(tuple(number[name] for name in package) for package in packages) or None
     source = f"topology: node {reports[0].host}"
-    return Machine(source, (*devices, *hidden), merge_links(source, links), packages=declared)
+    return Machine(source, tuple(devices), merge_links(source, links), packages=declared)
+
+
+# ---- the device of a rank ---------------------------------------------------------------------------------------------------
+
+# The rules of the lists are the vendors' own. AMD ("GPU isolation techniques" in ROCm's documentation): the ROCr runtime applies
+# ``ROCR_VISIBLE_DEVICES`` to the devices in the kernel's order; HIP then applies ``HIP_VISIBLE_DEVICES`` or
+# ``CUDA_VISIBLE_DEVICES`` to what is left, under new indices. NVIDIA ("CUDA Environment Variables" of the CUDA programming
+# guide): ``CUDA_VISIBLE_DEVICES``. A list has indices, or ``GPU-`` and the beginning of a UUID; a negative index ends it.
+_ROCR, _HIP, _CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+
+
+def own_device(machine: Machine, environ: Mapping[str, str]) -> Device | None:
+    """The device of this rank; None on a node without devices.
+
+    The PCI bus id that torch states for it decides, since sources number devices in orders of their own. Without a GPU in
+    torch, the lists of the environment decide.
+
+    Raises:
+        ConfigError: The node has no device with that bus id, or a list or LOCAL_RANK names one that is not there.
+    """
+    import torch
+
+    if not machine.devices:
+        return None
+    if (bus := runtime_bus_id(_index(environ, torch.cuda.device_count()))) is not None:
+        return with_bus(machine.devices, bus)
+    readable = [device for device in machine.devices if not device.hidden]  # a runtime does not count the others
+    seen = visible_devices(environ, readable)
+    index = _index(environ, len(seen))
+    if not 0 <= index < len(seen):
+        lists = ", ".join(f"{name}={environ[name]!r}" for name in (_ROCR, _HIP, _CUDA) if name in environ)
+        raise ConfigError(
+            f"topology: no device with index {index} (LOCAL_RANK) among the {len(seen)} visible devices "
+            f"({lists or 'no variable that hides any'}) of {len(readable)}"
+        )
+    return seen[index]
+
+
+def with_bus(devices: Sequence[Device], bus: str) -> Device:
+    """The device with a PCI bus id whose function torch does not state. Raises `ConfigError` if it is none, or several."""
+    wanted = bus_id(bus, "the runtime's device")
+    alike = [device for device in devices if device.bus and device.bus[:-2] == wanted[:-2]]
+    same = [device for device in alike if device.bus == wanted] or alike
+    if len(same) != 1:
+        buses, found = ", ".join(device.bus or "unknown" for device in devices), f"{len(same) or 'no'} devices"
+        raise ConfigError(f"topology: torch states PCI bus id {bus}, which {found} have; there are: {buses}")
+    return same[0]
+
+
+def runtime_bus_id(index: int) -> str | None:
+    """The PCI bus id that torch states for a device index; None without a GPU, or in versions that state none."""
+    import torch
+
+    if not 0 <= index < torch.cuda.device_count():
+        return None
+    found: Any = torch.cuda.get_device_properties(index)
+    try:
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+
+
+def _index(environ: Mapping[str, str], count: int) -> int:
+    """Index of this rank's device among those that it sees."""
+    import torch
+
+    local = environ.get("LOCAL_RANK", "")
+    if count == 1:  # also if the launcher's local index is not 0
+        return 0
+    return int(local) if local.isdecimal() else torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def visible_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> list[Device]:
+    """The devices that a process sees, in its own order: the first is its device 0.
+
+    Args:
+        environ: The environment of the process.
+        devices: All devices of the node that it may use, in the order of the runtime (ROCr, CUDA).
+
+    Raises:
+        ConfigError: A list names a device that is not there, or one twice.
+    """
+    seen = _listed(environ, _ROCR, list(devices))
+    return _listed(environ, _HIP if _HIP in environ else _CUDA, seen)
+
+
+def _listed(environ: Mapping[str, str], variable: str, devices: list[Device]) -> list[Device]:
+    """The devices that a list leaves; all of them where it is not set."""
+    value = environ.get(variable)
+    if value is None:
+        return devices
+    seen: list[Device] = []
+    for entry in [entry.strip() for entry in value.split(",")] if value.strip() else []:
+        if re.fullmatch("-[0-9]{1,9}", entry):
+            break
+        found = [device for index, device in enumerate(devices) if entry == str(index) or _has_uuid(device, entry)]
+        if len(found) != 1 or found[0] in seen:
+            uuids = ", ".join(device.uuid for device in devices if device.uuid)
+            raise ConfigError(
+                f"{variable}={value!r}: entry {entry!r} names {len(found) or 'no'} devices, or one that the list has already; "
+                f"possible: 0 to {len(devices) - 1}{f', {uuids}' if uuids else ''}"
+            )
+        seen += found
+    return seen
+
+
+def _has_uuid(device: Device, entry: str) -> bool:
+    """Whether an entry begins the UUID, which sources write with or without ``GPU-``; AMD's have no case."""
+    beginning, uuid = entry.upper(), device.uuid.upper().removeprefix("GPU-")
+    return len(beginning) > 4 and beginning.startswith("GPU-") and uuid.startswith(beginning[4:])
+
+
+# ---- the exchange of reports through a store --------------------------------------------------------------------------------
+
+#: Longest wait for the reports of all ranks, in seconds.
+TIMEOUT_S = 300.0
+
+
+class Exchange:
+    """Ranks that can reach one store. Messages name the ranks that did not come, which a collective of torch cannot.
+
+    A rank that cannot make its report sends the reason, and all ranks raise it instead of waiting for the report.
+
+    Args:
+        store: A store of torch.distributed.
+        rank: This rank.
+        world_size: Ranks of the world.
+        timeout_s: Longest wait of rank 0 for the others, in seconds; they wait a little longer for its answer.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
+        self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
+
+    @classmethod
+    def of_group(cls) -> Exchange:
+        """Through the store of the process group, which is up. Alone without a group."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return cls(dist.HashStore(), 0, 1)
+        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+    @classmethod
+    def of_environment(cls, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] = os.environ) -> Exchange:
+        """Through a store of its own, before a process group is up.
+
+        Args:
+            timeout_s: Longest wait for other ranks, in seconds.
+            environ: Has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers of torch set them; alone without.
+
+        Raises:
+            ConfigError: Rank 0 cannot be reached.
+        """
+        from torch.distributed import HashStore, PrefixStore, TCPStore
+        from torch.distributed.rendezvous import _torchelastic_use_agent_store
+
+        rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        if world_size == 1:
+            return cls(HashStore(), 0, 1)
+        address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", 29500))
+        serves = rank == 0 and not _torchelastic_use_agent_store()
+        wait, longest = timedelta(seconds=timeout_s), timeout_s + max(1.0, timeout_s / 5)
+        made: queue.Queue[Any] = queue.Queue()
+
+        def make() -> None:
+            try:
+                # Without torch's wait for all ranks, which names no rank.
+                made.put(TCPStore(address, port, world_size, serves, wait, wait_for_workers=False, multi_tenant=True))
+            except RuntimeError as error:
+                made.put(error)
+
+        # In a thread: something that listens on the port but is no store never answers.
+        threading.Thread(target=make, daemon=True).start()
+        try:
+            store = made.get(timeout=longest)
+        except queue.Empty:
+            store = RuntimeError("what listens there does not answer as a store does")
+        if isinstance(store, RuntimeError):
+            failed = "cannot serve a store" if serves else f"has not reached rank 0 within {timeout_s:g} s"
+            why = str(store).partition("\n")[0][:200]
+            raise ConfigError(
+                f"topology: rank {rank} {failed} at {address}, port {port} (MASTER_ADDR, MASTER_PORT): {why}"
+            )
+        # The store of torchrun's agent outlives the ranks of an attempt.
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(PrefixStore(f"attempt_{attempt}", store), rank, world_size, timeout_s)
+
+    def agree(self, own: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
+        """One value on all ranks, from a report of each. Collective.
+
+        Args:
+            own: Makes this rank's report: what JSON can write.
+            combine: Makes the value from the reports, in rank order. Called on rank 0 only.
+
+        Raises:
+            ConfigError: A rank has no report, rank 0 makes no value of them, or a rank did not come in time: the same
+                message on all ranks.
+        """
+        report = _tried(own)
+        try:
+            answer = self._through_store(report, combine)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise ConfigError(f"topology: rank {self.rank}: the store has failed: {reason}") from None
+        if "error" in answer:
+            raise ConfigError(answer["error"], elsewhere=self.rank > 0 and "error" not in report)
+        return answer["value"]
+
+    def _through_store(self, report: dict[str, Any], combine: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        # Each rank counts its rounds, so that a second exchange of the same job has keys of its own.
+        prefix = f"hzero/exchange/{self.store.add(f'hzero/exchange/rounds/{self.rank}', 1)}"
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(report))
+        # The others wait longer, so that the reason of rank 0 reaches them before they give up.
+        grace_s = max(2.0, self.timeout_s / 5)
+        if self.rank:
+            patience = self.timeout_s + grace_s
+            if not self._wait([f"{prefix}/answer"], patience):
+                wait = f"rank {self.rank} has waited {patience:g} s for the answer of rank 0, which did not come"
+                return {"error": f"topology: {wait}"}
+            answer: dict[str, Any] = json.loads(self.store.get(f"{prefix}/answer"))
+            self.store.add(f"{prefix}/heard", 1)
+            return answer
+        keys, missing = [f"{prefix}/{rank}" for rank in range(self.world_size)], list[int]()
+        if self._wait(keys, self.timeout_s):
+            answer = _answered([json.loads(each) for each in self.store.multi_get(keys)], combine)
+        else:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            late, limit = _ranks(missing), self.timeout_s
+            error = f"topology: {len(missing)} of {self.world_size} ranks have not reported within {limit:g} s: {late}"
+            answer = {"error": error}
+        self.store.set(f"{prefix}/answer", json.dumps(answer))
+        # Rank 0 may serve the store, so it stays until all have heard.
+        deadline = time.monotonic() + grace_s
+        while self.store.add(f"{prefix}/heard", 0) < self.world_size - 1 - len(missing) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return answer
+
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        """Whether all keys come in time."""
+        from torch.distributed import DistStoreError
+
+        try:
+            self.store.wait(keys, timedelta(seconds=timeout_s))
+        except DistStoreError:
+            return False
+        return True
+
+
+def _tried(act: Callable[[], Any]) -> dict[str, Any]:
+    """What a function returns, as JSON brings it to others, or the first line of what it raises."""
+    try:
+        return {"value": json.loads(json.dumps(act()))}
+    except Exception as error:
+        return {"error": str(error).strip().partition("\n")[0] or type(error).__name__}
+
+
+def _answered(reports: list[dict[str, Any]], combine: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    failed = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+    if not failed:
+        return _tried(lambda: combine([report["value"] for report in reports]))
+    text = next(iter(failed.values()))
+    who = f"all {len(reports)} ranks" if len(failed) == len(reports) else _ranks(list(failed))
+    return {"error": f"{text} ({who})" if len(reports) > 1 else text}
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {some([str(rank) for rank in ranks], 8)}"
 
 
 # ---- the grid of all places ---------------------------------------------------------------------------------------------
@@ -262,15 +556,15 @@ def grid_of(places: Sequence[Place]) -> Grid:
     first = next(iter(shapes.values()))
     if any(shape != first for shape in shapes.values()) or len(set(first)) != 1:
         raise ConfigError(_refusal(shapes))
-    physical = [
-        [[gcds[gcd] for gcd in sorted(gcds)] for _, gcds in sorted(packages.items())] for packages in table.values()
-    ]
-    by_place = _numbered_as_ranks(physical)
-    by_rank = [sorted(packages, key=min) for packages in by_place]
-    grids = []
-    for cells in (by_place, by_rank):
-        ranks = [rank for packages in cells for package in packages for rank in package]
-        grids.append(Grid(len(cells), len(cells[0]), len(cells[0][0])).numbered(ranks))
+    by_place = np.array(
+        [[[gcds[gcd] for gcd in sorted(gcds)] for _, gcds in sorted(packages.items())] for packages in table.values()]
+    )
+    # The labels of each axis, in the order in which rank 0's own node and package number them.
+    node, package, gcd = np.argwhere(by_place == 0)[0]
+    own = (by_place[:, package, gcd], by_place[node, :, gcd], by_place[node, package])
+    by_place = by_place[np.ix_(*map(np.argsort, own))]
+    by_rank = np.take_along_axis(by_place, np.argsort(by_place.min(axis=2), axis=1)[:, :, None], axis=1)
+    grids = [Grid(*cells.shape).numbered(cells.ravel().tolist()) for cells in (by_place, by_rank)]
     return next((grid for grid in grids if grid.regular), grids[0])
 
 
@@ -286,17 +580,6 @@ def _table(places: Iterable[Place]) -> dict[str, dict[int, dict[int, int]]]:
             )
         package[place.gcd] = place.rank
     return table
-
-
-def _numbered_as_ranks(cells: list[list[list[int]]]) -> list[list[list[int]]]:
-    """The same places with the axes' labels in the order in which rank 0's own node and package number them."""
-    node = next(n for n, packages in enumerate(cells) if 0 in itertools.chain(*packages))
-    home = next(p for p, package in enumerate(cells[node]) if 0 in package)
-    own = cells[node][home].index(0)
-    gcds = sorted(range(len(cells[0][0])), key=lambda gcd: cells[node][home][gcd])
-    packages = sorted(range(len(cells[0])), key=lambda package: cells[node][package][own])
-    nodes = sorted(range(len(cells)), key=lambda node: cells[node][home][own])
-    return [[[cells[n][p][g] for g in gcds] for p in packages] for n in nodes]
 
 
 def _refusal(shapes: dict[str, tuple[int, ...]]) -> str:

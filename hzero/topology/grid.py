@@ -1,4 +1,4 @@
-"""The grid: a machine as tiers of equal groups, and the place of every rank. Pure arithmetic, for a world of any size."""
+"""The grid: a machine as tiers of equal groups, and the place of every rank. Arithmetic, for a world of any size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from hzero.config import AUTOMATIC, BASE_TIERS, SCOPES, TIERS, Scope, Tier, complete_order, tiers_inside
+import numpy as np
+
+from hzero.config import AUTOMATIC, BASE_TIERS, HERE, SCOPES, TIERS, Scope, Tier, TopologyConfig, tiers_inside
 from hzero.validation import ConfigError, some
 
 #: Nodes from which on groups are chosen: fewer exchange as fast without.
@@ -37,15 +39,33 @@ def chosen_group(nodes: int, switch_nodes: int | None = None) -> int | None:
     return max(preferred or near, default=None)
 
 
+def complete_order(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    """An order of tiers, slowest first, with those that it leaves out: each beside the tier that it divides."""
+    order = list(tiers)
+    around: tuple[tuple[Tier, Tier, int], ...] = (("hive", "gpu", 1), ("group", "node", 0), ("cluster", "group", 0))
+    for missing, neighbour, after in around:
+        if missing not in order:
+            order.insert(order.index(neighbour) + after, missing)
+    return tuple(order)
+
+
+def _check_divides(key: str, part: int, whole: int, what: str) -> None:
+    if whole % part:
+        possible = ", ".join(str(size) for size in range(1, whole + 1) if whole % size == 0)
+        raise ConfigError(
+            f"topology.{key}: found {part}, which does not divide the {whole} {what}; possible: {possible}"
+        )
+
+
 class Coordinates(NamedTuple):
     """A rank's place, by tier."""
 
-    node: int
-    gpu: int
     gcd: int
-    hive: int = 0
-    group: int = 0
-    cluster: int = 0
+    hive: int
+    gpu: int
+    node: int
+    group: int
+    cluster: int
 
 
 @dataclass(frozen=True)
@@ -54,11 +74,14 @@ class Grid:
 
     Three tiers by default. A node may be divided into hives, the world into groups of nodes and into clusters.
 
+    Raises:
+        ConfigError: Hives do not divide a node evenly, or clusters or groups the nodes.
+
     Attributes:
         nodes: Nodes of the world.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
-        order: How ranks are numbered: tiers, slowest first, completed by `hzero.config.complete_order`. The default numbers
+        order: How ranks are numbered: tiers, slowest first, completed by `complete_order`. The default numbers
             the devices of a package, then the packages of a hive, hives, nodes of a group, groups and clusters.
         ranks: Where no such order holds, the rank of every place, in the default order; else None.
         gpus_per_hive: Packages of a hive.
@@ -81,8 +104,12 @@ class Grid:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", complete_order(self.order))
+        _check_divides("gpus_per_hive", self.gpus_per_hive, self.gpus_per_node, "packages of a node")
+        _check_divides("clusters", self.clusters, self.nodes, "nodes")
+        own = self.nodes // self.clusters
         if self.automatic:
-            object.__setattr__(self, "nodes_per_group", chosen_group(self.nodes // self.clusters, self.switch_nodes))
+            object.__setattr__(self, "nodes_per_group", chosen_group(own, self.switch_nodes))
+        _check_divides("nodes_per_group", self.nodes_per_group or 1, own, "nodes")
 
     @property
     def world_size(self) -> int:
@@ -111,6 +138,20 @@ class Grid:
             "cluster": self.clusters,
         }
 
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        """The rank of every place: an axis for each tier, in the order of `TIERS`."""
+        order = self.order if self.ranks is None else TIERS[::-1]
+        ranks = np.arange(self.world_size) if self.ranks is None else np.array(self.ranks)
+        return ranks.reshape([self.size(tier) for tier in order]).transpose([order.index(tier) for tier in TIERS])
+
+    @functools.cached_property
+    def _places(self) -> np.ndarray:
+        """The place of every rank in `_table`, which `numpy.unravel_index` turns into coordinates."""
+        places = np.empty(self.world_size, dtype=np.int64)
+        places[self._table.ravel()] = np.arange(self.world_size)
+        return places
+
     def declaration(self) -> dict[str, Any]:
         """The block `hzero.config.TopologyConfig` that declares it, where ranks are numbered in some order."""
         values = dataclasses.asdict(self)
@@ -118,19 +159,9 @@ class Grid:
         return {key: values[key] for key in values if key not in ("ranks", "automatic")} | {"nodes_per_group": groups}
 
     def grouped(self, nodes_per_group: int | Literal["automatic"] | None) -> Grid:
-        """The same ranks in other groups of nodes, as `hzero.config.TopologyConfig` declares them.
-
-        Raises:
-            ConfigError: The nodes do not form such groups.
-        """
+        """The same ranks in other groups of nodes, as `hzero.config.TopologyConfig` declares them."""
         if nodes_per_group == AUTOMATIC:
             return dataclasses.replace(self, automatic=True)
-        own = self.nodes // self.clusters
-        if nodes_per_group is not None and own % nodes_per_group:
-            raise ConfigError(
-                f"topology.nodes_per_group: found {nodes_per_group}, which does not divide the {own} nodes; possible: "
-                f"{', '.join(str(size) for size in range(1, own + 1) if own % size == 0)}"
-            )
         return dataclasses.replace(self, automatic=False, nodes_per_group=nodes_per_group)
 
     @property
@@ -169,20 +200,10 @@ class Grid:
         return tuple(found.values())
 
     def stride(self, tier: Tier) -> int:
-        """Distance between the ranks of neighbours in a tier group.
-
-        Raises:
-            ValueError: The ranks are numbered in no regular order.
-        """
+        """Distance between the ranks of neighbours in a tier group. Raises `ValueError` if they have no regular order."""
         if self.ranks is not None:
             raise ValueError("stride: ranks are numbered in no regular order")
-        return self._strides[tier]
-
-    @functools.cached_property
-    def _strides(self) -> dict[Tier, int]:
-        """In places where a table gives the ranks."""
-        order = self.order if self.ranks is None else TIERS[::-1]
-        return {tier: math.prod(map(self.size, order[index + 1 :])) for index, tier in enumerate(order)}
+        return math.prod(map(self.size, self.order[self.order.index(tier) + 1 :]))
 
     def scope_size(self, scope: Scope) -> int:
         """Ranks reached by a scope."""
@@ -196,14 +217,11 @@ class Grid:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: found {rank}, expected 0..{self.world_size - 1}")
-        place = rank if self.ranks is None else self._place_of[rank]
-        return Coordinates(**{tier: place // stride % self.size(tier) for tier, stride in self._strides.items()})
+        return Coordinates(*map(int, np.unravel_index(self._places[rank], self._table.shape)))
 
-    def rank(self, node: int, gpu: int, gcd: int, hive: int = 0, group: int = 0, cluster: int = 0) -> int:
-        """The rank at given coordinates, in the order of `Coordinates`."""
-        place = Coordinates(node, gpu, gcd, hive, group, cluster)
-        number = sum(getattr(place, tier) * stride for tier, stride in self._strides.items())
-        return number if self.ranks is None else self.ranks[number]
+    def rank(self, gcd: int, hive: int, gpu: int, node: int, group: int, cluster: int) -> int:
+        """The rank at given coordinates."""
+        return int(self._table[gcd, hive, gpu, node, group, cluster])
 
     def tier_between(self, first: int, second: int) -> Tier:
         """The outermost tier on which two ranks differ, over which messages between them go."""
@@ -212,11 +230,10 @@ class Grid:
 
     def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
-        place = self.coordinates(rank)
-        if self.ranks is not None:
-            return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
-        first = rank - getattr(place, tier) * self.stride(tier)
-        return range(first, first + self.size(tier) * self.stride(tier), self.stride(tier))
+        row: list[Any] = list(self.coordinates(rank))
+        row[TIERS.index(tier)] = slice(None)
+        ranks: list[int] = self._table[tuple(row)].tolist()
+        return ranks
 
     def of_ranks(self, ranks: Sequence[int]) -> Grid:
         """The grid of a group of ranks, in the group's own numbers. They keep their places.
@@ -231,10 +248,10 @@ class Grid:
             alone = dataclasses.replace(self, automatic=False, nodes_per_group=None).of_ranks(ranks)
             order = complete_order([tier for tier in alone.order if tier != "group"])
             return dataclasses.replace(alone, order=order, automatic=True, switch_nodes=self.switch_nodes)
-        places = {self.coordinates(rank): number for number, rank in enumerate(ranks)}
-        used = {tier: sorted({getattr(place, tier) for place in places}) for tier in TIERS}
-        sizes = {tier: len(indices) for tier, indices in used.items()}
-        if not len(ranks) == len(places) == math.prod(sizes.values()):
+        used = np.unravel_index(self._places[list(ranks)], self._table.shape)
+        part = self._table[np.ix_(*map(np.unique, used))]
+        sizes = dict(zip(TIERS, part.shape))
+        if not len(ranks) == len({*ranks}) == part.size:
             group = some(list(map(str, ranks)), 16)
             has = ", ".join(f"{size} on {tier}" for tier, size in sizes.items() if size > 1)
             raise ConfigError(f"topology: the group of ranks {group} fills no part of {self} evenly: it has {has}")
@@ -246,29 +263,111 @@ class Grid:
             nodes_per_group=sizes["node"] if sizes["group"] > 1 else None,
             clusters=sizes["cluster"],
         )
-        cells = itertools.product(*(used[tier] for tier in TIERS[::-1]))
-        numbers = tuple(places[Coordinates(**dict(zip(TIERS[::-1], cell)))] for cell in cells)
-        return own.numbered(numbers)
+        number = {rank: index for index, rank in enumerate(ranks)}
+        return own.numbered([number[rank] for rank in part.transpose().ravel().tolist()])
 
     def numbered(self, ranks: Sequence[int]) -> Grid:
         """The same sizes, with these ranks at the places, which are in the default order: by an order of tiers if one fits."""
-        places, of_places = range(self.world_size), dataclasses.replace(self, order=TIERS[::-1], ranks=None)
-        # If the ranks have an order, the distance to the neighbour on each tier gives it.
-        distance = {tier: ranks[stride] for tier, stride in of_places._strides.items() if self.size(tier) > 1}
-        tiers = [tier for tier in TIERS[::-1] if tier in (*BASE_TIERS, *distance)]
-        order = sorted(tiers, key=lambda tier: -distance.get(tier, self.world_size))
+        listed = dataclasses.replace(self, order=TIERS[::-1], ranks=tuple(ranks))
+        # If the ranks have an order, the rank of the second place on each tier gives it.
+        second = {
+            tier: int(listed._table.take(1, axis=axis).flat[0])
+            for axis, tier in enumerate(TIERS)
+            if self.size(tier) > 1
+        }
+        tiers = [tier for tier in TIERS[::-1] if tier in (*BASE_TIERS, *second)]
+        order = sorted(tiers, key=lambda tier: -second.get(tier, self.world_size))
         for one in (TIERS[::-1], tuple(order)):
-            ordered = dataclasses.replace(of_places, order=one)
-            if all(ordered.rank(*of_places.coordinates(place)) == ranks[place] for place in places):
+            ordered = dataclasses.replace(self, order=one, ranks=None)
+            if np.array_equal(ordered._table, listed._table):
                 return ordered
-        return dataclasses.replace(of_places, ranks=tuple(ranks))
-
-    @functools.cached_property
-    def _place_of(self) -> dict[int, int]:
-        assert self.ranks is not None
-        return {rank: place for place, rank in enumerate(self.ranks)}
+        return listed
 
     def __str__(self) -> str:
         names = {"gcd": "GCD", "hive": "GPU", "gpu": "hive" if self.gpus_per_hive > 1 else "GPU"}  # what a tier joins
         counts = [(self.size(tier), names.get(tier, tier)) for tier in reversed(self.tiers)]
         return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
+
+
+# ---- the grid of a run ------------------------------------------------------------------------------------------------------
+
+# What reads machines is imported where a run needs it: a declared grid does not.
+
+
+def resolve_grid(topology: TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:
+    """The grid of a run.
+
+    Collective where the topology is discovered: every rank of the world calls it. A world is discovered once a process.
+
+    Args:
+        topology: A declared grid, whose ``nodes`` may be left out and then follow from the world size, or a source
+            (`hzero.topology.sources.read_source`). A file may declare a grid too, under the same keys, which may be under
+            ``topology``. A preset numbers ranks by device, package and node. Ranks are discovered from ``discover`` and the
+            file of a node.
+        world_size: Ranks of the world.
+        where: The key that holds it, for messages.
+
+    Raises:
+        ConfigError: The file cannot be read, a key is wrong, or the product is not the world size; the message names
+            the factors that would fit. Where it is discovered: the ranks do not form a grid, or packages are ambiguous.
+    """
+    declared = declared_grid(topology, where)
+    if declared is None:
+        from hzero.topology.discovery import discovered_grid
+
+        return discovered_grid(topology.source, world_size).grouped(topology.nodes_per_group)
+    if declared is not topology:
+        where = topology.source
+    inside = (declared.gpus_per_node or 0) * declared.gcds_per_gpu
+    if declared.nodes is None and world_size % inside:
+        node = f"gpus_per_node={declared.gpus_per_node} x gcds_per_gpu={declared.gcds_per_gpu} is {inside} ranks a node"
+        raise ConfigError(f"{where}: {node}, but the world has {world_size}; expected a multiple")
+    grid = _grid(declared, declared.nodes or world_size // inside)
+    if grid.world_size != world_size:
+        factors = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
+        others = {name: grid.world_size // value for name, value in factors.items()}
+        possible = [f"{name}={world_size // other}" for name, other in others.items() if world_size % other == 0]
+        would = f"{' or '.join(possible)} would fit" if possible else "no single factor makes it fit"
+        product = " x ".join(f"{name}={value}" for name, value in factors.items())
+        raise ConfigError(f"{where}: {product} is {grid.world_size} ranks, but the world has {world_size}; {would}")
+    return grid
+
+
+def _grid(declared: TopologyConfig, nodes: int) -> Grid:
+    keys = declared.model_dump(exclude={"source", "nodes", "nodes_per_group"})
+    return Grid(nodes=nodes, **keys).grouped(declared.nodes_per_group)
+
+
+def sub_grid(topology: TopologyConfig, ranks: Sequence[int], world_size: int, where: str) -> Grid:
+    """The grid of a group of ranks, in the group's own numbers. Arguments and errors as of `resolve_grid`.
+
+    A declared grid is the grid of the group. Where the topology is discovered, every rank of the world calls this, for its own
+    group; the ranks keep their places in the world.
+    """
+    if declared_grid(topology, where) is not None:
+        return resolve_grid(topology, len(ranks), where)
+    return resolve_grid(topology, world_size, where).of_ranks(ranks)
+
+
+def declared_grid(topology: TopologyConfig, where: str) -> TopologyConfig | None:
+    """The grid that is declared, maybe by a preset or a file; None where it has to be discovered. Arguments as in `resolve_grid`.
+
+    Raises:
+        ConfigError: The file is missing, or a key is wrong.
+    """
+    declared = topology
+    if topology.gpus_per_node is None:
+        if topology.source in HERE:
+            return None
+        from hzero.topology.machine import Machine, grid_of_nodes
+        from hzero.topology.sources import PRESETS, read_source
+
+        found = read_source(topology.source, where)
+        if isinstance(found, Machine) and topology.source not in PRESETS:
+            return None
+        declared = grid_of_nodes(found, where) if isinstance(found, Machine) else found
+        if "nodes_per_group" in topology.model_fields_set:
+            declared = declared.model_copy(update={"nodes_per_group": topology.nodes_per_group})
+    if declared.nodes is not None:
+        _grid(declared, declared.nodes)  # whose parts have to divide it
+    return declared

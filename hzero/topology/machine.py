@@ -1,4 +1,8 @@
-"""One node as a source describes it: devices, direct links between them, NICs."""
+"""One node as a source describes it: devices, direct links between them, NICs; and the packages and tiers that follow.
+
+Packages are found by physical identity where the source states one, and by the number of parallel links otherwise; never
+by adjacency of numbers. A machine that can be read in more than one way is an error that says how to declare it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from hzero.validation import ConfigError
+from hzero.config import TIERS, Tier, TopologyConfig
+from hzero.validation import ConfigError, some, validated
 
-#: GB/s each way of one link between two GPUs of an architecture. gfx90a: OLCF's Frontier guide (4 links carry 200 GB/s);
-#: gfx908 and gfx942: half of the two-way figures of AMD's data sheets of MI100 (92 GB/s) and MI300X (128 GB/s).
-XGMI_LINK_GB_S = {"gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0}
+#: GB/s each way of one link between two GPUs, by architecture or product. gfx90a: OLCF's Frontier guide (4 links carry 200 GB/s).
+#: The others are half of the two-way figures in AMD's data sheets of MI100 (92 GB/s) and MI300X (128 GB/s), and in NVIDIA's of
+#: V100 (300 GB/s by 6 links), A100 (600 by 12), H100 and H200 (900 by 18) and B200 (1800 by 18).
+LINK_GB_S = {
+    "gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0, "sm_70": 25.0, "sm_80": 25.0, "sm_90": 25.0, "sm_100": 50.0,
+    "V100": 25.0, "A100": 25.0, "H100": 25.0, "H200": 25.0, "B200": 50.0,
+}  # fmt: skip
 
 #: Products by PCI device id (pci.ids). MI250X and MI250 share one; both have two dies per module.
 PRODUCTS = {
@@ -204,3 +214,173 @@ def merge_links(source: str, seen: Iterable[Link]) -> tuple[Link, ...]:
         if other != ordered:
             raise ConfigError(f"{source}: the ends of link {pair[0]}-{pair[1]} contradict: {other} and {ordered}")
     return tuple(merged.values())
+
+
+# ---- packages and tiers -----------------------------------------------------------------------------------------------
+
+#: Links between the two dies of an MI250X: no other pair of gfx90a has as many (OLCF user guide; RCCL's models).
+_MI250X_LINKS = 4
+_GFX90A = {"gfx90a", "MI250X", "MI250", "MI210"}
+
+
+@dataclass(frozen=True)
+class NodeTier:
+    """A tier of one node.
+
+    Attributes:
+        name: Its name.
+        size: Members of its largest group; 1 where the machine lacks the tier.
+        groups: Numbers of the devices that differ in this tier's coordinate alone.
+        gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. May be None.
+    """
+
+    name: Tier
+    size: int
+    groups: tuple[tuple[int, ...], ...]
+    gb_s: float | None = None
+
+
+class Position(NamedTuple):
+    """The place of a device in its node by tier, in the order of PCI bus ids: the same in all processes.
+
+    Attributes:
+        gcd: Index in its package.
+        hive: Index of its package in the hive, packages that direct links join; 0 in a node without hives.
+        gpu: Index of the hive, or of the package in a node without hives.
+        node: 0.
+        package: Index of its package in the node, hive after hive.
+    """
+
+    gcd: int
+    hive: int
+    gpu: int
+    node: int
+    package: int
+
+
+def tiers_of(machine: Machine) -> tuple[NodeTier, ...]:
+    """The tiers of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError` as `packages_of` does."""
+    places = positions(machine)
+    tiers = []
+    for name in TIERS[: TIERS.index("node") + 1]:
+        groups: dict[Position, list[int]] = {}
+        for number, place in places.items():
+            groups.setdefault(place._replace(package=0, **{name: 0}), []).append(number)
+        members = _sorted(groups.values())
+        rate = machine.tier_gb_s.get(name, _bandwidth(machine, name, members))
+        tiers.append(NodeTier(name, max(map(len, members), default=1), members, rate))
+    return tuple(tiers)
+
+
+def _bandwidth(machine: Machine, name: str, groups: Iterable[tuple[int, ...]]) -> float | None:
+    """GB/s of a tier; None where one of its rates is not known."""
+    home = {number: index for index, group in enumerate(groups) for number in group}
+    of_node = name == "node"
+    links = [link for link in machine.links if home[link.a] == home[link.b]]
+    rates = [nic.gb_s for nic in machine.nics] if of_node else [link.gb_s for link in links]
+    known = [rate for rate in rates if rate is not None]
+    if not known or len(known) < len(rates) or not machine.devices:
+        return None
+    return sum(known) / len(machine.devices) if of_node else min(known)
+
+
+def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
+    """Position of every device by its number. Arguments and errors: see `packages_of`."""
+    by_bus = sorted(machine.devices, key=lambda device: (device.hidden, device.bus, device.number))
+    order = {device.number: index for index, device in enumerate(by_bus)}
+    packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine, of_ranks)]
+    packages.sort(key=lambda package: order[package[0]])
+    home = {number: index for index, package in enumerate(packages) for number in package}
+    joined = [(home[link.a], home[link.b]) for link in machine.links if link.kind != "pcie"]
+    hives = _components(range(len(packages)), joined)
+    if max(map(len, hives), default=0) < 2:  # no direct links at all: the node is one group of packages
+        hives = [list(range(len(packages)))]
+    found: dict[int, Position] = {}
+    in_node = 0
+    for hive, members in enumerate(hives):
+        for index, package in enumerate(members):
+            place = (index, hive) if len(hives) > 1 else (0, index)
+            found |= {number: Position(gcd, *place, 0, in_node) for gcd, number in enumerate(packages[package])}
+            in_node += 1
+    return found
+
+
+def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ...], ...]:
+    """The packages of a node: each a group of device numbers, sorted; the packages sorted by their first.
+
+    Declared packages count, then modules that the source states, then links: the dies of an MI250X are the pairs that
+    are joined by four links, and a single die without such a partner is a package of its own.
+
+    Args:
+        machine: The node.
+        of_ranks: Whether the reports of ranks add up to it: hidden devices then have no rank, the links between two of
+            them are not known, and their packages do not matter.
+
+    Raises:
+        AmbiguousTopologyError: The links can be read in more than one way, or devices are hidden from this process.
+    """
+    if machine.packages is not None:
+        return _sorted(machine.packages)
+    hidden = [device.number for device in machine.devices if device.hidden]
+    if hidden and not of_ranks:
+        raise AmbiguousTopologyError(
+            f"{machine.source}: a task's cgroup hides the devices {hidden}, so one process cannot identify the packages; "
+            "the ranks of a job can together, as in `srun ... hzero doctor`"
+        )
+    modules: dict[str, list[int]] = {}
+    for device in machine.devices:
+        modules.setdefault(device.module or f"#{device.number}", []).append(device.number)
+    singles = _sorted(modules.values())
+    kinds = {product(device.kind) for device in machine.devices if device.kind}  # one without a rank may have none
+    links = [link for link in machine.links if link.kind == "xgmi"]
+    dies = {DIES.get(kind) for kind in kinds}
+    if any(device.module for device in machine.devices) or not links or dies == {1}:
+        return singles
+    numbers = [device.number for device in machine.devices]
+    counts = {(link.a, link.b): link.count for link in links}
+    most = max(count or 0 for count in counts.values())
+    strongest = _components(numbers, [pair for pair, count in counts.items() if (count or 0) == most])
+    alone = [group for group in strongest if len(group) == 1 and not machine.device(group[0]).hidden]
+    largest, alike = max(map(len, strongest)), len(set(counts.values())) == 1
+    # On an unknown product, four links stand out only next to pairs with fewer. One die may have lost its partner; two may be
+    # a pair whose links are broken.
+    stands_out = bool(kinds) or not alike
+    if kinds <= _GFX90A and most == _MI250X_LINKS and largest == 2 and stands_out and len(alone) <= bool(kinds):
+        return _sorted(strongest)
+    # Two devices with several links and no others may be two dies, or two bridged cards.
+    if alike and dies != {2} and (most == 1 or (1 < most < _MI250X_LINKS and largest > 2)):
+        return singles
+    shown = some([f"{a}-{b}: {'?' if count is None else count}" for (a, b), count in counts.items()], 16)
+    ways = [_sorted(strongest), singles] if largest == 2 else [singles]
+    text = " or ".join(f"packages: {[list(package) for package in way]}" for way in ways)
+    raise AmbiguousTopologyError(
+        f"{machine.source}: ambiguous: the links do not say which devices share a package ({shown} links); declare the "
+        f"machine in a file, for example with {text}, or the grid (gpus_per_node, gcds_per_gpu)"
+    )
+
+
+def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
+    """The grid of nodes that are all like one with devices, for `declared_grid`; ``keys`` are further ones of the block.
+
+    Raises:
+        ConfigError: Its packages are ambiguous, or differ in size.
+    """
+    packages = packages_of(machine)
+    if len(sizes := {len(package) for package in packages}) > 1:
+        raise ConfigError(f"{machine.source}: found packages of {sorted(sizes)} devices, expected one size")
+    shape = {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])}
+    return validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes, **keys}, where)
+
+
+def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Connected components, each sorted, by their first."""
+    group = {node: [node] for node in nodes}
+    for a, b in pairs:
+        if group[a] is not group[b]:
+            group[a] += group[b]
+            group.update(dict.fromkeys(group[b], group[a]))
+    return sorted({id(found): sorted(found) for found in group.values()}.values())
+
+
+def _sorted(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(tuple(sorted(group)) for group in groups))

@@ -1,58 +1,80 @@
-"""Sources of a node: this machine, a file of any kind, a preset."""
+"""Sources of a node: this machine, a file of any kind, a preset.
+
+- KFD's sysfs is the first source of a live AMD node: it needs no job and no tool, counts parallel links by their bandwidth, and
+  shows the devices that a task's cgroup hides. rocm-smi and amdsmi read the same files.
+- nvidia-smi is the one source of a live NVIDIA node: it has no KFD, and a dump of NCCL needs a job that runs.
+- A dump of RCCL or NCCL shows what KFD does not: NVLinks and NVSwitches, and a node that is not at hand.
+- A declared file adds what the others do not state: the packages of a machine whose links can be read in two ways, bandwidths of
+  tiers, and a machine that is not at hand (the presets). It may also declare the grid of all ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
+import re
 import shutil
-from collections.abc import Mapping
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Literal
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
-from hzero.files import read_text
-from hzero.topology.declared import MAX_BYTES, read_declared
-from hzero.topology.dump import read_dump
-from hzero.topology.kfd import read_sysfs
-from hzero.topology.machine import Machine
-from hzero.topology.nvidia import is_matrix, query_nvidia, read_matrix
-from hzero.validation import ConfigError, one_of
+import yaml
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from hzero.config import HERE, TopologyConfig
+from hzero.files import read_text, read_whole
+from hzero.topology.machine import (
+    LINK_GB_S,
+    MAX_DEVICES,
+    PRODUCTS,
+    Device,
+    Link,
+    Machine,
+    Nic,
+    bus_id,
+    merge_links,
+)
+from hzero.validation import ConfigError, Frozen, nearest, validated
 
 #: Where the kernel's tree is, for containers that see the host's elsewhere.
 SYSFS = "HZERO_SYSFS"
 
-#: Words for this machine; the block calls it ``discover``.
-HERE = ("auto", "discover")
 #: Nodes of known machines, as declared files that name the public source of every figure.
 PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "dgx_h200", "laptop")
 
-_FOLDER = Path(__file__).resolve().parent / "presets"
-#: Largest dump or matrix, bytes. A dump of a node of 16 devices has 18 kB.
-_MAX_BYTES = 8 * 2**20
+
+#: Largest dump, matrix and declared file, bytes. A dump of a node of 16 devices has 18 kB. PyYAML is slow, and a declared machine
+#: of 1,024 devices needs less.
+_MAX_BYTES, _MAX_DECLARED = 8 * 2**20, 131_072
 
 
 def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str = "topology") -> Machine:
-    """The node that a text names: ``auto``, one of `PRESETS`, or else a file. ``where`` begins a message.
+    """The node that a text names: ``discover`` or ``auto``, one of `PRESETS`, or else a file or folder.
+
+    Args:
+        source: The text.
+        environ: ``HZERO_SYSFS`` names another place of ``/sys``.
+        where: The key or option that has it, for messages.
 
     Raises:
-        ConfigError: Unknown preset, missing file, or unusable content.
+        ConfigError: There is no such file, it cannot be used, or it declares a grid.
     """
-    if source in HERE:
-        return this_machine(environ)
-    if source in PRESETS:
-        return preset(source)
-    if "/" not in source and "." not in source and not os.path.exists(source):
-        known = one_of(where, source[:80], ("auto", *PRESETS), "source")
-        raise ConfigError(f"{known}, or a file (no such file)")
-    return read_file(source)
+    found = this_machine(environ) if source in HERE else read_source(source, where)
+    if isinstance(found, TopologyConfig):
+        raise ConfigError(
+            f"{source}: declares a grid (gpus_per_node), expected a node with the key devices or packages"
+        )
+    return found
 
 
 def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """The node that this process runs on.
-
-    AMD's GPUs are read from the kernel's KFD tree, which AMD's own tools read too. NVIDIA's are asked of nvidia-smi. A
-    node without GPUs is a machine without devices.
-
-    Args:
-        environ: ``HZERO_SYSFS`` names another place of ``/sys``.
+    """The node that this process runs on: without GPUs, a machine without devices.
 
     Raises:
         ConfigError: GPUs are there, but what describes them cannot be read.
@@ -63,30 +85,518 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     return query_nvidia()
 
 
-def read_file(path: str | os.PathLike[str]) -> Machine:
-    """The machine that a file or folder describes; what kind of source it is follows from its content.
+def read_source(source: str, where: str) -> Machine | TopologyConfig:
+    """The node that a preset, file or folder describes, or the grid that a file declares. Its content says what kind it has.
 
     Raises:
-        ConfigError: It cannot be read, is of no known kind, or contradicts itself; the message names the file.
+        ConfigError: It is not there, cannot be read, is of no known kind, or contradicts itself. The message names it.
     """
-    if os.path.isdir(path):
-        return read_sysfs(Path(path))
-    text = read_text(path, _MAX_BYTES)
+    if source in PRESETS:
+        return preset(source)
+    if os.path.isdir(source):
+        return read_sysfs(Path(source))
+    if not os.path.exists(source):
+        near = nearest(source, PRESETS)
+        hint = f" (did you mean {near!r}?)" if near else ""
+        known = f"discover, a file, or a preset: {', '.join(PRESETS)}"
+        raise ConfigError(f"{where}: no such file: {source[:200]!r}; expected {known}{hint}")
+    text = read_text(source, _MAX_BYTES)
     if text.lstrip().startswith("<"):
-        return read_dump(text, str(path))
-    if is_matrix(text):
-        return read_matrix(text, str(path))
-    return read_declared(read_text(path, MAX_BYTES), str(path))
+        return read_dump(text, source)
+    return read_matrix(text, source) if is_matrix(text) else read_declared(text, source)
 
 
 @functools.cache
 def preset(name: str) -> Machine:
-    """One node of a known machine.
+    """One node of a known machine, by its name in `PRESETS`."""
+    path = Path(__file__).resolve().parent / "presets" / f"{name}.yaml"
+    machine = read_declared(read_text(path), str(path), f"preset {name}")
+    assert isinstance(machine, Machine)
+    return machine
+
+
+# ---- KFD's sysfs, /sys/class/kfd/kfd/topology/nodes -------------------------------------------------------------------------
+
+# Source of the conventions: the Linux kernel's amdkfd (kfd_topology.c: node_show, iolink_show and kfd_topology_add_device;
+# kfd_crat.h for the link types; kfd_crat.c, kfd_fill_gpu_xgmi_link_to_gpu, for weights) and amdgpu
+# (amdgpu_xgmi_get_bandwidth). A node is a CPU or a GPU; it is a GPU where it has SIMDs. A process that a device cgroup keeps
+# from a GPU gets EPERM from the files of its node, so that ROCr does not count it either. A hop weighs 15, a pair of
+# partitions of one module 13. The minimum bandwidth counts one link, the maximum all links to the peer, in MB/s;
+# both are 0 where a pair is routed, and for all pairs of MI100 and of drivers before Linux 5.15.
+
+NODES = Path("class/kfd/kfd/topology/nodes")
+
+#: Values of ``type`` in io_links.
+_PCIE, _XGMI = 2, 11
+#: Weights of two hops, of a link inside a module (KFD_CRAT_INTRA_SOCKET_WEIGHT), and of one between partitions of two
+#: modules (RCCL's rocm_smi_wrap.cc takes 13, 15 and 41 to be direct).
+_ROUTED, _SAME_MODULE, _PARTITIONS = 30, 13, 41
+#: A file of sysfs has at most a page.
+_MAX_PAGE = 65_536
+_LINE = re.compile(r"([a-z0-9_]{1,40}) ([0-9]{1,20})")
+
+
+def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
+    """The GPUs of this node, their links and its NICs.
+
+    Devices that the process may use are numbered in the order of their KFD nodes, which is ROCr's and, where nothing else
+    hides devices, HIP's. Those that it may not use follow, as hidden ones: the links of the others lead to them.
+
+    Args:
+        sysfs: Root of sysfs, or of a copy of it.
+
+    Returns:
+        The node; without devices, and with a remark, if KFD's topology is missing.
 
     Raises:
-        ConfigError: Unknown preset; the message names the nearest.
+        ConfigError: The folder is missing, or the files contradict each other.
     """
-    if name not in PRESETS:
-        raise one_of("topology", name, PRESETS, "preset")
-    path = _FOLDER / f"{name}.yaml"
-    return read_declared(read_text(path), str(path), f"preset {name}")
+    root = sysfs / NODES
+    if not sysfs.is_dir():
+        raise ConfigError(f"{sysfs}: is no folder, expected /sys or a copy of it")
+    if not root.is_dir():
+        remark = "no KFD topology: no AMD GPU, or its driver is not loaded"
+        return Machine(str(root), (), nics=_nics(sysfs), remarks=(remark,))
+    nodes = {int(path.name): _properties(path / "properties") for path in _numbered(root)}
+    gpus = {number: values for number, values in nodes.items() if values is not None and values.get("simd_count", 0)}
+    hidden = [number for number, values in nodes.items() if values is None]
+    index = {number: position for position, number in enumerate([*gpus, *hidden])}
+    links: list[Link] = []
+    partitioned = False
+    for number in gpus:
+        for path in _numbered(root / f"{number}/io_links"):
+            values = _properties(path / "properties") or {}
+            end = values.get("node_to", -1)
+            if values and end not in nodes:
+                raise ConfigError(f"{path}: leads to KFD node {end}, which is not there")
+            if end in index and (found := _link(index[number], index[end], values)) is not None:
+                links.append(found)
+                partitioned |= found.kind == "xgmi" and values.get("weight") == _SAME_MODULE
+    devices = [_device(index[number], number, values, sysfs, partitioned) for number, values in gpus.items()]
+    devices += [Device(index[number], node=f"kfd{number}", hidden=True) for number in hidden]
+    remarks = tuple(f"KFD node {number} cannot be read by this process" for number in hidden)
+    return Machine(str(root), tuple(devices), merge_links(str(root), links), _nics(sysfs), remarks=remarks)
+
+
+def _link(start: int, end: int, values: dict[str, int]) -> Link | None:
+    """The links between two devices; None where the pair is routed."""
+    low, high, weight = (values.get(key, 0) for key in ("min_bandwidth", "max_bandwidth", "weight"))
+    if values.get("type") == _PCIE:
+        return Link(start, end, "pcie", gb_s=high / 1000 if high else None)
+    # The first drivers that count links give a routed pair the minimum of one link.
+    if values.get("type") != _XGMI or (weight >= _ROUTED and weight != _PARTITIONS) or (low and not high):
+        return None
+    return Link(start, end, "xgmi", high // low if high and low else None, high / 1000 if high else None)
+
+
+def _device(index: int, number: int, values: dict[str, int], sysfs: Path, partitioned: bool) -> Device:
+    location, domain, version = (values.get(key, 0) for key in ("location_id", "domain", "gfx_target_version"))
+    slot = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+    function = f"{slot}.{location & 7}"  # that the driver is bound to
+    # 90010 is gfx90a
+    architecture = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
+    numa = _number(sysfs / "bus/pci/devices" / function / "numa_node")
+    unique_id = values.get("unique_id", 0)
+    return Device(
+        index,
+        bus=f"{slot}.{location >> 28 & 7}" if location >> 28 else function,  # HIP counts partitions as functions
+        kind=PRODUCTS.get(values.get("device_id", 0), architecture),
+        module=slot if partitioned else "",
+        numa=None if numa is None or numa < 0 else int(numa),
+        uuid=f"GPU-{unique_id:016x}" if unique_id else "",  # as ROCR_VISIBLE_DEVICES takes it
+        node=f"kfd{number}",
+    )
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Entries of a folder that are named by a number, in their order."""
+    numbers = [path for path in _entries(folder) if re.fullmatch("[0-9]{1,9}", path.name)]
+    if len(numbers) > 4 * MAX_DEVICES:
+        raise ConfigError(f"{folder}: {len(numbers)} entries, at most {4 * MAX_DEVICES} are read")
+    return sorted(numbers, key=lambda path: int(path.name))
+
+
+def _properties(path: Path) -> dict[str, int] | None:
+    """Lines of a name and a number; None where this process may not read them, or there are none."""
+    try:
+        content = read_whole(path, _MAX_PAGE)
+    except ConfigError:
+        return None
+    values: dict[str, int] = {}
+    for place, line in enumerate(content.decode("ascii", "replace").splitlines(), start=1):
+        found = _LINE.fullmatch(line.strip())
+        if found is None or found[1] in values:
+            raise ConfigError(f"{path}:{place}: found {line[:40]!r}, expected a name, once, and a number from 0")
+        values[found[1]] = int(found[2])
+    return values or None
+
+
+def _nics(sysfs: Path) -> tuple[Nic, ...]:
+    """NICs of the fabric: RDMA devices and Slingshot's interfaces; where there are none, Ethernet interfaces with a device."""
+    fabric: list[Nic] = []
+    ethernet: list[Nic] = []
+    for folder in _entries(sysfs / "class/infiniband"):
+        rates = [_number(port / "rate") or 0 for port in _entries(folder / "ports")]  # "200 Gb/sec (4X HDR)"
+        fabric.append(Nic(folder.name, "rdma", max(rates, default=0) / 8 or None))
+    for folder in _entries(sysfs / "class/net"):
+        speed = _number(folder / "speed") or 0  # Mbit/s; an error or -1 where the link is down
+        kind = "cxi" if folder.name.startswith("hsn") else "ethernet"
+        if (folder / "device").exists():  # not loopback, bridges and virtual pairs
+            (fabric if kind == "cxi" else ethernet).append(Nic(folder.name, kind, speed / 8000 if speed > 0 else None))
+    return tuple(fabric or ethernet)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What a folder holds; nothing where it cannot be listed."""
+    with contextlib.suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
+
+
+def _number(path: Path) -> float | None:
+    """The number at the beginning of a file of sysfs."""
+    with contextlib.suppress(ConfigError):
+        if found := re.match(rb"-?[0-9]{1,9}(\.[0-9]{1,3})?(?![0-9])", read_whole(path, _MAX_PAGE)):
+            return float(found[0])
+    return None
+
+
+# ---- topology dumps of RCCL and NCCL, the XML of NCCL_TOPO_DUMP_FILE --------------------------------------------------------
+
+# Source of the format: RCCL's and NCCL's src/graph/xml.cc and topo.cc, and RCCL's models (tools/topo_expl). PCI devices are
+# nested as in the machine below the CPU of a NUMA domain; ``gpu`` and ``nic`` are children of their PCI device. ``tclass`` is
+# the PCI class of a link's target: 0x068000 is an NVSwitch, 0x068001 a CPU.
+
+_NVSWITCH, _CPU = "0x068000", "0x068001"
+_CRAY, _INFINIBAND = "0x17db", "0x0207"
+#: Largest number of parallel links; an MI300X has 7 in all, and a GPU behind NVSwitches 18.
+_MAX_COUNT = 64
+#: Older dumps have hipDeviceProp_t.gcnArch instead of a name with features.
+_GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942"}
+
+
+def read_dump(text: str, path: str) -> Machine:
+    """The node that a dump describes, with the dump's own device numbers.
+
+    Args:
+        text: Content of the file.
+        path: Its name, for messages.
+
+    Raises:
+        ConfigError: It is no dump, is cut off, has a DOCTYPE or entities, or contradicts itself.
+    """
+    if re.search("<!(DOCTYPE|ENTITY)", text):
+        raise ConfigError(f"{path}: has a DOCTYPE or an entity, which no topology dump has")
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise ConfigError(f"{path}: is not valid XML: {error}") from None
+    if root.tag != "system" or root.get("version") not in ("1", "2"):
+        raise ConfigError(f"{path}: found <{root.tag[:40]}>, expected system of version 1 or 2")
+    devices: dict[str, Device] = {}  # by PCI bus id
+    rates: dict[int, float | None] = {}  # of one link, by device
+    links: list[tuple[int, Element]] = []
+    nics: dict[str, Nic] = {}
+    for cpu in root.iter("cpu"):
+        for pci in (cpu, *cpu.iter("pci")):
+            for gpu in pci.iterfind("gpu"):
+                bus = bus_id(pci.get("busid", ""), f"{path}: pci of a gpu")
+                if bus in devices or len(devices) >= MAX_DEVICES:
+                    raise ConfigError(
+                        f"{path}: two gpus have the PCI bus id {bus}, or there are more than {MAX_DEVICES}"
+                    )
+                number, numa = _integer(gpu, "dev", path, 0, 2**20), _integer(cpu, "numaid", path, -1, 2**20, "-1")
+                product = re.fullmatch("(0x)?[0-9a-fA-F]{1,8}", pci.get("device", ""))
+                kind = PRODUCTS.get(int(product[0], 16) if product else 0, _architecture(gpu))
+                devices[bus] = Device(number, bus, kind[:40], numa=numa if numa >= 0 else None)
+                rates[number] = LINK_GB_S.get(_architecture(gpu))
+                links += [(number, link) for link in gpu if link.tag in ("xgmi", "nvlink")]
+            for net in pci.iterfind("nic/net"):
+                name = net.get("name", "")[:80]  # NCCL lists a socket interface below every CPU
+                speed = _integer(net, "speed", path, 0, 10**9, "0")  # Mbit/s
+                nics[name] = Nic(name, _nic_kind(name, pci), speed / 8000 if speed else None)
+    if (hosts := len({cpu.get("host_hash", "") for cpu in root.iter("cpu")})) > 1:
+        raise ConfigError(f"{path}: has {hosts} hosts, expected a dump of one node")
+    merged = merge_links(path, _links(links, devices, rates, path))
+    return Machine(path, tuple(devices.values()), merged, tuple(nics.values()))
+
+
+def _architecture(gpu: Element) -> str:
+    gcn = gpu.get("gcn", "").split(":")[0]
+    return _GCN.get(gcn, gcn) or f"sm_{gpu.get('sm', '')}"
+
+
+def _links(
+    links: list[tuple[int, Element]], devices: dict[str, Device], rates: dict[int, float | None], path: str
+) -> Iterator[Link]:
+    switched: dict[int, int] = {}  # links into switches, by device
+    for number, link in links:
+        count = _integer(link, "count", path, 1, _MAX_COUNT)
+        of_class = link.get("tclass", "")
+        if link.tag == "nvlink" and of_class.startswith(_NVSWITCH):
+            switched[number] = switched.get(number, 0) + count
+        elif link.tag == "xgmi" or not of_class.startswith(_CPU):
+            target = bus_id(link.get("target", ""), f"{path}: target of a link of gpu {number}")
+            if target not in devices:
+                raise ConfigError(f"{path}: a link leads to {target}, no gpu of this file; dump a job on all GPUs")
+            yield _between(number, devices[target].number, link.tag, count, rates)
+    for a, b in itertools.combinations(switched, 2):
+        yield _between(a, b, "nvswitch", min(switched[a], switched[b]), rates)
+
+
+def _between(a: int, b: int, kind: str, count: int, rates: dict[int, float | None]) -> Link:
+    rate = rates[a] if rates[a] == rates[b] else None
+    return Link(a, b, kind, count, rate * count if rate else None)
+
+
+def _integer(element: Element, name: str, path: str, low: int, high: int, default: str = "") -> int:
+    text = element.get(name, default).strip()
+    if not re.fullmatch("-?[0-9]{1,12}", text) or not low <= int(text) <= high:
+        raise ConfigError(f"{path}: {element.tag}: found {name}={text[:40]!r}, expected {low} to {high}")
+    return int(text)
+
+
+def _nic_kind(name: str, pci: Element) -> str:
+    if name.startswith(("cxi", "hsn")) or pci.get("vendor") == _CRAY:
+        return "cxi"
+    return "ib" if pci.get("class", "").startswith(_INFINIBAND) else "ethernet"
+
+
+# ---- nvidia-smi topo -m -----------------------------------------------------------------------------------------------------
+
+# Source of the format: the legend that nvidia-smi prints below the matrix. NV# means # NVLinks between two GPUs, also
+# where they run through switches; the other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets).
+
+_MATRIX = ("nvidia-smi", "topo", "-m")
+_DEVICES = ("nvidia-smi", "--query-gpu=index,pci.bus_id,name,uuid", "--format=csv,noheader")
+_TIMEOUT_S = 30.0
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;]{0,16}m")
+_GPU = re.compile(r"GPU[0-9]{1,4}")
+_CELL = re.compile(r"X|N/A|PIX|PXB|PHB|NODE|SYS|SOC|NV[1-9][0-9]?")
+_ALIAS = re.compile(r"\s*(NIC[0-9]{1,4}):\s*(\S{1,80})\s*")
+_DEVICE = re.compile(
+    r"\s*([0-9]{1,4}), ?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f:.]{7}), ?([^,]{1,80}), ?(GPU-[0-9a-fA-F-]{1,60})\s*"
+)
+
+
+def query_nvidia() -> Machine:
+    """The node from the tool itself. Raises `ConfigError` if it fails, or does not answer in time."""
+    return read_matrix(f"{_run(_MATRIX)}\n{_run(_DEVICES)}", "nvidia-smi")
+
+
+def is_matrix(text: str) -> bool:
+    """Whether a text looks like the output of the tool."""
+    return re.search(r"^\s*GPU[0-9]+\s", _ESCAPE.sub("", text), re.MULTILINE) is not None
+
+
+def read_matrix(text: str, name: str) -> Machine:
+    """The node that a saved matrix describes.
+
+    Args:
+        text: Output of ``nvidia-smi topo -m``, and where bus ids are wanted, after it that of ``nvidia-smi
+            --query-gpu=index,pci.bus_id,name,uuid --format=csv``.
+        name: Its file, for messages.
+
+    Raises:
+        ConfigError: It is no such output, or contradicts itself.
+    """
+    columns: list[str] = []
+    rows: dict[str, list[str]] = {}
+    aliases: dict[str, str] = {}
+    known: dict[int, tuple[str, str, str]] = {}  # bus id, product, UUID
+    for line in _ESCAPE.sub("", text).split("\n"):
+        words = line.split()
+        if not columns and words and _GPU.fullmatch(words[0]):
+            columns = words[: words.index("CPU")] if "CPU" in words else words
+            if len(set(columns)) < len(columns) or len(columns) > 2 * MAX_DEVICES:
+                most = 2 * MAX_DEVICES
+                raise ConfigError(f"{name}: found {len(columns)} columns, expected at most {most}, each once")
+        elif words and words[0] in columns and words[0] not in rows:
+            rows[words[0]] = words[1:]
+        elif found := _ALIAS.fullmatch(line[:200]):
+            aliases[found[1]] = found[2]
+        elif found := _DEVICE.fullmatch(line[:400]):
+            known[int(found[1])] = (bus_id(found[2], name), found[3].strip(), found[4])
+    gpus = [column for column in columns if _GPU.fullmatch(column)]
+    devices, links = [], []
+    for gpu in gpus:
+        cells = rows.get(gpu, [])[: len(columns)]
+        if len(cells) < len(columns) or not all(map(_CELL.fullmatch, cells)):
+            raise ConfigError(f"{name}: row of {gpu}: expected {len(columns)} cells, each X, NV# or a path such as PIX")
+        number = int(gpu[3:])
+        bus, kind, uuid = known.get(number, ("", "", ""))
+        rate = next((rate for name, rate in LINK_GB_S.items() if name in kind), None)
+        devices.append(Device(number, bus, kind, uuid=uuid))
+        for column, cell in zip(columns, cells):
+            if cell.startswith("NV") and column in gpus:
+                links.append(Link(number, int(column[3:]), "nvlink", int(cell[2:]), rate and rate * int(cell[2:])))
+    if not devices:
+        raise ConfigError(f"{name}: has no row of a GPU; expected the output of nvidia-smi topo -m")
+    nics = tuple(Nic(aliases.get(column, column)) for column in columns if column not in gpus)
+    return Machine(name, tuple(devices), merge_links(name, links), nics)
+
+
+def _run(command: Sequence[str]) -> str:
+    name = " ".join(command)
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=both, start_new_session=True)
+        output = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and no wait: a tool that is stuck in the driver never ends
+        raise ConfigError(f"{name}: no answer within {_TIMEOUT_S:g} s") from None
+    if process.returncode:
+        reason = output.strip().rpartition("\n")[2][:200] or "no message"
+        raise ConfigError(f"{name}: failed with exit status {process.returncode}: {reason}")
+    return output
+
+
+# ---- declared files, YAML or JSON -------------------------------------------------------------------------------------------
+
+Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
+Text = Annotated[str, Field(max_length=100)]
+Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Pair = Annotated[list[Number], Field(min_length=2, max_length=2), AfterValidator(sorted)]
+
+
+class DeclaredLinks(Frozen):
+    """Pairs with equal links; None means all pairs."""
+
+    kind: Literal["xgmi", "nvlink", "nvswitch", "pcie"] = "xgmi"
+    count: Annotated[int, Field(ge=1, le=1000)] | None = None
+    gb_s: Rate | None = None
+    pairs: Annotated[list[Pair] | None, BeforeValidator(lambda value: None if value == "all" else value)]
+
+
+class DeclaredNic(Frozen):
+    """A NIC."""
+
+    name: Text
+    kind: Text = ""
+    gb_s: Rate | None = None
+
+
+class DeclaredMachine(Frozen):
+    """The file of a node. The file of a grid has the keys of `hzero.config.TopologyConfig`.
+
+    Only ``devices`` is required, and not where ``packages`` or ``buses`` give their number; ``null`` is an unknown value::
+
+        name: my node
+        kind: MI250X
+        devices: 8
+        packages: [[0, 1], [2, 3], [4, 5], [6, 7]]
+        buses: ["0000:c1:00.0", ...]       # by device
+        numa: [3, 3, 1, 1, 0, 0, 2, 2]     # domain, by device
+        links:                             # gb_s: of all parallel links of a pair, GB/s each way
+          - {kind: xgmi, count: 4, gb_s: 200, pairs: [[0, 1], [2, 3]]}
+          - {kind: nvswitch, pairs: all}   # every pair of devices
+        nics:
+          - {name: hsn0, kind: cxi, gb_s: 25}
+        tier_gb_s: {gcd: 200, gpu: 50, node: 12.5}
+        switch_nodes: 128                  # nodes of one switch group of the network
+    """
+
+    name: Text = ""
+    kind: Text = ""
+    devices: Annotated[int, Field(ge=0, le=MAX_DEVICES)] | None = None
+    packages: list[list[Number]] | None = None
+    buses: list[Annotated[str, AfterValidator(bus_id)]] | None = None
+    numa: list[Number] | None = None
+    links: Annotated[list[DeclaredLinks], Field(max_length=1000)] = []
+    nics: list[DeclaredNic] = []
+    tier_gb_s: dict[Literal["gcd", "hive", "gpu", "node", "cluster"], Rate] = {}
+    switch_nodes: Annotated[int, Field(ge=1)] | None = None
+
+
+def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyConfig:
+    """The node or the grid that a file declares.
+
+    Args:
+        text: Its content.
+        path: Its name, for messages.
+        source: Name of the machine; the path where empty.
+
+    Raises:
+        ConfigError: A key is unknown, as one of a node is in a grid, or a value is wrong. The message names file and key.
+    """
+    content = _load(text, path)
+    if set(content) & (set(TopologyConfig.model_fields) - set(DeclaredMachine.model_fields)):
+        content.pop("bandwidth_gb_s", None)  # which the files of conf/topology have, for plans
+        grid = validated(TopologyConfig, content, f"{path}:")
+        if grid.gpus_per_node is None:
+            raise ConfigError(f"{path}: gpus_per_node: missing")
+        return grid
+    declared = validated(DeclaredMachine, content, f"{path}:")
+    counts = [len(declared.buses or []), sum(map(len, declared.packages or [])), len(declared.numa or [])]
+    count = max(counts) if declared.devices is None else declared.devices
+    if declared.devices is None and not 0 < count <= MAX_DEVICES:
+        raise ConfigError(f"{path}: devices: missing; expected their number, at most {MAX_DEVICES}")
+    for key, values in (("buses", declared.buses), ("numa", declared.numa)):
+        if values is not None and len(values) != count:
+            raise ConfigError(f"{path}: {key}: found {len(values)}, expected one for each of {count} devices")
+    links: list[Link] = []
+    for group in declared.links:
+        if len(links) > count**2:
+            break  # the machine refuses pairs that occur twice
+        pairs = itertools.combinations(range(count), 2) if group.pairs is None else map(tuple, group.pairs)
+        links += [Link(a, b, group.kind, group.count, group.gb_s) for a, b in pairs]
+    buses = declared.buses or [""] * count
+    numa: Sequence[int | None] = declared.numa or [None] * count
+    return Machine(
+        source or (f"{path} ({declared.name})" if declared.name else path),
+        tuple(Device(number, buses[number], declared.kind, numa=numa[number]) for number in range(count)),
+        tuple(links),
+        tuple(Nic(nic.name, nic.kind, nic.gb_s) for nic in declared.nics),
+        None if declared.packages is None else tuple(map(tuple, declared.packages)),
+        tier_gb_s={level: rate for level, rate in declared.tier_gb_s.items()},
+        switch_nodes=declared.switch_nodes,
+    )
+
+
+def _load(text: str, path: str) -> dict[str, Any]:
+    """The keys of a file, or those under its ``topology``; without keys of the value ``null``.
+
+    Raises:
+        ConfigError: It is neither YAML nor JSON, has a key twice or a reference, or has no key of a declared machine.
+    """
+    if len(text) > _MAX_DECLARED:
+        raise ConfigError(f"{path}: larger than {_MAX_DECLARED:,} bytes, the limit")
+    try:
+        # YAML has no tabs between tokens, JSON may.
+        content = yaml.load(text.replace("\t", " ") if text.lstrip().startswith("{") else text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        problem = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "problem", None) or error
+        raise ConfigError(f"{path}: {line}is neither YAML nor JSON that can be used: {problem!s:.200}") from None
+    if isinstance(content, dict) and set(content) == {"topology"}:
+        content = content["topology"]
+    known = {*DeclaredMachine.model_fields, *TopologyConfig.model_fields}
+    if not isinstance(content, dict) or not any(nearest(key, known, 0.45) for key in content):
+        raise ConfigError(
+            f"{path}: is of no known kind; expected an XML dump of RCCL or NCCL (NCCL_TOPO_DUMP_FILE), the output of nvidia-smi "
+            "topo -m, a declared machine (YAML or JSON), or a folder with class/kfd (/sys or a copy of it)"
+        )
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without what turns a small file into a large or doubtful machine: references, and keys that occur twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) is not None:  # of an alias, too
+            raise yaml.MarkedYAMLError(
+                problem="found a reference (& or *); write the value out", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            raise yaml.MarkedYAMLError(problem="a key occurs twice", problem_mark=node.start_mark)
+        return {key: value for key, value in mapping.items() if value is not None}

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.hybrid.__main__ import LAYOUTS, NAIVE, SCHEMES, config_of
 from benchmarks.rows import RESULTS, LayoutRow, read_rows
-from hzero.config import TIERS
-from hzero.parsing import parse_config
+from hzero.config import TIERS, parse_config
 from tests.ranks import LONG, run_python
 
 

@@ -24,8 +24,7 @@ from hzero.comm import HopError
 from hzero.comm import lanes as module
 from hzero.comm.lanes import Chain, Lanes, shared_lanes
 from hzero.comm.wires import STAGE
-from hzero.config import CollectiveOrder
-from hzero.parsing import parse_config
+from hzero.config import CollectiveOrder, parse_config
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import ConfigError

@@ -19,7 +19,7 @@ from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
 from hzero.comm.lanes import DeviceStreams
 from hzero.comm.runtime import Arena, Call
 from hzero.comm.wires import STAGE
-from hzero.parsing import parse_config
+from hzero.config import parse_config
 from hzero.plan.program import Program, StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid

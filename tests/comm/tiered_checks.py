@@ -17,8 +17,7 @@ from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Chain, Collectives, ErrorFeedback, HopError, Transport, WireLog
 from hzero.comm.transport import world_timeout
 from hzero.comm.wires import STAGE
-from hzero.config import ALGORITHMS, CodecConfig
-from hzero.parsing import parse_config
+from hzero.config import ALGORITHMS, CodecConfig, parse_config
 from hzero.plan.program import Program, gather_program, reduce_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid

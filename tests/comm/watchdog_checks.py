@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from hzero.comm import HopError, blaming, shared_watchdog, watchdog
-from hzero.config import Tier
-from hzero.parsing import parse_config
+from hzero.config import Tier, parse_config
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.validation import PeerError

@@ -18,9 +18,8 @@ from hzero.commands import doctor, ds_config
 from hzero.commands.doctor import differences, examine_deepspeed, examine_links
 from hzero.launch import free_port
 from hzero.topology.discovery import RankReport, node_of
-from hzero.topology.kfd import read_sysfs
 from hzero.topology.machine import Link, Machine
-from hzero.topology.sources import preset
+from hzero.topology.sources import preset, read_sysfs
 from tests.forks import Command
 from tests.ranks import ROOT
 from tests.topology import trees
@@ -143,7 +142,7 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
     twice.write_text('{"hzero": {"preset": "topo", "preset": "mild"}}')
     for arguments, says in (
         (["--topology", str(tmp_path / "noise")], "noise"),
-        (["--expect", "lumii"], "--expect: unknown source 'lumii'"),
+        (["--expect", "lumii"], "--expect: no such file: 'lumii'"),
         (["--timeout", "nan"], "--timeout: found 'nan'"),
         (["--nodes", "0"], "--nodes: found '0'"),
         (["/dev/zero"], "/dev/zero: is not a regular file"),

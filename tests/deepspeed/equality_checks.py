@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.parsing import parse_topology
+from hzero.config import TopologyConfig
 from hzero.topology import resolve_grid
 from tests.deepspeed.training import (
     TOPOLOGY,
@@ -94,7 +94,7 @@ def check_lattice_of_scopes() -> None:
     On machines of more than three tiers every fifth of the pairs with a scope of such a tier; on 6 ranks every third pair.
     """
     for topology in (TOPOLOGY, *MORE_TIERS[WORLD]):
-        scopes = resolve_grid(parse_topology("topology", topology), WORLD).scopes
+        scopes = resolve_grid(TopologyConfig(**topology), WORLD).scopes
         pairs = list(itertools.combinations_with_replacement(scopes, 2))
         if not FULL and topology != TOPOLOGY:
             pairs = [pair for pair in pairs if {"hive", "group", "cluster"} & set(pair)][::5]

@@ -65,7 +65,7 @@ def tensor_groups(tensor: int, **topology: Any) -> Iterator[Mpu]:
     """Groups on the 2 x 2 x 2 grid; afterwards DeepSpeed, which keeps an mpu for all later engines, forgets them."""
     grid = resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size())
     places = itertools.product(range(grid.nodes), range(grid.gpus_per_node), range(grid.gcds_per_gpu))
-    layout = Layout([grid.rank(*place) for place in places], tensor)
+    layout = Layout([grid.rank(gcd, 0, gpu, node, 0, 0) for node, gpu, gcd in places], tensor)
     try:
         yield Mpu(layout)
     finally:

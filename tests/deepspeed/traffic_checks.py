@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import hzero
 from hzero.comm import Transport
-from hzero.config import ALGORITHMS, BASE_TIERS, ROLES, TIERS
-from hzero.parsing import parse_config
+from hzero.config import ALGORITHMS, BASE_TIERS, ROLES, TIERS, parse_config
 from hzero.plan.collectives import node_bytes, step_traffic
 from tests.deepspeed.training import AwkwardNet, block_of, ds_config, engine_of, train
 

@@ -11,11 +11,11 @@ import torch
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import Collectives, WireLog
 from hzero.comm.wires import STAGE
+from hzero.config import parse_config
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Guard
 from hzero.engine.parameter import Parameter, Route
 from hzero.engine.weights import Weights
-from hzero.parsing import parse_config
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import on_all, transport_of

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.checksum import checksums
-from hzero.config import BASE_TIERS
-from hzero.parsing import parse_config
+from hzero.config import BASE_TIERS, parse_config
 from hzero.plan.collectives import (
     CHECKSUM_BYTES,
     Chain,

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.model import LONG, checks
-from hzero.parsing import parse_config
+from hzero.config import parse_config
 from hzero.plan.collectives import Scheme
 from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Job, buckets_of

@@ -12,8 +12,7 @@ import pytest
 
 from hzero.cli import main
 from hzero.commands.experiment import compose
-from hzero.config import PRESETS
-from hzero.parsing import parse_config
+from hzero.config import PRESETS, parse_config
 from hzero.plan.scenario import read_scenario
 from hzero.plan.search import node_counts
 from hzero.plan.shards import ShardPlan

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import BASE_TIERS, SCOPES, TIERS, tiers_inside
-from hzero.parsing import parse_config
+from hzero.config import BASE_TIERS, SCOPES, TIERS, parse_config, tiers_inside
 from hzero.plan.program import Order
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hzero.commands.topology import as_json, show_machine
 from hzero.terminal import console
 from hzero.topology.machine import AmbiguousTopologyError, Machine
+from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError
 
 #: What stands where a number was.
@@ -52,12 +53,12 @@ def accepts(read: Callable[[], object], *names: str) -> bool:
     return not refused
 
 
-def machine_or_error(read: Callable[[Path], Machine], path: Path) -> Machine | None:
+def machine_or_error(path: Path) -> Machine | None:
     """What `accepts` reads, which can be drawn and printed, too; else None."""
     found: list[Machine] = []
 
     def read_and_draw() -> None:
-        found.append(machine := read(path))
+        found.append(machine := machine_of(str(path)))
         with (out := console()).capture() as shown:
             show_machine(machine, out)
         assert "\x1b" not in shown.get() and shown.get().encode(errors="backslashreplace")

@@ -85,4 +85,4 @@ def test_an_ambiguous_machine_is_shown_and_then_refused(capsys: pytest.CaptureFi
     assert f"{path}: unknown key 'package'; did you mean 'packages'?" in capsys.readouterr().err
     assert cli.main(["topology", "frontie"]) == 2
     error = capsys.readouterr().err
-    assert "unknown source 'frontie'; did you mean 'frontier'? Possible: auto, frontier" in error
+    assert "topology: no such file: 'frontie'; expected discover, a file, or a preset: frontier" in error

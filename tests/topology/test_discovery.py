@@ -19,9 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import BASE_TIERS, TIERS
-from hzero.topology.device import own_device, runtime_bus_id, visible_devices, with_bus
-from hzero.topology.discovery import Discovery, Place, RankReport, assemble, discover, grid_of, node_of
-from hzero.topology.exchange import Exchange
+from hzero.topology.discovery import (
+    Discovery,
+    Exchange,
+    Place,
+    RankReport,
+    assemble,
+    discover,
+    grid_of,
+    node_of,
+    own_device,
+    runtime_bus_id,
+    visible_devices,
+    with_bus,
+)
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine
 from hzero.validation import ConfigError
 from tests.topology import trees

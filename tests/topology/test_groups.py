@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.commands.experiment import compose
+from hzero.config import TopologyConfig, parse_config
 from hzero.deepspeed.refusals import check_block
 from hzero.engine.engine import undeclared
-from hzero.parsing import parse_config
 from hzero.plan.shards import ShardPlan
-from hzero.topology import Grid, resolve, resolve_grid
+from hzero.topology import Grid, discovery, resolve_grid
 from hzero.topology.discovery import RankReport, assemble
 from hzero.topology.grid import chosen_group
 from hzero.topology.machine import Device
@@ -42,13 +42,13 @@ def _grid(topology: Any, nodes: int, width: int = 2) -> Grid:
     """The grid of a block's key, on so many nodes without GPUs if it is discovered."""
     world = nodes * width
     reports = [RankReport(rank, f"node{rank // width}", None) for rank in range(world)]
-    with patch.object(resolve, "discover", lambda _: assemble(reports)):
-        resolve._discovered.cache_clear()
+    with patch.object(discovery, "discover", lambda _: assemble(reports)):
+        discovery.discovered_grid.cache_clear()
         try:
             block = parse_config({} if topology is None else {"topology": topology})
-            return resolve.resolve_grid(block.topology, world)
+            return resolve_grid(block.topology, world)
         finally:
-            resolve._discovered.cache_clear()
+            discovery.discovered_grid.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
 
 
 def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
-    with pytest.raises(ConfigError, match=r"hzero\.topology\.source: no such file: 'frontierr'"):
+    with pytest.raises(ConfigError, match=r"hzero\.topology: no such file: 'frontierr'"):
         check_block({"topology": {"source": "frontierr"}})
     cpu = torch.device("cpu")
     start_line = undeclared(check_block({"topology": "discover"}), cpu)
@@ -181,6 +181,6 @@ def test_the_plan_makes_the_groups_of_the_run() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "laptop"])
 def test_presets_are_options_of_the_trainer_and_the_plan(name: str) -> None:
     experiment = compose([f"topology={name}", "topology.nodes=2"])
-    assert experiment.grid == resolve_grid(name, experiment.world_size)
+    assert experiment.grid == resolve_grid(TopologyConfig(source=name), experiment.world_size)
     rates = {tier: rate for tier, rate in preset(name).tier_gb_s.items() if rate is not None}
     assert experiment.config["topology"]["bandwidth_gb_s"].items() >= rates.items()

@@ -14,12 +14,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hzero.topology.declared import DeclaredGrid, DeclaredMachine
-from hzero.topology.kfd import NODES, read_sysfs
-from hzero.topology.machine import Device, Link, Machine, Nic
-from hzero.topology.nvidia import query_nvidia
-from hzero.topology.sources import PRESETS, preset, read_file
-from hzero.topology.tiers import packages_of, tiers_of
+from hzero.config import TopologyConfig
+from hzero.topology.machine import Device, Link, Machine, Nic, packages_of, tiers_of
+from hzero.topology.sources import NODES, PRESETS, DeclaredMachine, machine_of, preset, query_nvidia, read_sysfs
 from hzero.validation import ConfigError
 from tests.ranks import ROOT
 from tests.topology import trees
@@ -36,7 +33,7 @@ def text(name: str) -> str:
 def read(folder: Path, text: str, name: str = "node") -> Machine:
     path = folder / name
     path.write_text(text, encoding="utf-8")
-    return read_file(path)
+    return machine_of(str(path))
 
 
 # KFD
@@ -134,7 +131,7 @@ def test_any_change_of_a_tree_gives_a_machine_or_an_error(data: st.DataObject) -
         files += [root / "class/infiniband/mlx5_0/ports/1/rate", root / "bus/pci/devices/0000:03:00.0/numa_node"]
         file = data.draw(st.sampled_from(files))
         file.write_bytes(data.draw(mutated(file.read_text())))
-        machine_or_error(read_file, root)
+        machine_or_error(root)
 
 
 # Dumps of RCCL and NCCL
@@ -156,7 +153,7 @@ SWITCHED = text("switched.xml")
 def test_recorded_dumps(name: str, devices: int, tiers: dict[str, int], gb_s: dict[str, float]) -> None:
     if not (DUMPS / name).exists():
         pytest.skip("the dumps are not next to this checkout")
-    machine = read_file(DUMPS / name)
+    machine = machine_of(str(DUMPS / name))
     found = {tier.name: tier for tier in tiers_of(machine)}
     assert len(machine.devices) == devices
     assert {tier.name: tier.size for tier in found.values() if tier.size > 1} == tiers
@@ -188,7 +185,7 @@ def test_many_gpus_on_many_switches_end_soon(tmp_path: Path) -> None:
     )
     path = tmp_path / "large.xml"
     path.write_text(f'<system version="1"><cpu numaid="0">{gpus}</cpu></system>')
-    assert machine_or_error(read_file, path) is None
+    assert machine_or_error(path) is None
 
 
 # nvidia-smi
@@ -251,7 +248,7 @@ def test_the_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="nvidia-smi topo -m: failed with exit status 9: no driver"):
         query_nvidia()
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("hzero.topology.nvidia._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("hzero.topology.sources._TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match=r"nvidia-smi topo -m: no answer within 0\.5 s"):
         query_nvidia()
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
@@ -314,7 +311,7 @@ def test_a_wrong_file_says_where_and_what_is_possible(tmp_path: Path, text: str,
     assert says in message
 
 
-_NAMES = st.sampled_from([*DeclaredMachine.model_fields, *DeclaredGrid.model_fields, "pairs", "count", "0", "x"])
+_NAMES = st.sampled_from([*DeclaredMachine.model_fields, *TopologyConfig.model_fields, "pairs", "count", "0", "x"])
 _LEAVES = st.sampled_from([None, True, -1, 0, 1, 3, 0.5, float("nan"), "all", "xgmi", "c1:00.0", "", "a\n", "\x1b[2J"])
 _TREES = _LEAVES | st.lists(_LEAVES, max_size=3) | st.lists(st.lists(_LEAVES, max_size=3), max_size=3)
 _TREES |= st.dictionaries(_NAMES, _TREES, max_size=4) | st.lists(
@@ -333,7 +330,7 @@ _FILES = st.one_of(
 @given(content=_FILES)
 def test_any_file_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    machine_or_error(read_file, tmp_path / "file")
+    machine_or_error(tmp_path / "file")
 
 
 # Presets

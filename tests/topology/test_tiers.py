@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, bus_id
-from hzero.topology.tiers import packages_of, tiers_of
+from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, bus_id, packages_of, tiers_of
 from hzero.validation import ConfigError
 from tests.topology.trees import FRONTIER_LINKS
 
