@@ -401,6 +401,7 @@ class Lanes:
                     started = True
                     self._under_way[lane] = pending
                     pending.end()
+                    del pending, self._under_way[lane]  # what was sent is not needed any more
                     if last:
                         with self._around():
                             chain._resume()
