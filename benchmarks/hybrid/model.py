@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hzero.comm import Communicator
 from hzero.comm.activations import copy_to, reduce_from
-from hzero.comm.process_groups import shared_groups, world_timeout
+from hzero.comm.wires import shared_groups, world_timeout
 
 
 @dataclass(frozen=True)

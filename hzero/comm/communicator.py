@@ -18,13 +18,12 @@ from pydantic import Field
 from hzero.block import find, load
 from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
-from hzero.comm.feedback import ErrorFeedback
 from hzero.comm.lanes import Chain, shared_lanes
-from hzero.comm.process_groups import group_timeout, world_timeout
-from hzero.comm.runtime import Bucket, Collectives, Lost, first_lost
+from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback, Lost, first_lost
 from hzero.comm.transport import Transport, most_failures, wires_of
 from hzero.comm.watchdog import HopError
 from hzero.comm.wirelog import WireLog
+from hzero.comm.wires import group_timeout, world_timeout
 from hzero.config import (
     BASE_TIERS,
     DEFAULT_BLOCK_SIZE,

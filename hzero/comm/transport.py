@@ -14,9 +14,8 @@ from torch.profiler import record_function
 
 from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
 from hzero.comm.lanes import DeviceStreams
-from hzero.comm.process_groups import shared_groups, world_timeout
 from hzero.comm.watchdog import DisagreementError, HopError, LaneHops, MissingPeerError, shared_watchdog
-from hzero.comm.wires import STAGE, Lane, TorchWires, Work
+from hzero.comm.wires import STAGE, Lane, TorchWires, Work, shared_groups, world_timeout
 from hzero.config import Algorithm, TransportName
 from hzero.plan.program import Kind
 from hzero.plan.shards import ShardPlan

@@ -25,8 +25,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from hzero.comm.process_groups import connection_to_store
-from hzero.comm.wires import Lane, NoAnswer, in_time
+from hzero.comm.wires import Lane, NoAnswer, connection_to_store, in_time
 from hzero.validation import PeerError, PlainError, hook_errors, some
 
 #: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.

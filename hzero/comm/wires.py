@@ -1,9 +1,14 @@
-"""Wires: what carries the messages of one group of ranks, and how torch.distributed does it."""
+"""Wires: what carries the messages of one group of ranks, how torch.distributed does it, and its process groups."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
 from datetime import timedelta
 from functools import partial
@@ -12,6 +17,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from hzero.config import Tier
 
@@ -115,3 +122,148 @@ class TorchWires:
 
     def _rank(self, place: int) -> int:
         return dist.get_global_rank(self._group, place)
+
+
+# ---- process groups, made once per world of torch.distributed ------------------------------------------------------------
+
+
+class ProcessGroups:
+    """The tier groups of this process, shared by its engines for as long as torch.distributed's world lives.
+
+    They cannot be made anew for every engine. With ``use_local_synchronization`` torch names a group after its ranks: a
+    group made after one of the same ranks was destroyed finds that one's keys in the store, and hangs.
+    """
+
+    def __init__(self) -> None:
+        self._world: dist.ProcessGroup | None = None
+        self._made: dict[tuple[Lane, tuple[int, ...], timedelta, str | None], dist.ProcessGroup] = {}
+
+    def get(self, lane: Lane, ranks: list[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+        """The group of ``ranks``, in this order; made at the first call. All its ranks must call alike.
+
+        Args:
+            lane: What it is for.
+            ranks: Of the world.
+            timeout: Longest wait for one collective.
+            backend: None: the world's.
+        """
+        if self._world is not dist.group.WORLD:
+            self._world, self._made = dist.group.WORLD, {}
+        key = (lane, tuple(ranks), timeout, backend)
+        if key not in self._made:
+            in_order: dict[str, Any] = (
+                {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+            )
+            with _apart(key):
+                self._made[key] = dist.new_group(
+                    ranks,
+                    timeout=timeout,
+                    backend=backend,
+                    pg_options=_nccl_options(backend, timeout),
+                    use_local_synchronization=True,
+                    group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
+                    **in_order,
+                )
+        return self._made[key]
+
+
+def world_timeout() -> timedelta:
+    """Timeout of the world's process group; groups made later do not inherit it."""
+    assert dist.group.WORLD is not None, "torch.distributed is not initialised"
+    return group_timeout(dist.group.WORLD)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Timeout of a process group."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # not every torch exposes them
+    return options._timeout if options is not None else default_pg_timeout
+
+
+def connection_to_store() -> Callable[[], Any]:
+    """Makes connections to the world's store that no other thread uses."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return lambda: store
+    host, port = store.host, store.port  # a clone of the store would keep the server of rank 0 alive
+    # Worlds that torchrun starts again share its agent's store.
+    prefix = f"hzero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return lambda: dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+
+
+def limit_waits() -> None:
+    """Gives the world's timeout to all groups of this rank that have one of torch's, such as those that DeepSpeed makes."""
+    timeout, stock = world_timeout(), (default_pg_timeout, default_pg_nccl_timeout)
+    if timeout in stock:
+        return
+    for group in list(c10d._world.pg_map):
+        if group_timeout(group) in stock:
+            c10d._set_pg_timeout(timeout, group)
+
+
+#: Those of this process.
+shared_groups = ProcessGroups()
+
+
+@contextlib.contextmanager
+def _apart(key: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, a new group is named after its key, needs nothing of ranks outside it, and on gloo no thread of its own.
+
+    torch names a group after its ranks and the number of groups that this rank has made. Ranks that are in groups of which
+    others know nothing have made more, and would wait for each other under different names.
+
+    Where the world is bound to a device, torch splits a new communicator off the world's (``ncclCommSplit``), for which it
+    needs all ranks of the world: a group that only its ranks make would wait for ever (pytorch/pytorch#129965).
+
+    gloo has a thread for each group that waits for its messages. Ranks that share cores lose time with every switch.
+
+    torch before 2.12 has no argument for the order of ranks, and sorts them with Python's ``sorted``
+    (pytorch/pytorch#176126). Inside, its module finds another function of that name.
+    """
+    name: Any = f"hzero {hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()}"
+    changes = {
+        "_process_group_name": lambda ranks, use_hashed_name: name,
+        "_get_split_source": lambda world: None,
+        "ProcessGroupGloo": _gloo_of_one_thread(),
+        "sorted": list,
+    }
+    module = vars(c10d)
+    stock = {name: module[name] for name in changes if name in module}
+    module.update(changes)
+    try:
+        yield
+    finally:
+        module.update(stock)
+        for name in changes.keys() - stock:
+            del module[name]
+
+
+def _nccl_options(backend: str | None, timeout: timedelta) -> Any:
+    """Collectives run before the compute that a GPU has room for, as FSDP2's do."""
+    if "nccl" not in (backend or dist.get_backend_config()):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
+
+
+@functools.cache
+def _gloo_of_one_thread() -> Any:
+    """Gloo's groups on one device, and so one thread, of this process."""
+    if not dist.is_gloo_available() or "GLOO_SOCKET_IFNAME" in os.environ:  # which only torch's own devices follow
+        return getattr(c10d, "ProcessGroupGloo", None)
+    before = set(os.listdir("/proc/self/task"))
+    device = dist.ProcessGroupGloo.create_default_device()
+    for thread in set(os.listdir("/proc/self/task")) - before:
+        # If it preempts a sender, which holds a lock, it spins until the sender runs again: a batch thread preempts nobody.
+        os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+
+    class OneThread(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            # A lane has one collective under way.
+            options._devices, options._timeout, options._threads = [device], timeout, 1
+            super().__init__(store, rank, size, options)
+
+    return OneThread

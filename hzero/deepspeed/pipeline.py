@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from hzero.block import KEY
 from hzero.codecs.formats import LOSSLESS
 from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension
-from hzero.comm.process_groups import world_timeout
+from hzero.comm.wires import world_timeout
 from hzero.config import HZeroConfig
 from hzero.deepspeed.refusals import read_block
 from hzero.deepspeed.stage import LoggedHops, async_accelerator, current_device, optimizer_bytes

@@ -24,8 +24,7 @@ from hzero.comm import (
     most_failures,
     shared_lanes,
 )
-from hzero.comm.process_groups import world_timeout
-from hzero.comm.wires import STAGE
+from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ROLES, Dimension, HZeroConfig, Tier, TopologyConfig
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Audit, GradientOf, Guard

@@ -29,6 +29,8 @@ from hzero.config import (
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
+#: What a plan has of a block as it is.
+_AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "node_all_gather", "checksum", "transport", "order")
 #: The key that declares a scope which machines do not have by default.
 _DECLARED_BY: dict[Scope, str] = {"hive": "gpus_per_hive", "group": "nodes_per_group", "cluster": "clusters"}
 
@@ -190,11 +192,8 @@ class ShardPlan:
         if config.refresh_differences and not differs:
             how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
             notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
-        coarse = [
-            t
-            for t in tiers_inside(weights)
-            if grid.size(t) > 1 and config.codecs.weights[t].format.element_bytes(2) < 1
-        ]
+        fetched = [tier for tier in tiers_inside(weights) if grid.size(tier) > 1]
+        coarse = [tier for tier in fetched if config.codecs.weights[tier].format.element_bytes(2) < 1]
         if differs and coarse:
             adaptations.append(
                 f"refresh_differences: on {', '.join(coarse)} every use gathers the weights themselves, and no differences, "
@@ -206,18 +205,13 @@ class ShardPlan:
             weights,
             gradients,
             config.codecs,
-            config.error_feedback,
-            tuple(adaptations),
-            tuple(notes),
-            config.refresh_message_bytes,
-            config.node_all_gather,
-            config.checksum,
-            weights == "device" and config.resident != "payload",
-            config.full_refresh_every if differs else 0,
-            tuple(config.codecs.exceptions.items()),
-            config.transport,
-            config.unit_numel if config.unit == "layer" else 0,
-            config.order,
+            adaptations=tuple(adaptations),
+            notes=tuple(notes),
+            decoded=weights == "device" and config.resident != "payload",
+            differences=config.full_refresh_every if differs else 0,
+            exceptions=tuple(config.codecs.exceptions.items()),
+            unit_numel=config.unit_numel if config.unit == "layer" else 0,
+            **{name: getattr(config, name) for name in _AS_WRITTEN},
         )
 
     def exception_of(self, name: str) -> int | None:

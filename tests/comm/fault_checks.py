@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from hzero.comm import Chain, Collectives, Communicator, HopError, Lanes, WireLog, communicator, shared_watchdog
-from hzero.comm.process_groups import shared_groups
+from hzero.comm.wires import shared_groups
 from hzero.config import ALGORITHMS
 from hzero.plan.program import gather_program, reduce_program
 from hzero.topology.grid import Grid

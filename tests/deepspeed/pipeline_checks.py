@@ -23,7 +23,7 @@ import hzero
 from benchmarks.hybrid.model import ColumnParallel, RowParallel
 from hzero.codecs.codec import Codec
 from hzero.comm import Communicator, HopError, for_dimension
-from hzero.comm.process_groups import group_timeout, world_timeout
+from hzero.comm.wires import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
 from hzero.deepspeed import pipeline
 from hzero.deepspeed.pipeline import HZeroStage1, StageMessages

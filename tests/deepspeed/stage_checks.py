@@ -17,7 +17,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import hzero
 from hzero.codecs import backends
 from hzero.comm import HopError
-from hzero.comm.process_groups import shared_groups, world_timeout
+from hzero.comm.wires import shared_groups, world_timeout
 from hzero.deepspeed.parameters import GatherHandle
 from hzero.engine.engine import Partition
 from hzero.validation import ConfigError
