@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hzero
-from hzero.codecs import kernels
+from hzero.codecs import backends
 from hzero.config import PRESETS
 from hzero.deepspeed import parameters, stage
 from hzero.engine import gradients
@@ -101,13 +101,13 @@ class Launches(TorchDispatchMode):
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, launches are counted: operators, and codec kernels, which pass by the dispatcher."""
-        start = kernels.Launch.__call__
+        start = backends.Launch.__call__
 
-        def started(launch: kernels.Launch, *args: Any, **how: Any) -> None:
+        def started(launch: backends.Launch, *args: Any, **how: Any) -> None:
             self.counts["codec kernel"] += self._inside.depth > 0
             start(launch, *args, **how)
 
-        with mock.patch.object(kernels.Launch, "__call__", started), self:
+        with mock.patch.object(backends.Launch, "__call__", started), self:
             yield
 
 

@@ -37,7 +37,7 @@ import torch
 import hzero
 from hzero.codecs import backends, reference
 from hzero.codecs.codec import Decoder, Encoder, Summer
-from hzero.codecs.formats import BLOCK_CODECS, CodecName, Messages, RecordFormat, Rows
+from hzero.codecs.formats import BLOCK_CODECS, CodecName, RecordFormat, Rows
 from hzero.config import CodecConfig
 from hzero.validation import ConfigError, validated
 
@@ -116,18 +116,17 @@ class Bucket:
 
     def prepared(self, kernel: Kernel, backend: Any) -> tuple[Call, tuple[Any, ...]]:
         """A call that makes its outputs, and what it takes."""
-        how = (self.arguments.block_size, "bf16", self.arguments.rotation)
+        how = (self.arguments.block_size, self.arguments.rotation, self.arguments.stochastic)
         fmt, out = (RecordFormat.of(codec, *how) for codec in (kernel.codec, kernel.to or kernel.codec))
-        chunks, dtype, stochastic = (self.numel // PEERS,), DTYPES[self.dtype], self.arguments.stochastic
-        rows = Rows.of(chunks, (PEERS,), outer=PEERS)
+        rows, dtype = Rows.of((self.numel // PEERS,), (PEERS,), outer=PEERS), DTYPES[self.dtype]
         if kernel.operation == "encode":
-            return Encoder(fmt, rows, dtype, "", stochastic, backend), ([self.source],)
+            return Encoder(fmt, rows, dtype, "", backend), ([self.source],)
         payload = self.payloads[kernel.codec]
         if kernel.operation == "decode":
             return Decoder(fmt, rows, dtype, False, backend), (payload,)
         # The same payload, taken as a message of one shard from each of four peers.
-        target = None if kernel.operation == "decode_sum" else (out, 1, stochastic)
-        return Summer(fmt, Messages(PEERS, chunks, 1), dtype, target, False, backend), (payload,)
+        target = None if kernel.operation == "decode_sum" else (out, 1)
+        return Summer(fmt, rows, dtype, target, False, backend), (payload,)
 
 
 class Suite:

@@ -130,7 +130,7 @@ def _at(values: Any, path: str) -> list[Any]:
 
 
 def _pattern(paths: list[str]) -> str:
-    """One name for the paths of all roles and tiers: ``codecs.ROLE.TIER.scale``."""
+    """One name for the paths of all roles and tiers: ``codecs.ROLE.TIER.rotation``."""
     names = {(*ROLES, *DIMENSIONS): "ROLE", TIERS: "TIER"}
     parts = (tuple(dict.fromkeys(part)) for part in zip(*(path.split(".") for path in paths)))
     return ".".join(part[0] if len(part) == 1 else names[part] for part in parts)

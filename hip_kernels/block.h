@@ -2,12 +2,13 @@
 // arithmetic of a block as docs/payload_format.md fixes it.
 //
 // A block is shared by `lanes` successive threads of a workgroup, 16 of its elements each, so that a load of bfloat16
-// and a store of int8 codes are 16 bytes wide. Blocks of up to 16 * HZ_WAVE elements need the exchanges of a wave
-// alone; WIDE kernels, for larger ones, exchange through shared memory as well.
+// and a store of int8 codes are 16 bytes wide. The longest block has 512 elements, so that every wave has it whole.
 #pragma once
 #include "shim.h"
 
 namespace hz {
+
+constexpr hz_u32 longest_block = 512;
 
 struct alignas(16) Words {
   hz_u32 word[4];
@@ -176,7 +177,7 @@ template <int M>
 HZ_DEVICE void butterflies_of_lanes(float (&x)[16], bool is_whole) {
   // Half at a time where an exchange takes two steps: sixteen side by side take more registers than the rest of the
   // kernel.
-#pragma unroll(M == 4 ? 1 : 2)
+#pragma unroll M == 4 ? 1 : 2
   for (int done = 0; done < 16; done += 8) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -246,56 +247,14 @@ HZ_DEVICE float as_bf16(float x) { return float_of((hz_u32)to_bf16(x) << 16); }
 // The next bfloat16 that is not below a number, which is not negative.
 HZ_DEVICE float up_to_bf16(float x) { return float_of((bits_of(x) + 0xffffu) & 0xffff0000u); }
 
-// Where the factor of a block's scale of one byte lies: before the scales of its span.
-HZ_DEVICE hz_u32 factor_at(hz_u32 block, hz_u32 size) {
-  const hz_u32 together = HZ_FACTOR_SPAN / size;
-  return block / together * (2 + together);
-}
-
-// A scale of one byte: its code times the factor, rounded to a bfloat16, ties away from zero.
-HZ_DEVICE float product_of(hz_u32 code, float factor) {
-  const float product = mul((float)(signed char)code, factor);
-  return product == product ? float_of((bits_of(product) + 0x8000u) & 0xffff0000u) : product;
-}
-
-// Where a block's scale lies behind the start of a record's scales; of one byte, its factor's place and that of its
-// code.
-struct ScalePlace {
-  hz_u32 value, code;
-};
-
-HZ_DEVICE ScalePlace scale_place(hz_u32 block, hz_u32 bytes, hz_u32 size) {
-  if (bytes != 1) return ScalePlace{block * bytes, 0};
-  const hz_u32 span = factor_at(block, size);
-  return ScalePlace{span, span + 2 + block % (HZ_FACTOR_SPAN / size)};
-}
-
-HZ_DEVICE float load_scale(const hz_u8* scales, const ScalePlace& at, hz_u32 bytes) {
-  if (bytes == 4) return *(const float*)(scales + at.value);
-  const float scale = float_of((hz_u32) * (const hz_u16*)(scales + at.value) << 16);
-  return bytes == 1 ? product_of(scales[at.code], scale) : scale;
-}
-
-// A scale's code; before the first of a span its factor, behind the last one of a record the padding.
-HZ_DEVICE void store_coded_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, hz_u32 size, hz_u32 code, float factor) {
-  const hz_u32 start = factor_at(block, size), index = block % (HZ_FACTOR_SPAN / size);
-  hz_u32 end = start + 2 + index;
-  scales[end++] = (hz_u8)code;
-  if (index == 0) *(hz_u16*)(scales + start) = (hz_u16)(bits_of(factor) >> 16);
-  if (block + 1 == blocks)
-    for (; end % 16; ++end) scales[end] = 0;
+HZ_DEVICE float load_scale(const hz_u8* scales, hz_u32 block) {
+  return float_of((hz_u32)((const hz_u16*)scales)[block] << 16);
 }
 
 // A scale, and behind the last one of a record the padding.
-HZ_DEVICE void store_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, hz_u32 bytes, float scale) {
-  const hz_u32 end = block + 1 == blocks ? (blocks * bytes + 15) / 16 * 16 / bytes : block + 1;
-  for (hz_u32 i = block; i < end; ++i) {
-    const hz_u32 bits = i == block ? bits_of(scale) : 0;
-    if (bytes == 2)
-      ((hz_u16*)scales)[i] = (hz_u16)(bits >> 16);
-    else
-      ((hz_u32*)scales)[i] = bits;
-  }
+HZ_DEVICE void store_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, float scale) {
+  const hz_u32 end = block + 1 == blocks ? (blocks + 7) / 8 * 8 : block + 1;
+  for (hz_u32 i = block; i < end; ++i) ((hz_u16*)scales)[i] = i == block ? (hz_u16)(bits_of(scale) >> 16) : 0;
 }
 
 // ---- the arithmetic of a block -------------------------------------------------------------------------------------
@@ -307,48 +266,35 @@ struct Smallest {
   HZ_DEVICE hz_u32 of(hz_u32 a, hz_u32 b) { return a < b ? a : b; }
 };
 
-// The largest or smallest value over the `lanes` threads that share a block. WIDE: over more than a wave. Every thread
-// of the workgroup calls it.
-template <class Choice, bool WIDE>
+// The largest or smallest value over the `lanes` threads that share a block. Every thread of the workgroup calls it.
+template <class Choice>
 HZ_DEVICE hz_u32 over_lanes(hz_u32 value, hz_u32 lanes) {
 #pragma unroll
-  for (hz_u32 m = 1; m < HZ_WAVE; m *= 2)
+  for (hz_u32 m = 1; m < longest_block / 16; m *= 2)
     if (m < lanes) value = Choice::of(value, swap_halves(value, m));
-  if (WIDE) {
-    HZ_SHARED hz_u32 waves[HZ_THREADS / HZ_WAVE];
-    if (thread() % HZ_WAVE == 0) waves[thread() / HZ_WAVE] = value;
-    barrier();
-    const hz_u32 first = thread() / lanes * lanes / HZ_WAVE;
-    // At most four: unrolled by eight, their reads take more registers than the rest of the kernel.
-#pragma unroll 1
-    for (hz_u32 i = 0; i < lanes / HZ_WAVE; ++i) value = Choice::of(value, waves[first + i]);
-  }
   return value;
 }
 
-// A block's scale; of one byte, before it is coded. For stochastic codes it is positive and rounded up: none of them is
-// clamped.
-template <int BITS, bool WIDE>
-HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32 scale_bytes, float limit,
-                         bool stochastic) {
+// A block's scale. For stochastic codes it is positive and rounded up: none of them is clamped.
+template <int BITS>
+HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, float limit, bool stochastic) {
   hz_u32 magnitude = 0;
 #pragma unroll
   for (int i = 0; i < 16; ++i) magnitude = Largest::of(magnitude, bits_of(x[i]) & 0x7fffffffu);
-  const hz_u32 extreme = over_lanes<Largest, WIDE>(magnitude, lanes);
+  const hz_u32 extreme = over_lanes<Largest>(magnitude, lanes);
   float scale;
   if (BITS == 8 || stochastic) {
     scale = divide(float_of(extreme), BITS == 8 ? 127.0f : 7.0f);
   } else {
     // The first of those that reach the magnitude gives the sign: the smallest of index and sign, in this order.
-    hz_u32 sign = 2 * 4096;
+    hz_u32 sign = 2 * longest_block;
 #pragma unroll
     for (int i = 15; i >= 0; --i)
       if ((bits_of(x[i]) & 0x7fffffffu) == extreme) sign = i * 2 + (bits_of(x[i]) >> 31);
-    sign = over_lanes<Smallest, WIDE>(sign + lane * 32, lanes);
+    sign = over_lanes<Smallest>(sign + lane * 32, lanes);
     scale = mul(float_of(extreme | sign << 31), -0.125f);
   }
-  if (scale_bytes == 2) scale = stochastic ? up_to_bf16(scale) : as_bf16(scale);
-  if (scale_bytes != 1) scale = clamp(scale, -limit, limit);
+  scale = clamp(stochastic ? up_to_bf16(scale) : as_bf16(scale), -limit, limit);
   if (extreme >= 0x7f800000u) return float_of(0x7fc00000u);
   return scale == 0.0f ? 0.0f : scale;
 }
@@ -356,26 +302,6 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32
 // A number whose lowest bits are those of `quotient` rounded to nearest even, as an integer: 1.5 * 2^23 leaves no
 // fraction. Exact for magnitudes below 2^22.
 HZ_DEVICE float rounded(float quotient) { return add(quotient, 12582912.0f); }
-
-struct CodedScale {
-  hz_u32 code;
-  float factor, scale;
-};
-
-// The code of a scale, the factor of its span, and their product. A span is HZ_FACTOR_SPAN / 16 threads, which every
-// wave has whole. Every thread of the workgroup calls it.
-HZ_DEVICE CodedScale code_scale(float scale, float limit, bool stochastic) {
-  const hz_u32 magnitude = bits_of(scale) & 0x7fffffffu;  // that of a NaN is larger than any number's
-  const hz_u32 largest = over_lanes<Largest, false>(magnitude, HZ_FACTOR_SPAN / 16);
-  const float part = divide(float_of(largest), stochastic ? 126.0f : 127.0f);
-  float factor = clamp(stochastic ? up_to_bf16(part) : as_bf16(part), 0.0f, limit);
-  if (largest >= 0x7f800000u) factor = float_of(0x7fc00000u);
-  const bool empty = factor == 0.0f || factor != factor;
-  const float quotient = empty ? 0.0f : clamp(divide(scale, factor), -127.0f, 127.0f);
-  hz_u32 code = bits_of(rounded(stochastic ? -round_down(-quotient) : quotient)) & 0xffu;
-  if (stochastic && code < 127 && product_of(code, factor) < scale) ++code;
-  return CodedScale{code, factor, product_of(code, factor)};
-}
 
 HZ_DEVICE hz_u32 mix(hz_u32 word) {
   word = (word ^ word >> 16) * 0x7feb352du;
@@ -399,7 +325,7 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
   const float low = BITS == 8 ? -127.0f : -8.0f, high = BITS == 8 ? 127.0f : 7.0f;
   const hz_u32 mask = (1u << BITS) - 1;
   const float size = scale < 0.0f ? -scale : scale;
-  const bool easy = (bits_of(scale) & 0xffffu) == 0 && size > 0x1p-60f && size < 0x1p100f;
+  const bool easy = size > 0x1p-60f && size < 0x1p100f;
   const float reciprocal = divide(1.0f, easy ? scale : 1.0f);
 #pragma unroll
   for (int i = 0; i < BITS / 2; ++i) words[i] = 0;
@@ -434,26 +360,16 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
 
 // Encodes a block from the 16 elements that each of its lanes holds, writes codes and scale, and returns the scale.
 // Every thread of the workgroup calls it; those without elements hold zeros and write nothing.
-template <int BITS, bool WIDE>
-HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales, hz_u32 scale_bytes,
-                             float (&x)[16], hz_u32 (&words)[BITS / 2]) {
+template <int BITS>
+HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales, float (&x)[16],
+                             hz_u32 (&words)[BITS / 2]) {
   const bool stochastic = bucket.stochastic != 0;
-  float scale = scale_of<BITS, WIDE>(x, at.lane, bucket.lanes, scale_bytes, bucket.limit, stochastic);
-  CodedScale coded = {};
-  if (!WIDE && scale_bytes == 1) {
-    coded = code_scale(scale, bucket.limit, stochastic);
-    scale = coded.scale;
-  }
+  const float scale = scale_of<BITS>(x, at.lane, bucket.lanes, bucket.limit, stochastic);
   const hz_u32 column = at.tensor.first_block * bucket.block_size + at.element;
   codes_of<BITS>(x, scale, stochastic, stochastic ? mix(at.row ^ bucket.key) : 0, column, words);
   if (at.has_elements) {
     store_codes<BITS>(record, at.element / 16, (at.tensor.chunk + 15) / 16, words);
-    if (at.lane == 0) {
-      if (scale_bytes == 1)
-        store_coded_scale(record + scales, at.block, at.blocks, bucket.block_size, coded.code, coded.factor);
-      else
-        store_scale(record + scales, at.block, at.blocks, scale_bytes, scale);
-    }
+    if (at.lane == 0) store_scale(record + scales, at.block, at.blocks, scale);
   }
   return scale;
 }

@@ -1,12 +1,11 @@
 // What one call of a kernel works on: a bucket of tensors, its payload, and the order of its rows. The device kernels,
-// their emulation and the host library all take this structure; hzero/codecs/kernels.py fills it. Words and formats:
+// their emulation and the host library all take this structure; hzero/codecs/backends.py fills it. Words and formats:
 // docs/payload_format.md.
 #pragma once
 
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
-#define HZ_FACTOR_SPAN 512   // elements of a record whose scales of one byte share a factor
-#define HZ_BUCKET_VERSION 7  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 8  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -40,11 +39,9 @@ struct hz_bucket {
   hz_u32 outer;  // pieces of the payload; the peers of a sum
   hz_u32 inner;  // rows of a piece
   hz_u32 out_inner;
-  hz_u32 block_size;   // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line;
-                       // in codecs zfp and mpc, which are the host's alone, those that are worked on together
-  hz_u32 scale_bytes;  // of a scale: 4, 2, or 1 with a bfloat16 factor before those of every HZ_FACTOR_SPAN elements
-  hz_u32 out_scale_bytes;
-  float limit;        // largest scale to be written; of one byte, largest factor
+  hz_u32 block_size;  // elements that share a scale, a multiple of 16 to 512; in codec exp those of a block or of a
+                      // line; in codecs zfp and mpc, which are the host's alone, those that are worked on together
+  float limit;        // largest scale to be written
   hz_u32 stochastic;  // 0: to nearest even. Otherwise scales are rounded up, so that no code is clamped
   hz_u32 key;         // of stochastic rounding, made from the seed
   hz_u32 rotation;    // elements that are rotated together, 64 or 128, which divide a block; 0: none

@@ -24,8 +24,7 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
   float x[16];
   no_sums(x);
   if (at.has_elements) {
-    const ScalePlace where = scale_place(at.block, bucket.scale_bytes, bucket.block_size);
-    const float scale = load_scale(record + tensor.scales, where, bucket.scale_bytes);
+    const float scale = load_scale(record + tensor.scales, at.block);
     load_codes<BITS>(record, at.element / 16, x);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);

@@ -1,7 +1,7 @@
 // Decode, sum and encode: the work of a rank between two hops of a reduce-scatter, in one pass.
 //
 // Sums the payloads of several peers as decode_sum does and encodes the sums from registers as encode does, for the
-// next hop: another codec or other scales, but the same block size. Rows keep their order; the payload written has its
+// next hop: another codec, but the same block size. Rows keep their order; the payload written has its
 // own pieces (`out_inner` rows each). Both payloads are rotated alike, if they are, and so is the sum.
 //
 // Memory traffic per element of the sum, k peers with blocks of 128, from int8 to int4: k * (1 + 2/128) bytes read,
@@ -14,7 +14,7 @@
 
 namespace hz {
 
-template <int BITS, int OUT_BITS, bool WIDE>
+template <int BITS, int OUT_BITS>
 HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
   const Place at = place(bucket);
   float sums[16];
@@ -23,14 +23,13 @@ HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
   hz_u8* record = record_at(bucket.out_payload, bucket.out_row_bytes, bucket.out_inner, at.tensor.out_start,
                             at.tensor.out_record_bytes, at.row);
   hz_u32 words[OUT_BITS / 2];
-  encode_block<OUT_BITS, WIDE>(bucket, at, record, at.tensor.out_scales, bucket.out_scale_bytes, sums, words);
+  encode_block<OUT_BITS>(bucket, at, record, at.tensor.out_scales, sums, words);
 }
 
 }  // namespace hz
 
-#define HZ_SUM(codec, bits, out, out_bits)                                                               \
-  HZ_KERNEL(decode_sum_encode_##codec##_##out) { hz::decode_sum_encode<bits, out_bits, false>(bucket); } \
-  HZ_KERNEL(decode_sum_encode_##codec##_##out##_wide) { hz::decode_sum_encode<bits, out_bits, true>(bucket); }
+#define HZ_SUM(codec, bits, out, out_bits) \
+  HZ_KERNEL(decode_sum_encode_##codec##_##out) { hz::decode_sum_encode<bits, out_bits>(bucket); }
 HZ_SUM(int8, 8, int8, 8)
 HZ_SUM(int8, 8, int4, 4)
 HZ_SUM(int4, 4, int8, 8)

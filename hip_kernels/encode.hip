@@ -16,7 +16,7 @@
 
 namespace hz {
 
-template <class Source, int BITS, bool WIDE>
+template <class Source, int BITS>
 HZ_DEVICE void encode(const hz_bucket& bucket) {
   const Place at = place(bucket);
   const hz_tensor& tensor = at.tensor;
@@ -38,7 +38,7 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
   if (bucket.rotation) hadamard(bucket, at, x, divide(1.0f, (float)bucket.rotation));
   hz_u8* record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
   hz_u32 words[BITS / 2];
-  const float scale = encode_block<BITS, WIDE>(bucket, at, record, tensor.scales, bucket.scale_bytes, x, words);
+  const float scale = encode_block<BITS>(bucket, at, record, tensor.scales, x, words);
   if (tensor.left) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -61,9 +61,8 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
 
 }  // namespace hz
 
-#define HZ_ENCODE(codec, bits, name, Source)                                          \
-  HZ_KERNEL(encode_##codec##_##name) { hz::encode<hz::Source, bits, false>(bucket); } \
-  HZ_KERNEL(encode_##codec##_##name##_wide) { hz::encode<hz::Source, bits, true>(bucket); }
+#define HZ_ENCODE(codec, bits, name, Source) \
+  HZ_KERNEL(encode_##codec##_##name) { hz::encode<hz::Source, bits>(bucket); }
 HZ_ENCODE(int8, 8, fp32, Fp32)
 HZ_ENCODE(int8, 8, bf16, Bf16)
 HZ_ENCODE(int8, 8, fp16, Fp16)

@@ -11,10 +11,9 @@ HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)
   const hz_u8* record =
       record_at(bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start, at.tensor.record_bytes, at.row);
   const hz_i64 step = bucket.inner * bucket.row_bytes;
-  const ScalePlace where = scale_place(at.block, bucket.scale_bytes, bucket.block_size);
 #pragma unroll 1  // two at a time would take more than 64 registers; not measured
   for (hz_u32 peer = 0; peer < bucket.outer; ++peer, record += step) {
-    const float scale = load_scale(record + at.tensor.scales, where, bucket.scale_bytes);
+    const float scale = load_scale(record + at.tensor.scales, at.block);
     float codes[16];
     load_codes<BITS>(record, at.element / 16, codes);
 #pragma unroll

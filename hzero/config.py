@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from hzero.codecs.formats import BLOCK_CODECS, CODED_SCALE_BLOCKS, SUMMED, TRAITS, CodecName, RecordFormat, Traits
+from hzero.codecs.formats import BLOCK_CODECS, SUMMED, TRAITS, CodecName, RecordFormat, Traits
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
@@ -136,20 +136,17 @@ class CodecConfig(Frozen):
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder, which has no bias and more
             noise.
-        scale: Type of the scales. `int8` encodes the scales too, with a bf16 factor for every 512 elements. Blocks of 64 then
-            cost 0.03 bits per element more than blocks of 128 with `bf16`. It needs a `block_size` of 32, 64, 128 or 256.
         rotation: For `int8` and `int4`: number of elements that a Hadamard rotation mixes before they are encoded, 64 or 128. It
             must divide `block_size`; 0, the default, mixes none. A rotation loses less if few elements are far larger than the
             rest. Elements near the end of their type's range, such as float16's 65504, may overflow.
-        rate: For `zfp`, which requires it: bits of a value.
+        rate: For `zfp`: bits of a value, by default 16.
         dimension: For `mpc`: distance of the earlier value that is subtracted from each, such as the number of interleaved
             series; by default 1.
     """
 
     codec: CodecName
-    block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
+    block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=512, multiple_of=16)
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    scale: Literal["bf16", "fp32", "int8"] = "bf16"
     rotation: Literal[0, 64, 128] = 0
     rate: int | None = Field(default=None, ge=4, le=24)
     dimension: int | None = Field(default=None, ge=1, le=32)
@@ -157,22 +154,15 @@ class CodecConfig(Frozen):
     @model_validator(mode="after")
     def _own_settings(self) -> CodecConfig:
         scaled = " and ".join(BLOCK_CODECS)
-        if self.rotation and (not self.traits.levels or self.block_size % self.rotation):
+        if self.rotation and (not self.traits.codes or self.block_size % self.rotation):
             found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
             raise ValueError(f"{found}; possible with {scaled}, where it divides block_size")
-        if self.scale == "int8" and (not self.traits.levels or self.block_size not in CODED_SCALE_BLOCKS):
-            found = f"found scale 'int8' with codec {self.codec} and block_size {self.block_size}"
-            sizes = ", ".join(map(str, CODED_SCALE_BLOCKS))
-            raise ValueError(f"{found}; possible with {scaled} and a block_size of {sizes}")
-        if self.traits.required and getattr(self, self.traits.setting) is None:
-            raise ValueError(
-                f"found codec {self.codec} without {self.traits.setting}, the bits of a value; possible: 4 to 24"
-            )
-        if self.traits.setting and self.rounding != "nearest":
+        if self.traits.settings and self.rounding != "nearest":
             raise ValueError(f"found rounding {self.rounding!r} with codec {self.codec}; possible with {scaled}")
         for codec, traits in TRAITS.items():
-            if traits.setting and self.codec != codec and (value := getattr(self, traits.setting)) is not None:
-                raise ValueError(f"found {traits.setting} {value} with codec {self.codec}; possible with {codec}")
+            for setting in traits.settings if codec != self.codec else ():
+                if (value := getattr(self, setting)) is not None:
+                    raise ValueError(f"found {setting} {value} with codec {self.codec}; possible with {codec}")
         return self
 
     @property
@@ -183,8 +173,7 @@ class CodecConfig(Frozen):
     @property
     def format(self) -> RecordFormat:
         """The layout of the codec's records."""
-        own = (self.rate or 0, self.dimension or 1)
-        return RecordFormat.of(self.codec, self.block_size, self.scale, self.rotation, *own)
+        return RecordFormat.of(self.codec, self.block_size, self.rotation, rate=self.rate, dimension=self.dimension)
 
 
 #: Values as they are.
@@ -422,7 +411,7 @@ class Block(Frozen):
     """The keys of a block, their attributes those of `HZeroConfig`."""
 
     preset: str = Field(json_schema_extra={"enum": list(PRESETS)})
-    block_size: int = Field(ge=16, le=4096, multiple_of=16)  # before the codecs that inherit it, for the error
+    block_size: int = Field(ge=16, le=512, multiple_of=16)  # before the codecs that inherit it, for the error
     shard: ShardConfig
     codecs: CodecsConfig
     resident: Literal["decoded", "payload"] | None = None

@@ -11,9 +11,8 @@
 namespace hz {
 namespace HZ_ISA {
 
-constexpr uint32_t largest_block = 4096;
-constexpr uint32_t batch = 16;  // blocks whose scales are computed together
-static_assert(batch * 32 >= HZ_FACTOR_SPAN, "blocks of 32 elements and more share a factor inside a batch");
+constexpr uint32_t buffer = 4096;     // elements of blocks that are worked on together
+constexpr uint32_t batch = 16;        // blocks whose scales are computed together
 constexpr float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it keeps no fraction, rounded to nearest even
 
 // No templates of the standard library: one copy of each would serve all instruction sets.
@@ -38,36 +37,17 @@ HZ_INLINE int64_t shard_of(const hz_bucket& bucket, uint32_t row) {
   return shard;
 }
 
-HZ_INLINE float as_bf16(float x) { return float_of(bf16_of(broadcast(x))[0] << 16); }
-
 // The next bfloat16 that is not below a number, which is not negative.
 HZ_INLINE Words up_to_bf16(Floats x) { return ((Words)x + 0xffff) & 0xffff0000; }
 
-// Blocks whose scales of one byte share a factor, which lies before them.
-HZ_INLINE uint32_t together(uint32_t size) { return HZ_FACTOR_SPAN / size; }
-
-HZ_INLINE uint32_t factor_at(uint32_t block, uint32_t size) { return block / together(size) * (2 + together(size)); }
-
-// A scale of one byte: its code times the factor, rounded to a bfloat16, ties away from zero.
-HZ_INLINE float product_of(uint8_t code, float factor) {
-  const float product = (float)(int8_t)code * factor;
-  return product == product ? float_of((bits_of(product) + 0x8000) & 0xffff0000) : product;
+HZ_INLINE float load_scale(const uint8_t* scales, uint32_t block) {
+  return float_of((uint32_t)((const uint16_t*)scales)[block] << 16);
 }
 
-HZ_INLINE float load_scale(const uint8_t* scales, uint32_t block, uint32_t bytes, uint32_t size) {
-  if (bytes == 1) {
-    const uint8_t* span = scales + factor_at(block, size);
-    return product_of(span[2 + block % together(size)], float_of((uint32_t)(span[0] | span[1] << 8) << 16));
-  }
-  return bytes == 2 ? float_of((uint32_t)((const uint16_t*)scales)[block] << 16) : ((const float*)scales)[block];
-}
-
-HZ_INLINE void store_scale(uint8_t* scales, uint32_t block, uint32_t blocks, uint32_t bytes, float scale) {
-  if (bytes == 2)
-    ((uint16_t*)scales)[block] = (uint16_t)(bits_of(scale) >> 16);
-  else
-    ((float*)scales)[block] = scale;
-  if (block + 1 == blocks) std::memset(scales + (size_t)blocks * bytes, 0, -(blocks * bytes) & 15);
+// A scale, and behind the last one of a record the padding.
+HZ_INLINE void store_scale(uint8_t* scales, uint32_t block, uint32_t blocks, float scale) {
+  ((uint16_t*)scales)[block] = (uint16_t)(bits_of(scale) >> 16);
+  if (block + 1 == blocks) std::memset(scales + (size_t)blocks * 2, 0, -(blocks * 2) & 15);
 }
 
 // ---- scales --------------------------------------------------------------------------------------------------------
@@ -119,62 +99,26 @@ HZ_INLINE uint32_t extreme_of(const Element* x, uint32_t all) {
 template <int BITS>
 HZ_INLINE Words reciprocals_of(Floats extreme, Floats scale) {
   const Floats reciprocal = 1.0f / scale, size = magnitude(scale);
-  const Ints easy = (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) & ((Ints)scale << 16 == Ints{}) &
+  const Ints easy = (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) &
                     (magnitude(extreme * reciprocal) < broadcast(BITS == 8 ? 127.49f : 8.49f));
   return has_fused ? (Words)reciprocal & (Words)easy : Words{};
 }
 
-// Scales of `batch` blocks from their extremes, with `reciprocals_of` them; of one byte, before they are coded. For
-// stochastic codes they are positive and rounded up: none of these is clamped.
+// Scales of `batch` blocks from their extremes, with `reciprocals_of` them. For stochastic codes they are positive and
+// rounded up: none of these is clamped.
 template <class Type, int BITS>
-HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_bytes, float limit, bool stochastic,
-                         float* scales, float* reciprocals) {
+HZ_INLINE void scales_of(const typename Type::type* extremes, float limit, bool stochastic, float* scales,
+                         float* reciprocals) {
   const float level = BITS == 8 ? 127.0f : stochastic ? 7.0f : -8.0f;
   for (uint32_t i = 0; i < batch; i += lanes) {
     const Floats extreme = stochastic ? magnitude(Type::widen(extremes + i)) : Type::widen(extremes + i);
     Floats scale = extreme / level;
-    if (scale_bytes == 2) scale = (Floats)(stochastic ? up_to_bf16(scale) : bf16_of(scale) << 16);
-    if (scale_bytes != 1) scale = smaller(larger(scale, broadcast(-limit)), broadcast(limit));
+    scale = (Floats)(stochastic ? up_to_bf16(scale) : bf16_of(scale) << 16);
+    scale = smaller(larger(scale, broadcast(-limit)), broadcast(limit));
     const Ints finite = magnitude(extreme) <= broadcast(0x1.fffffep127f), zero = scale == Floats{};
     const Words bits = (Words)scale & ~(Words)zero;  // -0 becomes +0
     store(scales + i, ((Words)finite & bits) | (~(Words)finite & 0x7fc00000));
-    if (scale_bytes == 1) continue;
     store(reciprocals + i, reciprocals_of<BITS>(extreme, (Floats)bits));
-  }
-}
-
-// Codes the `count` scales of a batch that starts a span, writes codes, factors and behind a record's last the padding,
-// and makes the scales what a decoder multiplies by.
-template <class Type, int BITS>
-HZ_INLINE void code_scales(const typename Type::type* extremes, uint32_t count, uint32_t block, uint32_t blocks,
-                           uint32_t size, float limit, bool stochastic, uint8_t* stored, float* scales,
-                           float* reciprocals) {
-  for (uint32_t first = 0; first < count; first += together(size)) {
-    const uint32_t until = (uint32_t)between(0, first + together(size), count);
-    uint8_t* span = stored + factor_at(block + first, size);
-    uint32_t largest = 0;  // magnitude bits; those of a NaN are larger than any number's
-    for (uint32_t i = first; i < until; ++i) {
-      const uint32_t bits = bits_of(scales[i]) & 0x7fffffff;
-      largest = largest > bits ? largest : bits;
-    }
-    const float part = float_of(largest) / (stochastic ? 126.0f : 127.0f);
-    const float rounded = stochastic ? float_of(up_to_bf16(broadcast(part))[0]) : as_bf16(part);
-    const float factor = largest >= 0x7f800000 ? float_of(0x7fc00000) : rounded > limit ? limit : rounded;
-    span[0] = (uint8_t)(bits_of(factor) >> 16), span[1] = (uint8_t)(bits_of(factor) >> 24);
-    for (uint32_t i = first; i < until; ++i) {
-      const float quotient = factor > 0.0f ? scales[i] / factor : 0.0f;
-      const float code = quotient < -127.0f ? -127.0f : quotient > 127.0f ? 127.0f : quotient;
-      uint8_t& stored_code = span[2 + i - first];
-      stored_code = (uint8_t)bits_of((stochastic ? __builtin_ceilf(code) : code) + magic);
-      if (stochastic && stored_code < 127 && product_of(stored_code, factor) < scales[i]) ++stored_code;
-      scales[i] = product_of(stored_code, factor);
-    }
-    const uintptr_t end = span + 2 + until - first - stored;
-    if (block + until == blocks) std::memset(stored + end, 0, -end & 15);
-  }
-  for (uint32_t i = 0; i < batch; i += lanes) {
-    const Floats extreme = Type::widen(extremes + i), scale = load<Floats>(scales + i);
-    store(reciprocals + i, reciprocals_of<BITS>(extreme, scale));
   }
 }
 
@@ -262,12 +206,11 @@ HZ_INLINE Rounding rounding_of(const hz_bucket& bucket, const hz_tensor& tensor,
 }
 
 // Encodes up to `batch` blocks of `size` elements, the last one of `last`; nothing that matters follows up to
-// a multiple of 16. Of blocks that share a factor all are among them. Scales are found for all of them first, so that
-// no block waits for the divisions of its own.
+// a multiple of 16. Scales are found for all of them first, so that no block waits for the divisions of its own.
 template <class Type, int BITS>
 HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint32_t last, uint32_t block,
-                             uint32_t blocks, const hz_bucket& bucket, uint32_t scale_bytes, Rounding rounding,
-                             Record record, float* scales) {
+                             uint32_t blocks, const hz_bucket& bucket, Rounding rounding, Record record,
+                             float* scales) {
   typedef typename Type::type Element;
   const uint32_t size = bucket.block_size;
   alignas(64) Element extremes[batch] = {};
@@ -276,17 +219,14 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     const uint32_t bits = extreme_of<Element, BITS>(x + i * size, ((i + 1 < count ? size : last) + 15) & ~15u);
     std::memcpy(extremes + i, &bits, sizeof(Element));
   }
-  scales_of<Type, BITS>(extremes, scale_bytes, bucket.limit, rounding.stochastic, scales, reciprocals);
-  if (scale_bytes == 1)
-    code_scales<Type, BITS>(extremes, count, block, blocks, size, bucket.limit, rounding.stochastic, record.scales,
-                            scales, reciprocals);
+  scales_of<Type, BITS>(extremes, bucket.limit, rounding.stochastic, scales, reciprocals);
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t all = ((i + 1 < count ? size : last) + 15) & ~15u, column = (block + i) * size;
     const uint32_t noise[2] = {rounding.key, rounding.first_block * size + column};
     uint8_t* codes = record.codes + (size_t)column * BITS / 8;
     codes_of<Type, BITS>(x + i * size, all, scales[i], reciprocals[i], rounding.stochastic ? noise : nullptr, codes);
     if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
-    if (scale_bytes > 1) store_scale(record.scales, block + i, blocks, scale_bytes, scales[i]);
+    store_scale(record.scales, block + i, blocks, scales[i]);
   }
 }
 
@@ -306,7 +246,7 @@ HZ_INLINE void add_residuals(const hz_bucket& bucket, const hz_tensor& tensor, i
 // Keeps what was lost: numbers that are finite, up to a multiple of 16 of them.
 HZ_INLINE void keep(const hz_bucket& bucket, const hz_tensor& tensor, int64_t at, uint32_t count, const float* lost) {
   if (bucket.kept_bytes == 2) {
-    alignas(64) uint16_t kept[largest_block];
+    alignas(64) uint16_t kept[buffer];
     for (uint32_t i = 0; i < count; i += lanes) Bf16::narrow(kept + i, load<Floats>(lost + i));
     std::memcpy((uint16_t*)tensor.left + at, kept, count * sizeof(uint16_t));
   } else {
@@ -326,32 +266,28 @@ static void encode(const hz_bucket& bucket, const Span& span) {
   const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
                                   tensor.scales, span.row);
   const Rounding rounding = rounding_of(bucket, tensor, span.row);
-  alignas(64) Element padded[largest_block];
-  alignas(64) float sums[largest_block], scales[batch];
+  alignas(64) Element padded[buffer];
+  alignas(64) float sums[buffer], scales[batch];
   uint32_t count;
   for (uint32_t block = span.begin; block < span.end; block += count) {
     const int64_t at = (int64_t)block * size;
     const Element* x = (const Element*)tensor.data + first + at;
     // A batch of whole blocks; what is cut short, rotated, or has residuals goes through a buffer.
     const bool plain = !tensor.residual && !tensor.left && !bucket.rotation;
-    const int64_t whole = between(0, present - at, plain ? (int64_t)size * batch : largest_block) / size;
+    const int64_t whole = between(0, present - at, plain ? (int64_t)size * batch : buffer) / size;
     count = (uint32_t)between(0, between(0, whole, batch), span.end - block);
-    // Blocks that share a factor stay together: a cut one goes through the buffer with the others of its span.
-    const uint32_t least = bucket.scale_bytes == 1 ? (uint32_t)between(1, together(size), span.end - block) : 1;
-    count = count < least ? 0 : count / least * least;
     if (count && plain) {
-      encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
-                                scales);
+      encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, rounding, record, scales);
       continue;
     }
-    count = count ? count : least;
+    count = count ? count : 1;
     const uint32_t length = (uint32_t)between(0, tensor.chunk - at, count * size), all = (length + 15) & ~15u;
     const uint32_t here = (uint32_t)between(0, present - at, length);
     if (here) std::memcpy(padded, x, here * sizeof(Element));
     std::memset(padded + here, 0, (all - here) * sizeof(Element));
     if (plain) {
-      encode_blocks<Type, BITS>(padded, count, length - (count - 1) * size, block, span.blocks, bucket,
-                                bucket.scale_bytes, rounding, record, scales);
+      encode_blocks<Type, BITS>(padded, count, length - (count - 1) * size, block, span.blocks, bucket, rounding,
+                                record, scales);
       continue;
     }
     for (uint32_t i = 0; i < all; i += lanes) store(sums + i, Type::widen(padded + i));
@@ -364,8 +300,8 @@ static void encode(const hz_bucket& bucket, const Span& span) {
       }
     }
     if (bucket.rotation) hadamard(bucket, sums, length, 1.0f / bucket.rotation);
-    encode_blocks<Fp32, BITS>(sums, count, length - (count - 1) * size, block, span.blocks, bucket, bucket.scale_bytes,
-                              rounding, record, scales);
+    encode_blocks<Fp32, BITS>(sums, count, length - (count - 1) * size, block, span.blocks, bucket, rounding, record,
+                              scales);
     if (!tensor.left) continue;
     for (uint32_t i = 0; i < all; i += lanes) {
       const Floats codes = Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8);
@@ -387,13 +323,13 @@ static void decode(const hz_bucket& bucket, const Span& span) {
   const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
                                   tensor.scales, span.row);
   Element* target = (Element*)tensor.data + shard_of(bucket, span.row) * tensor.chunk;
-  alignas(64) Element padded[largest_block];
-  alignas(64) float values[largest_block];
+  alignas(64) Element padded[buffer];
+  alignas(64) float values[buffer];
   for (uint32_t block = span.begin; block < span.end; ++block) {
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size), whole = count & ~15u;
     const uint8_t* codes = record.codes + at * BITS / 8;
-    const float scale = load_scale(record.scales, block, bucket.scale_bytes, bucket.block_size);
+    const float scale = load_scale(record.scales, block);
     Element* to = target + at;
     if (bucket.rotation || tensor.residual) {
       const uint32_t all = (count + 15) & ~15u;
@@ -423,8 +359,7 @@ static void decode(const hz_bucket& bucket, const Span& span) {
   }
 }
 
-// sum + code * scale, each rounded; EASY where products are exact, as those with a bfloat16 scale are unless they
-// overflow.
+// sum + code * scale, each rounded; EASY where products are exact, as they are unless they overflow.
 template <bool EASY>
 HZ_INLINE Floats added(Floats sum, Floats codes, Floats scale) {
   return EASY ? fused(codes, scale, sum) : sum + codes * scale;
@@ -463,18 +398,18 @@ HZ_INLINE void add_peers(const uint8_t* codes, const Floats* scales, int64_t ste
 }
 
 template <int BITS, int PEERS>
-HZ_INLINE void add_peers(Record first, int64_t step, uint32_t bytes, uint32_t block, uint32_t size, uint32_t all,
-                         bool starts, float* sums) {
+HZ_INLINE void add_peers(Record first, int64_t step, uint32_t block, uint32_t size, uint32_t all, bool starts,
+                         float* sums) {
   const uint8_t* codes = first.codes + (int64_t)block * size * BITS / 8;
   Floats scales[PEERS];
   uint32_t largest_scale = 0;
   for (int k = 0; k < PEERS; ++k) {
-    const float scale = load_scale(first.scales + k * step, block, bytes, size);
+    const float scale = load_scale(first.scales + k * step, block);
     const uint32_t bits = bits_of(scale) & 0x7fffffff;
     scales[k] = broadcast(scale);
     largest_scale = largest_scale > bits ? largest_scale : bits;
   }
-  if (has_fused && bytes != 4 && largest_scale < 247u << 23)  // 2^120: no product overflows
+  if (has_fused && largest_scale < 247u << 23)  // 2^120: no product overflows
     add_peers<BITS, PEERS, true>(codes, scales, step, all, starts, sums);
   else
     add_peers<BITS, PEERS, false>(codes, scales, step, all, starts, sums);
@@ -486,13 +421,13 @@ template <int BITS>
 HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, uint32_t count, bool adds,
                          float* sums) {
   const int64_t step = bucket.inner * bucket.row_bytes;
-  const uint32_t all = (count + 15) & ~15u, bytes = bucket.scale_bytes, size = bucket.block_size;
+  const uint32_t all = (count + 15) & ~15u, size = bucket.block_size;
   uint32_t peer = 0;
   // Four at a time, so that partial sums seldom go through memory.
   for (; peer + 4 <= bucket.outer; peer += 4, first.codes += 4 * step, first.scales += 4 * step)
-    add_peers<BITS, 4>(first, step, bytes, block, size, all, peer == 0 && !adds, sums);
+    add_peers<BITS, 4>(first, step, block, size, all, peer == 0 && !adds, sums);
   for (; peer < bucket.outer; ++peer, first.codes += step, first.scales += step)
-    add_peers<BITS, 1>(first, step, bytes, block, size, all, peer == 0 && !adds, sums);
+    add_peers<BITS, 1>(first, step, block, size, all, peer == 0 && !adds, sums);
 }
 
 template <int BITS>
@@ -500,7 +435,7 @@ static void decode_sum(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
   const Record first = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
                                  tensor.scales, span.row);
-  alignas(64) float padded[largest_block];
+  alignas(64) float padded[buffer];
   for (uint32_t block = span.begin; block < span.end; ++block) {
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size);
@@ -530,18 +465,17 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
   const Record record = record_at(bucket.out_payload, bucket.out_row_bytes, bucket.out_inner, tensor.out_start,
                                   tensor.out_record_bytes, tensor.out_scales, span.row);
   const Rounding rounding = rounding_of(bucket, tensor, span.row);
-  alignas(64) float sums[largest_block], scales[batch];
+  alignas(64) float sums[buffer], scales[batch];
   uint32_t count;
   for (uint32_t block = span.begin; block < span.end; block += count) {
-    count = (uint32_t)between(1, largest_block / size, batch);
+    count = (uint32_t)between(1, buffer / size, batch);
     count = (uint32_t)between(0, count, span.end - block);
     uint32_t length = 0;
     for (uint32_t i = 0; i < count; ++i) {
       length = (uint32_t)between(0, tensor.chunk - (int64_t)(block + i) * size, size);
       sum_block<BITS>(bucket, first, block + i, length, false, sums + i * size);
     }
-    encode_blocks<Fp32, OUT_BITS>(sums, count, length, block, span.blocks, bucket, bucket.out_scale_bytes, rounding,
-                                  record, scales);
+    encode_blocks<Fp32, OUT_BITS>(sums, count, length, block, span.blocks, bucket, rounding, record, scales);
   }
 }
 

@@ -61,13 +61,6 @@ static const InstructionSet* current = [] {
 // Elements that are worth a thread of their own: starting one takes as long as some 64 Ki of them.
 constexpr hz_u64 elements_a_thread = 256 << 10;
 
-// The end of a span of blocks that share a factor, where a thread's share ends inside it: all are coded by one thread.
-static hz_u32 whole(hz_u32 block, hz_u32 blocks, const hz_bucket& bucket) {
-  if (bucket.scale_bytes != 1 && bucket.out_scale_bytes != 1) return block;
-  const hz_u32 together = HZ_FACTOR_SPAN / bucket.block_size;
-  return std::min(blocks, (block + together - 1) / together * together);
-}
-
 static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u64 begin, hz_u64 end) {
   hz_u64 before = 0;
   for (hz_u32 t = 0; t < bucket.tensors && before < end; ++t) {
@@ -79,8 +72,7 @@ static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u6
     while (at < last) {
       const hz_u32 row = (hz_u32)(at / blocks), first = (hz_u32)(at % blocks);
       const hz_u32 until = (hz_u32)std::min<hz_u64>(blocks, first + (last - at));
-      const hz_u32 from = whole(first, blocks, bucket), to = whole(until, blocks, bucket);
-      if (from < to) kernel(bucket, Span{&tensor, row, from, to, blocks});
+      kernel(bucket, Span{&tensor, row, first, until, blocks});
       at += until - first;
     }
     before += mine;

@@ -1,4 +1,9 @@
-"""Chooses the backend that encodes and decodes on a device, and says why."""
+"""Backends: prepared calls of compiled kernels, and the choice among them for a device.
+
+A call is prepared once for a bucket layout: it has the ``hz_bucket`` of hip_kernels/bucket.h, the argument of every kernel,
+complete but for addresses, counts of elements and the seed. On a CPU and on a device only the launch differs
+(`hzero.codecs.launchers`). What has no compiled code (`hzero.codecs.formats.Traits.compiled`) stays with the reference.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,18 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hzero.codecs import reference
-from hzero.codecs.device import DeviceKernels
-from hzero.codecs.host import HostLibrary
-from hzero.codecs.kernels import KernelBackend
+from hzero.codecs.blocks import noise_key
+from hzero.codecs.formats import EXP_BLOCK, RecordFormat, Rows, layout_of
+from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary
+from hzero.codecs.reference import NAMES, Adds
 from hzero.validation import ConfigError, one_of
 
 #: Environment variable that forces a backend for the devices that it serves (``reference`` serves all). Where it is not
@@ -23,7 +30,15 @@ from hzero.validation import ConfigError, one_of
 VARIABLE = "HZERO_BACKEND"
 BACKENDS = ("reference", "host", "hip", "cuda")
 
+#: The bytes of a bucket without their names, which numpy would list whenever an address is asked for.
+_BYTES = np.dtype((np.void, BUCKET.itemsize))
+#: ``zfp_group`` of the host's codec ``zfp``: elements whose blocks take whole words.
+_ZFP_GROUP = 64
+
 logger = logging.getLogger("hzero")
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class Choice:
 
 @functools.cache
 def choice(kind: str) -> Choice:
-    """The backend for tensors of a kind of device.
+    """The backend for tensors of a kind of device. Warns, on rank 0, if it falls back to the reference.
 
     Args:
         kind: ``cpu`` or ``cuda`` (which torch calls AMD GPUs too).
@@ -70,16 +85,9 @@ def choice(kind: str) -> Choice:
     except (OSError, ImportError) as error:
         if wanted == own:
             raise ConfigError(f"{VARIABLE}: {own} cannot be used: {error}") from None
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            logger.warning("hzero: codecs run in plain torch on %s tensors, several times slower: %s", kind, error)
         return Choice("reference", reference, str(error), fallback=True)
-
-
-@functools.cache
-def _announced(kind: str) -> Choice:
-    """`choice`; warns once, on rank 0, if it falls back to the reference."""
-    chosen = choice(kind)
-    if chosen.fallback and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        logger.warning("hzero: codecs run in plain torch on %s tensors, several times slower: %s", kind, chosen.why)
-    return chosen
 
 
 @contextlib.contextmanager
@@ -99,4 +107,215 @@ def of(device: torch.device) -> Any:
     """The backend in use for a device."""
     if _reference_only or device.type not in ("cpu", "cuda"):
         return reference
-    return _announced(device.type).backend
+    return choice(device.type).backend
+
+
+# ---- calls of kernels -----------------------------------------------------------------------------------------------
+
+
+class KernelBackend:
+    """The calls of `hzero.codecs.reference` by kernels.
+
+    Args:
+        launcher: Starts the kernels.
+    """
+
+    def __init__(self, launcher: HostLibrary | DeviceKernels) -> None:
+        self.launcher, self.name = launcher, launcher.name
+
+    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
+        """Encodes a bucket."""
+        if not self._has(fmt):
+            return reference.encoder(rows, fmt, dtype, adds)
+        call = Call(rows, fmt, dtype, _ENCODED[adds], adds=adds, encodes=True)
+        return Launch(self.launcher, f"encode_{fmt.codec}_{NAMES[dtype]}", call)
+
+    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
+        """Decodes a message into tensors in shard order, or adds it to them."""
+        if not self._has(fmt):
+            return reference.decoder(rows, fmt, dtype, add)
+        if add and not fmt.traits.codes:
+            return functools.partial(_decode_and_add, self.decoder(rows, fmt, torch.float32, False))
+        call = Call(rows, fmt, dtype, _DECODED[add])
+        launch = Launch(self.launcher, f"decode_{fmt.codec}_{NAMES[dtype]}", call)
+        return lambda payload, tensors: launch(payload, tensors, added=tensors)
+
+    def summer(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
+        """Decodes the pieces of a payload and sums them in float32, in their order."""
+        if not self._has(fmt) or not fmt.traits.fixed:
+            return reference.summer(rows, fmt, dtype, add)
+        call = Call(rows, fmt, dtype, _DECODED[add], sums=True)
+        launch = Launch(self.launcher, f"decode_sum_{fmt.codec}", call)
+        return lambda payload, sums: launch(payload, sums, added=sums)
+
+    def recoder(
+        self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, outer: int, out: RecordFormat
+    ) -> Callable[..., None] | None:
+        """Sums and encodes in one kernel where blocks agree; None elsewhere."""
+        if not fmt.alike(out):
+            return reference.recoder(rows, fmt, dtype, outer, out)
+        call = Call(rows, fmt, dtype, (), sums=True, out=out, pieces=outer)
+        launch = Launch(self.launcher, f"decode_sum_encode_{fmt.codec}_{out.codec}", call)
+        return lambda payload, message, seed=0: launch(payload, out_payload=message, seed=seed)
+
+    def _has(self, fmt: RecordFormat) -> bool:
+        return fmt.traits.compiled == "all" or (fmt.traits.compiled == "cpu" and not self.launcher.on_device)
+
+
+def _decode_and_add(decode: Callable[..., None], payload: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    parts = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in tensors]
+    decode(payload, parts)
+    for tensor, part in zip(tensors, parts):
+        tensor.copy_(part.add_(tensor.view(-1)).view(tensor.shape))
+
+
+#: What a call fills in for each tensor: addresses, and the elements at the first one.
+_ENCODED = {
+    "": ("data", "numel"),
+    "base": ("data", "numel", "residual"),
+    "residuals": ("data", "numel", "residual", "left"),
+}
+_DECODED = {False: ("data",), True: ("data", "residual")}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel call without addresses, counts of elements and the seed.
+
+    Attributes:
+        rows: Rows of the payload.
+        fmt: Its format.
+        dtype: Type of the elements; only its size and range matter.
+        fields: What is filled in for each tensor.
+        adds: What is added before encoding.
+        encodes: Whether elements become the payload.
+        sums: Whether pieces of the payload are summed.
+        out: Format of a second payload, to write, or None.
+        pieces: Pieces of that payload.
+    """
+
+    rows: Rows
+    fmt: RecordFormat
+    dtype: torch.dtype
+    fields: tuple[str, ...]
+    adds: Adds = ""
+    encodes: bool = False
+    sums: bool = False
+    out: RecordFormat | None = None
+    pieces: int = 1
+
+    @property
+    def block_size(self) -> int:
+        """Elements that are worked on together."""
+        sizes = {"zfp": _ZFP_GROUP}
+        if self.encodes:  # whole blocks and whole records, of which single lines and chunks can be decoded
+            sizes |= {"exp": EXP_BLOCK, "mpc": max(self.rows.chunks)}
+        return sizes.get(self.fmt.codec, self.fmt.block_size)
+
+    def bucket(self, some: list[int], on_device: bool) -> np.ndarray:
+        """The structure of some of the tensors; on a device also how its threads share the work."""
+        rows, fmt, out, bucket = self.rows, self.fmt, self.out, np.zeros((), BUCKET)
+        layout = layout_of(rows.chunks, fmt, self.dtype.itemsize)
+        if len(rows.sizes) > AXES or max(layout.record_bytes) >= 2**32:
+            limits = f"at most {AXES} axes, and records of fewer than 2**32 bytes"
+            raise ValueError(f"sizes: found {list(rows.sizes)} with chunks {list(rows.chunks)[:8]}, expected {limits}")
+        bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, rows.outer, rows.inner
+        bucket["block_size"], bucket["tensors"] = self.block_size, len(some)
+        bucket["rotation"], bucket["rate"], bucket["dimension"] = fmt.rotation, fmt.rate, fmt.dimension
+        bucket["stochastic"], bucket["difference"] = (out or fmt).stochastic, self.adds == "base"
+        if fmt.traits.codes:
+            # Sums are float32, whatever was encoded.
+            bucket["limit"] = (out or fmt).scale_limit("fp32" if self.sums or self.adds else NAMES[self.dtype])
+        bucket["axes"] = len(rows.sizes)
+        bucket["sizes"][: len(rows.sizes)], bucket["strides"][: len(rows.sizes)] = rows.sizes, rows.strides
+        of_tensors: dict[str, Sequence[int]] = {
+            "chunk": rows.chunks,
+            "first_block": [start % 2**32 for start in layout.block_starts],
+            "start": layout.record_starts,
+            "record_bytes": layout.record_bytes,
+            "scales": layout.scales_offsets,
+        }
+        if out:
+            written = layout_of(rows.chunks, out, torch.float32.itemsize)
+            bucket["out_row_bytes"], bucket["out_inner"] = written.row_bytes, rows.inner // self.pieces
+            of_tensors["out_start"], of_tensors["out_record_bytes"] = written.record_starts, written.record_bytes
+            of_tensors["out_scales"] = written.scales_offsets
+        tensor = bucket["tensor"][: len(some)]
+        tensor["factor"] = -1.0 if self.adds == "base" else 0.0
+        for name, values in of_tensors.items():
+            tensor[name] = [values[index] for index in some]
+        if on_device:
+            # Threads of a device that share a block: 16 elements each, a power of two; of a long block again and again.
+            lanes = min(1 << (self.block_size // 16 - 1).bit_length(), THREADS)
+            chunks = tensor["chunk"].astype(np.int64)
+            groups = -(-chunks // (self.block_size * (THREADS // lanes))) * (rows.inner if self.sums else rows.total)
+            tensor["first_group"] = np.cumsum(groups) - groups
+            bucket["lanes"], bucket["workgroups"] = lanes, groups.sum()
+        return bucket
+
+
+class Launch:
+    """A kernel on buckets of one layout, for any addresses, any number of times and on any thread.
+
+    Args:
+        launcher: Starts the kernel.
+        kernel: Name of the kernel in hip_kernels.
+        call: What it is called for.
+    """
+
+    def __init__(self, launcher: HostLibrary | DeviceKernels, kernel: str, call: Call) -> None:
+        self._launcher, self._kernel, self._fields = launcher, kernel, call.fields
+        self._stochastic = (call.out or call.fmt).stochastic
+        self._parts: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
+        whole = [index for index, chunk in enumerate(call.rows.chunks) if chunk]
+        for first in range(0, len(whole), TENSORS):
+            some = whole[first : first + TENSORS]
+            places = [BUCKET.fields[name][1] for name in ("payload", "out_payload")]  # type: ignore[index]
+            start: int = BUCKET.fields["tensor"][1]  # type: ignore[index]
+            for field in call.fields:
+                offset = start + TENSOR.fields[field][1]  # type: ignore[index]
+                places += [offset + TENSOR.itemsize * index for index in range(len(some))]
+            bucket = call.bucket(some, launcher.on_device)
+            words = bucket.reshape(1).view(np.uint64)
+            self._parts.append((words, np.array(places) // 8, some, int(bucket["workgroups"])))
+
+    def __call__(
+        self,
+        payload: torch.Tensor,
+        tensors: Sequence[torch.Tensor] = (),
+        seed: int = 0,
+        added: Sequence[torch.Tensor] = (),
+        factors: Sequence[float] = (),
+        left: Sequence[torch.Tensor] = (),
+        out_payload: torch.Tensor | None = None,
+    ) -> None:
+        """Starts the kernel.
+
+        Args:
+            payload: uint8 payload to read or write.
+            tensors: The source, or the output of decoding; none where a sum is encoded again.
+            seed: Of stochastic rounding.
+            added: Tensors to add, like ``tensors``; an empty one adds nothing.
+            factors: Factors of residuals.
+            left: Outputs for the new residuals.
+            out_payload: A second payload, to write.
+        """
+        addresses = {"data": tensors, "residual": added, "left": left}
+        for template, places, some, workgroups in self._parts:
+            words = template.copy()
+            values = [payload.data_ptr(), out_payload.data_ptr() if out_payload is not None else 0]
+            for field in self._fields:
+                if field == "numel":
+                    values += [tensors[index].numel() for index in some]
+                else:
+                    of = addresses[field]
+                    values += [of[index].data_ptr() if of[index].numel() else 0 for index in some]
+            words[places] = values
+            if self._stochastic or left:
+                bucket = words.view(BUCKET)[0]
+                bucket["key"] = noise_key(seed)
+                if left:
+                    bucket["kept_bytes"] = left[0].element_size()
+                    bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
+            bucket = words.view(_BYTES).reshape(())
+            self._launcher.launch(self._kernel, bucket, workgroups, payload.device)

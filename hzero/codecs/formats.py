@@ -1,36 +1,27 @@
 """Codecs as data: one table of their properties, and the bytes that a shard takes in a payload (docs/payload_format.md).
 
 Pure arithmetic without torch. To add a codec, give it a name, an entry of `TRAITS` with its sizes and its error bound, and a
-reference in a module of its own (`hzero.codecs.reference.RECORDS`). No other module tests a codec's name.
+reference in a module of its own (`Traits.reference`). No other module tests a codec's name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 #: A payload format.
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp", "zfp", "mpc"]
 
-#: Both regions of a record are rounded up to this many bytes, so that every region starts where a wide load can.
+#: All regions of a record are rounded up to this many bytes, so that every region starts where a wide load can.
 ALIGNMENT = 16
 
-#: Bytes of a scale, by the name of its type.
-SCALE_BYTES = {"bf16": 2, "fp32": 4, "int8": 1}
-
-#: Elements whose ``int8`` scales share a factor, and the bytes of it.
-FACTOR_SPAN, FACTOR_BYTES = 512, 2
-
-#: Largest code of an ``int8`` scale.
-SCALE_LEVELS = 127
-
-#: Block sizes whose scales may be codes themselves: 2 to 16 blocks share a factor.
-CODED_SCALE_BLOCKS = (32, 64, 128, 256)
+#: Bytes of a block's scale, a bfloat16.
+SCALE_BYTES = 2
 
 #: Elements that are rotated together; 0 rotates none.
 ROTATIONS = (0, 64, 128)
@@ -52,19 +43,20 @@ class Float(NamedTuple):
         roundoff: Largest relative error of rounding a normal number to it.
         tiny: Largest absolute error of rounding any other number.
         largest: Largest finite number.
-        bits: Significant bits.
     """
 
     roundoff: float
     tiny: float
     largest: float
-    bits: int
 
+
+#: More than any shard's elements and any message's rows: kernels count them in 32 bits.
+_MOST = 2**31
 
 FLOATS = {
-    "fp32": Float(2.0**-24, 2.0**-150, (2 - 2.0**-23) * 2.0**127, 24),
-    "bf16": Float(2.0**-8, 2.0**-134, (2 - 2.0**-7) * 2.0**127, 8),
-    "fp16": Float(2.0**-11, 2.0**-25, 65504.0, 11),
+    "fp32": Float(2.0**-24, 2.0**-150, (2 - 2.0**-23) * 2.0**127),
+    "bf16": Float(2.0**-8, 2.0**-134, (2 - 2.0**-7) * 2.0**127),
+    "fp16": Float(2.0**-11, 2.0**-25, 65504.0),
 }
 
 
@@ -81,41 +73,40 @@ class BlockCodes(NamedTuple):
     lowest: int
     highest: int
 
-    def levels(self, *, stochastic: bool) -> int:
-        """Magnitude of the code of a block's largest element: for stochastic codes one that both signs have."""
-        return self.highest if stochastic else -self.lowest
-
 
 class RecordFormat(NamedTuple):
-    """The settings that fix the layout of a record.
+    """The settings that fix the records of a codec. Settings without meaning for it are 0.
 
     Attributes:
         codec: Name of the codec.
         block_size: Elements that share a scale, or in codec ``exp`` a window of exponents; those of a block of codec ``zfp`` or
             a chunk of codec ``mpc``; 0 for the other codecs.
-        scale: Type of the scales, a key of `SCALE_BYTES`; "" without scales.
         rotation: Elements that are rotated together before they are coded, a divisor of the block's; 0: none are.
-        rate: Bits of a value in codec ``zfp``; else 0.
-        dimension: Distance of the values that codec ``mpc`` subtracts; else 0.
+        rate: Bits of a value in codec ``zfp``.
+        dimension: Distance of the values that codec ``mpc`` subtracts.
+        stochastic: Whether codes are rounded stochastically, not to nearest even; never without scales. It changes no size.
     """
 
     codec: CodecName
-    block_size: int
-    scale: str
+    block_size: int = 0
     rotation: int = 0
     rate: int = 0
     dimension: int = 0
+    stochastic: bool = False
 
     @classmethod
     def of(
-        cls, codec: CodecName, block_size: int, scale: str, rotation: int = 0, rate: int = 0, dimension: int = 0
+        cls, codec: CodecName, block_size: int = 0, rotation: int = 0, stochastic: bool = False, **own: int | None
     ) -> RecordFormat:
-        """The format of valid settings: two that differ only in settings without meaning give the same format."""
+        """The format of valid settings: two that differ only in settings without meaning give the same format.
+
+        ``own``: `Traits.settings`; None is the default.
+        """
         traits = TRAITS[codec]
-        if traits.levels:
-            return cls(codec, block_size, scale, rotation)
-        settings = {"rate": rate, "dimension": dimension}
-        return cls(codec, traits.block, "", **{traits.setting: settings[traits.setting]} if traits.setting else {})
+        if traits.codes:
+            return cls(codec, block_size, rotation, stochastic=stochastic)
+        settings: dict[str, Any] = {name: own.get(name) or default for name, default in traits.settings.items()}
+        return cls(codec, traits.block)._replace(**settings)
 
     @property
     def traits(self) -> Traits:
@@ -125,50 +116,48 @@ class RecordFormat(NamedTuple):
     @property
     def codes(self) -> BlockCodes:
         """The codes of a codec with scales."""
-        levels = TRAITS[self.codec].levels
-        assert levels is not None, self.codec
-        return levels
+        codes = self.traits.codes
+        assert codes is not None, self.codec
+        return codes
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of a scale; 0 for codecs without scales."""
-        return SCALE_BYTES.get(self.scale, 0)
-
-    def scales_bytes(self, numel: int) -> int:
-        """Bytes of the scales of ``numel`` elements, factors included, without padding."""
-        factors = -(-numel // FACTOR_SPAN) * FACTOR_BYTES if self.scale == "int8" else 0
-        return self.blocks(numel) * self.scale_bytes + factors
+    def levels(self) -> int:
+        """Magnitude of the code of a block's largest element: for stochastic codes one that both signs have."""
+        return self.codes.highest if self.stochastic else -self.codes.lowest
 
     def blocks(self, numel: int) -> int:
         """Scales of a record of ``numel`` elements, or windows of exponents; blocks of ``zfp``, chunks of ``mpc``."""
         return -(-numel // self.block_size) if self.block_size else 0
 
-    def code_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the codes; in codec ``mpc`` the most that they can take.
+    def regions(self, numel: int, itemsize: int) -> tuple[int, ...]:
+        """Bytes of the parts of a record, without the padding of each; codes come first.
 
-        ``itemsize`` is that of the decoded type; only codec ``none`` depends on it.
+        Args:
+            numel: Elements of the record.
+            itemsize: Size of the decoded type; only codec ``none`` depends on it.
         """
-        return self.traits.codes(self, numel, itemsize)
+        return self.traits.regions(self, numel, itemsize)
 
-    def scales_offset(self, numel: int, itemsize: int) -> int:
-        """Offset of the scales, or of the windows of exponents, inside the record, in bytes."""
-        return _aligned(self.code_bytes(numel, itemsize))
+    def offsets(self, numel: int, itemsize: int) -> tuple[int, ...]:
+        """Where the parts of a record start, and its end."""
+        padded = (-(-size // ALIGNMENT) * ALIGNMENT for size in self.regions(numel, itemsize))
+        return tuple(itertools.accumulate(padded, initial=0))
 
     def record_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the whole record; 0 for an empty one."""
-        return self.scales_offset(numel, itemsize) + _aligned(self.traits.behind(self, numel))
+        """Bytes of the whole record, in codec ``mpc`` the most that it can use; 0 for an empty one."""
+        return self.offsets(numel, itemsize)[-1]
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
         """Bytes of a message of ``rows`` shards of every tensor."""
-        return rows * _row_bytes(self, tuple(chunks), itemsize)
+        return rows * layout_of(tuple(chunks), self, itemsize).row_bytes
 
     def element_bytes(self, itemsize: int) -> float:
         """Bytes of one element in a long record, scales included; of codec ``mpc`` the most."""
         return self.record_bytes(1 << 16, itemsize) / (1 << 16)
 
-    def error_bound(self, absmax: float, to: str, *, stochastic: bool) -> float:
+    def error_bound(self, absmax: float, to: str) -> float:
         """Largest absolute error of one round trip, see `hzero.codecs.codec.Codec.error_bound`; ``to``: a key of `FLOATS`."""
-        error, reach = self.traits.error(self, absmax, stochastic)
+        error, reach = self.traits.error(self, absmax)
         target = FLOATS[to]
         if to not in self.traits.keeps:
             error += (absmax + error) * target.roundoff + target.tiny
@@ -176,58 +165,41 @@ class RecordFormat(NamedTuple):
 
     def alike(self, other: RecordFormat) -> bool:
         """Whether a block with a scale is a block of the other format too, the same numbers in it."""
-        mine, theirs = (self.block_size, self.rotation), (other.block_size, other.rotation)
-        return self.scale_bytes > 0 and other.scale_bytes > 0 and mine == theirs
+        both_scaled = self.traits.codes is not None and other.traits.codes is not None
+        return both_scaled and (self.block_size, self.rotation) == (other.block_size, other.rotation)
 
-
-@functools.lru_cache(maxsize=4096)  # every hop asks for the same few buckets
-def _row_bytes(fmt: RecordFormat, chunks: tuple[int, ...], itemsize: int) -> int:
-    return sum(fmt.record_bytes(chunk, itemsize) for chunk in chunks)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@functools.lru_cache(maxsize=64)
-def scale_limit(fmt: RecordFormat, source: str, *, stochastic: bool) -> float:
-    """Largest scale whose largest code decodes to a finite number of the source type; of scales of one byte, largest factor."""
-    kind = "fp32" if fmt.scale == "fp32" else "bf16"
-    limit = _rounded_down(FLOATS[source].largest / fmt.codes.levels(stochastic=stochastic), kind)
-    return _rounded_down(limit / SCALE_LEVELS, kind) if fmt.scale_bytes == 1 else limit
-
-
-def _rounded_down(limit: float, kind: str) -> float:
-    mantissa, exponent = math.frexp(limit)
-    bits = FLOATS[kind].bits
-    return math.ldexp(math.floor(math.ldexp(mantissa, bits)), exponent - bits)
+    def scale_limit(self, source: str) -> float:
+        """Largest scale, a bfloat16, whose largest code decodes to a finite number of the source type."""
+        mantissa, exponent = math.frexp(FLOATS[source].largest / self.levels)
+        return math.ldexp(math.floor(math.ldexp(mantissa, 8)), exponent - 8)
 
 
 # ---- bytes and errors of each codec ---------------------------------------------------------------------------------
 
 
-def _mpc_bytes(fmt: RecordFormat, numel: int, itemsize: int) -> int:
+def _exp_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...]:
+    escapes = numel // EXP_BLOCK * EXP_ESCAPES + min(numel % EXP_BLOCK, EXP_ESCAPES)
+    return numel, -(-numel // 2), 3 * fmt.blocks(numel) + escapes
+
+
+def _mpc_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...]:
     # Bitmaps, and the words of bit planes, of which the last chunk has as many as its groups of 32 words and one.
     rest = -(-(numel % MPC_CHUNK) // 32) * 32
     words = numel // MPC_CHUNK * MPC_CHUNK + (min(rest + 1, MPC_CHUNK) if rest else 0)
-    return MPC_HEADER + fmt.blocks(numel) * MPC_CHUNK // 8 + 4 * words if numel else 0
+    return (MPC_HEADER + fmt.blocks(numel) * MPC_CHUNK // 8 + 4 * words if numel else 0,)
 
 
-def _exp_heads(fmt: RecordFormat, numel: int) -> int:
-    return 3 * fmt.blocks(numel) + numel // EXP_BLOCK * EXP_ESCAPES + min(numel % EXP_BLOCK, EXP_ESCAPES)
-
-
-def _no_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> tuple[float, float]:
+def _no_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     return 0.0, absmax
 
 
-def _bf16_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> tuple[float, float]:
+def _bf16_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     mantissa, exponent = math.frexp(absmax)
     rounded = math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8)
     return absmax * FLOATS["bf16"].roundoff + FLOATS["bf16"].tiny, rounded
 
 
-def _zfp_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> tuple[float, float]:
+def _zfp_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     if not absmax:
         return 0.0, 0.0
     unit = math.ldexp(1.0, math.frexp(absmax)[1] - 30)
@@ -240,38 +212,28 @@ def _zfp_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> tuple[floa
     return error, absmax + error
 
 
-def _block_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> tuple[float, float]:
+def _block_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     size = fmt.rotation
     if not size:
-        return _code_error(fmt, absmax, stochastic), 0.0  # `scale_limit` keeps it in range
+        return _code_error(fmt, absmax), 0.0  # `scale_limit` keeps it in range
     # A rotated element is a mean of magnitudes up to the same, and each decoded one a sum of `size` of them.
     rotating = 1.2 * 2.0**-23 * math.log2(size) * absmax + size * 2.0**-150
-    error = size * (_code_error(fmt, absmax * (1 + 2.0**-20), stochastic) + rotating)
+    error = size * (_code_error(fmt, absmax * (1 + 2.0**-20)) + rotating)
     overflows = size * absmax + error > FLOATS["fp32"].largest  # the largest partial sum
     return error, math.inf if overflows else absmax + error
 
 
-def _code_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> float:
-    levels, single = fmt.codes.levels(stochastic=stochastic), FLOATS["fp32"].roundoff
-    roundoff, tiny, *_ = FLOATS["fp32" if fmt.scale == "fp32" else "bf16"]
-    if stochastic:  # scales are rounded up
+def _code_error(fmt: RecordFormat, absmax: float) -> float:
+    single, (roundoff, tiny, _) = FLOATS["fp32"].roundoff, FLOATS["bf16"]
+    if fmt.stochastic:  # scales are rounded up
         roundoff, tiny = 2 * roundoff, 2 * tiny
-    scale = absmax / levels
-    if fmt.scale_bytes == 1:
-        # The product is rounded, and the code is off by a half or, clamped, by what the factor lacks, which is less. A code
-        # that is rounded up may be off by two.
-        off = 2 / (SCALE_LEVELS - 1) if stochastic else 0.5 / SCALE_LEVELS
-        roundoff = (1 + roundoff) * (roundoff + off) + 2 * single
-        tiny = (SCALE_LEVELS + 2) * tiny
-    clamped = any(
-        scale > scale_limit(fmt, name, stochastic=stochastic) and absmax <= kind.largest
-        for name, kind in FLOATS.items()
-    )
+    scale = absmax / fmt.levels
+    clamped = any(scale > fmt.scale_limit(name) and absmax <= kind.largest for name, kind in FLOATS.items())
     # Largest distance of the stored scale from the exact one, and the resulting error of an element.
     drift = scale * ((2 if clamped else 1) * roundoff + 2 * single) + tiny + 2.0**-150
-    step = (scale + drift) * (1.0 if stochastic else 0.5)
-    cut = levels * drift
-    if fmt.codes.highest < levels:
+    step = (scale + drift) * (1.0 if fmt.stochastic else 0.5)
+    cut = fmt.levels * drift
+    if fmt.codes.highest < fmt.levels:
         # int4: the sign opposite to that of the largest element has 7 levels of the 8.
         cut = max(cut, scale + fmt.codes.highest * drift)
     return max(step, cut) + 3 * single * absmax + 2.0**-149
@@ -280,46 +242,42 @@ def _code_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> float:
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Traits:
     """What a codec is, whatever its settings.
 
     Attributes:
-        codes: Bytes of the codes, by format, elements and the size of one.
-        behind: Bytes that follow the codes, by format and elements.
-        error: Largest error in float32, and the largest magnitude that a decoded element reaches, by format, largest magnitude
-            in the block and whether rounding is stochastic.
+        regions: See `RecordFormat.regions`.
+        error: Largest error in float32, and the largest magnitude that a decoded element reaches, by format and largest
+            magnitude in the block.
+        reference: Module of hzero.codecs that encodes and decodes its records in plain torch; "" where they are elements.
+        compiled: Where compiled code does that: nowhere, in the library for CPUs, or on devices too.
+        types: Types that it takes, keys of `FLOATS`. One of float32 only encodes 16-bit numbers as float32, which holds them.
         keeps: Types that a decoded element is converted to without another rounding.
-        types: Types that it takes, keys of `FLOATS`.
-        widens: Whether 16-bit numbers are encoded as float32, which holds them exactly.
         exact: Whether every element is decoded to its original bits, unless its block is lost.
         plain: Whether the codes are the elements themselves, which a library can sum.
         fixed: Whether a message has a fixed size. Otherwise it may use less than its records have room for.
-        fallible: Whether a message may fail to hold a block, which is then decoded to NaN.
+        lost: Of a codec that may fail to hold a block, which is then decoded to NaN: what such a block is; "" of the others.
         not_summed: Why float32 sums of a stage cannot be encoded; "" if they can.
-        levels: The codes of a codec with scales.
+        codes: The codes of a codec with scales.
         block: Elements of a block of codecs without scales.
-        setting: The setting that only this codec has, see `RecordFormat`.
-        required: Whether a configuration has to say that setting.
-        on_devices: Whether devices have kernels of it; otherwise they run the reference.
+        settings: The settings that only this codec has, with their defaults, see `RecordFormat`.
     """
 
-    codes: Callable[[RecordFormat, int, int], int]
-    behind: Callable[[RecordFormat, int], int] = lambda fmt, numel: 0
-    error: Callable[[RecordFormat, float, bool], tuple[float, float]] = _no_error
-    keeps: tuple[str, ...] = ("fp32",)
+    regions: Callable[[RecordFormat, int, int], tuple[int, ...]]
+    error: Callable[[RecordFormat, float], tuple[float, float]] = _no_error
+    reference: str = ""
+    compiled: Literal["", "cpu", "all"] = ""
     types: tuple[str, ...] = tuple(FLOATS)
-    widens: bool = False
+    keeps: tuple[str, ...] = ("fp32",)
     exact: bool = False
     plain: bool = False
     fixed: bool = True
-    fallible: bool = False
+    lost: str = ""
     not_summed: str = ""
-    levels: BlockCodes | None = None
+    codes: BlockCodes | None = None
     block: int = 0
-    setting: str = ""
-    required: bool = False
-    on_devices: bool = True
+    settings: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def narrow(self) -> bool:
@@ -328,77 +286,72 @@ class Traits:
 
 
 TRAITS: dict[CodecName, Traits] = {
-    "none": Traits(
-        codes=lambda fmt, numel, itemsize: numel * itemsize,
-        keeps=tuple(FLOATS),
-        exact=True,
-        plain=True,
-        on_devices=False,
-    ),
-    "bf16": Traits(
-        codes=lambda fmt, numel, itemsize: 2 * numel, error=_bf16_error, keeps=("fp32", "bf16"), on_devices=False
-    ),
+    "none": Traits(lambda fmt, numel, itemsize: (numel * itemsize,), keeps=tuple(FLOATS), exact=True, plain=True),
+    "bf16": Traits(lambda fmt, numel, itemsize: (2 * numel,), _bf16_error, keeps=("fp32", "bf16")),
     "int8": Traits(
-        codes=lambda fmt, numel, itemsize: numel,
-        behind=RecordFormat.scales_bytes,
-        error=_block_error,
-        levels=BlockCodes(8, -127, 127),
+        lambda fmt, numel, itemsize: (numel, SCALE_BYTES * fmt.blocks(numel)),
+        _block_error,
+        reference="blocks",
+        compiled="all",
+        codes=BlockCodes(8, -127, 127),
     ),
     "int4": Traits(
-        codes=lambda fmt, numel, itemsize: -(-numel // 2),
-        behind=RecordFormat.scales_bytes,
-        error=_block_error,
-        levels=BlockCodes(4, -8, 7),
+        lambda fmt, numel, itemsize: (-(-numel // 2), SCALE_BYTES * fmt.blocks(numel)),
+        _block_error,
+        reference="blocks",
+        compiled="all",
+        codes=BlockCodes(4, -8, 7),
     ),
     "exp": Traits(
-        codes=lambda fmt, numel, itemsize: _aligned(numel) + -(-numel // 2),
-        behind=_exp_heads,
-        keeps=("fp32", "bf16"),
+        _exp_regions,
+        reference="exponents",
+        compiled="all",
         types=("bf16",),
+        keeps=("fp32", "bf16"),
         exact=True,
-        fallible=True,
+        lost=f"blocks of {EXP_BLOCK:,} numbers have more than {EXP_ESCAPES} exponents outside of the windows of their lines, "
+        "which the codec cannot hold",
         not_summed="which holds bfloat16 numbers, and sums are float32",
         block=EXP_LINE,
     ),
     "zfp": Traits(
-        codes=lambda fmt, numel, itemsize: -(-fmt.blocks(numel) * fmt.rate // 2),
-        error=_zfp_error,
+        lambda fmt, numel, itemsize: (-(-fmt.blocks(numel) * fmt.rate // 2),),
+        _zfp_error,
+        reference="zfp",
+        compiled="cpu",
         block=ZFP_BLOCK,
-        setting="rate",
-        required=True,
-        on_devices=False,
+        settings={"rate": 16},
     ),
     "mpc": Traits(
-        codes=_mpc_bytes,
-        widens=True,
+        _mpc_regions,
+        reference="mpc",
+        compiled="cpu",
+        types=("fp32",),
         exact=True,
         fixed=False,
         not_summed="whose messages have no fixed size, as those of a stage have",
         block=MPC_CHUNK,
-        setting="dimension",
-        on_devices=False,
+        settings={"dimension": 1},
     ),
 }
 CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 #: Codecs whose blocks share a scale.
-BLOCK_CODECS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.levels)
+BLOCK_CODECS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.codes)
 #: Codecs that give back every bit.
 LOSSLESS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.exact)
 #: Codecs that hold float32 sums in a fixed number of bytes, as a stage's gradients need.
 SUMMED: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if not traits.not_summed)
-#: Those that need no setting beside their name.
-NAMED: tuple[CodecName, ...] = tuple(name for name in SUMMED if not TRAITS[name].required)
 
 
 # ---- where records lie ----------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """The shards of a bucket, and their order in a message ``[outer][tensor][inner][record]``.
+    """The shards of a bucket, and their order in a message ``[outer][tensor][inner][record]``; `of` makes it.
 
     Attributes:
         chunks: Elements of one shard of each tensor.
-        sizes: Axes of the rows, row-major; their product is the number of rows.
+        sizes: Axes of the rows, row-major and as few as possible; the product of the first ones is ``outer``.
         strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` holds shard
             ``i * strides[0] + j * strides[1] + ..``.
         outer: Number of pieces of the message, each ``[tensor][rows / outer][record]``.
@@ -407,16 +360,51 @@ class Rows(NamedTuple):
     chunks: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    outer: int = 1
+    outer: int
 
     @classmethod
     def of(
         cls, chunks: Sequence[int], sizes: Sequence[int], strides: Sequence[int] | None = None, outer: int = 1
     ) -> Rows:
-        """The rows of these axes; without strides in shard order."""
+        """The rows of these axes; without strides in shard order.
+
+        Raises:
+            ValueError: Axes that do not reach each shard once, or pieces that cut one unevenly.
+        """
+        if not chunks or not 0 <= min(chunks) <= max(chunks) < _MOST:
+            raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, each from 0 to 2**31 - 1")
+        if not sizes or min(sizes) < 1 or math.prod(sizes) >= _MOST:
+            raise ValueError(
+                f"sizes: found {list(sizes)}, expected at least one, each at least 1, and fewer than 2**31 rows"
+            )
         if strides is None:
             strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        return cls(tuple(chunks), tuple(sizes), tuple(strides), outer)
+        # Sums of multiples of the strides are 0, 1, .. without gap or repetition exactly where each stride is the product
+        # of the sizes of smaller ones. Otherwise some shard would be written twice and another never.
+        reached = 1
+        for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes) if size > 1):
+            reached = reached * size if stride == reached else 0
+        if not reached or len(strides) != len(sizes):
+            raise ValueError(
+                f"strides: found {list(strides)}, which with sizes {list(sizes)} do not reach each shard once"
+            )
+        merged: list[tuple[int, int]] = []
+        for size, stride in zip(sizes, strides):
+            if merged and merged[-1][1] == size * stride:
+                merged[-1] = merged[-1][0] * size, stride
+            elif size > 1:
+                merged.append((size, stride))
+        axes: list[tuple[int, int]] = []
+        left = outer  # pieces that the axes so far do not separate
+        for size, stride in merged or [(1, 1)]:
+            ahead = max(min(left, size), 1)
+            if left % ahead or size % ahead:
+                break
+            axes += [(ahead, size // ahead * stride), (size // ahead, stride)] if 1 < ahead < size else [(size, stride)]
+            left //= ahead
+        if left != 1:
+            raise ValueError(f"outer: found {outer}, which does not divide rows of {list(sizes)}")
+        return cls(tuple(chunks), tuple(size for size, _ in axes), tuple(stride for _, stride in axes), outer)
 
     @property
     def total(self) -> int:
@@ -429,61 +417,37 @@ class Rows(NamedTuple):
         return self.total // self.outer
 
 
-class Messages(NamedTuple):
-    """Messages of several peers, one after the other, each ``[tensor][inner][record]``.
-
-    Attributes:
-        peers: Number of messages.
-        chunks: Elements of one shard of each tensor.
-        inner: Rows of each message.
-    """
-
-    peers: int
-    chunks: tuple[int, ...]
-    inner: int
-
-
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Offsets of one bucket in one format; the message is ``[outer][tensor][inner][record]``.
 
     Attributes:
-        chunks: Elements of one shard of each tensor.
         record_bytes: Bytes of one record of each tensor.
         record_starts: Sum of the record bytes of the preceding tensors.
-        scales_offsets: Offset of the scales inside each record.
+        scales_offsets: Offset of the scales, or of the windows of exponents, inside each record.
         row_bytes: Bytes of one row: one record of every tensor.
         block_starts: Blocks of the preceding tensors.
-        row_blocks: Blocks of one row.
     """
 
-    chunks: tuple[int, ...]
     record_bytes: tuple[int, ...]
     record_starts: tuple[int, ...]
     scales_offsets: tuple[int, ...]
     row_bytes: int
     block_starts: tuple[int, ...]
-    row_blocks: int
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # every hop asks for the same few buckets
 def layout_of(chunks: tuple[int, ...], fmt: RecordFormat, itemsize: int) -> Layout:
     """The layout of a bucket whose shards have ``chunks`` elements of ``itemsize`` bytes."""
-    records = [fmt.record_bytes(chunk, itemsize) for chunk in chunks]
-    blocks = [fmt.blocks(chunk) for chunk in chunks]
+    offsets = [fmt.offsets(chunk, itemsize) for chunk in chunks]
+    *starts, row_bytes = itertools.accumulate((record[-1] for record in offsets), initial=0)
+    *block_starts, _ = itertools.accumulate(map(fmt.blocks, chunks), initial=0)
     return Layout(
-        chunks=chunks,
-        record_bytes=tuple(records),
-        record_starts=_starts(records),
-        scales_offsets=tuple(fmt.scales_offset(chunk, itemsize) for chunk in chunks),
-        row_bytes=sum(records),
-        block_starts=_starts(blocks),
-        row_blocks=sum(blocks),
+        record_bytes=tuple(record[-1] for record in offsets),
+        record_starts=tuple(starts),
+        scales_offsets=tuple(record[len(record) - 2] for record in offsets),
+        row_bytes=row_bytes,
+        block_starts=tuple(block_starts),
     )
-
-
-def _starts(sizes: list[int]) -> tuple[int, ...]:
-    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------

@@ -5,16 +5,15 @@ Yang, Mukka, Hesaaraki and Burtscher, "MPC: A Massively Parallel Compression Alg
 bits of 32 words each are transposed; from each word the one before it is subtracted; and of the words that are left only
 those that are not zero are kept, with a bitmap that tells which (docs/payload_format.md).
 
-A record has room for the most that its elements can take, and says in its head what it has used: `cut` leaves out the rest.
+A record has room for the most that its elements can take, and says in its head what it has used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch.nn.functional import pad
 
-from hzero.codecs.formats import MPC_CHUNK, MPC_HEADER, Layout, RecordFormat
+from hzero.codecs.formats import MPC_CHUNK, MPC_HEADER, RecordFormat
 
 #: Rows and columns of a transposed square of bits.
 _SIDE = 32
@@ -24,48 +23,36 @@ _BITMAP = MPC_CHUNK // _SIDE
 _EXCHANGED = {16: 0x0000FFFF, 8: 0x00FF00FF, 4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x55555555}
 
 
-def encode(values: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat) -> None:
-    """Writes records of zeroed memory from float32 ``[rows, chunks * 1024]``."""
-    rows = values.shape[0]
-    for record, chunk, first in zip(records, layout.chunks, layout.block_starts):
-        if not chunk:
-            continue
-        chunks = fmt.blocks(chunk)
-        words = values[:, first * MPC_CHUNK : (first + chunks) * MPC_CHUNK].reshape(rows, chunks, MPC_CHUNK)
-        left = _less(words.view(torch.int32), fmt.dimension)
-        left.view(rows, -1)[:, chunk:] = 0
-        planes = _less(_transposed(left.view(rows, -1, _SIDE)).view(rows, chunks, MPC_CHUNK), 1).view(rows, -1)
-        kept = planes != 0
-        bits = kept.view(rows, -1, _SIDE).to(torch.int64) << torch.arange(_SIDE, device=values.device)
-        counts = kept.sum(-1)
-        head = _aligned(MPC_HEADER + 4 * (chunks * _BITMAP + counts))
-        # All that is zero goes to one place behind the words that are kept.
-        room = (record.shape[-1] - MPC_HEADER) // 4 - chunks * _BITMAP
-        places = (kept.cumsum(-1) - 1).masked_fill_(~kept, room)
-        stream = planes.new_zeros(rows, room + 1).scatter_(1, places, planes.masked_fill(~kept, 0))[:, :-1]
-        shape = record.shape[:2]
-        record[..., :8].view(torch.int64).copy_(head.view(*shape, 1))
-        body = record[..., MPC_HEADER:].view(torch.int32)
-        body[..., : chunks * _BITMAP] = bits.sum(-1).to(torch.int32).view(*shape, -1)
-        body[..., chunks * _BITMAP :] = stream.reshape(*shape, -1)
+def encode(values: torch.Tensor, fmt: RecordFormat) -> list[torch.Tensor]:
+    """The records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
+    rows, numel = values.shape
+    words = pad(values.view(torch.int32), (0, -numel % MPC_CHUNK)).view(rows, -1, MPC_CHUNK)
+    left = _less(words, fmt.dimension)
+    left.view(rows, -1)[:, numel:] = 0
+    planes = _less(_transposed(left.view(rows, -1, _SIDE)).view(words.shape), 1).view(rows, -1)
+    kept = planes != 0
+    bits = kept.view(rows, -1, _SIDE).to(torch.int64) << torch.arange(_SIDE, device=values.device)
+    bitmaps = bits.sum(-1).to(torch.int32)
+    used = MPC_HEADER + 4 * (bitmaps.shape[1] + kept.sum(-1, keepdim=True))
+    # All that is zero goes to one place behind the words that are kept.
+    room = (fmt.record_bytes(numel, 0) - MPC_HEADER) // 4 - bitmaps.shape[1]
+    places = (kept.cumsum(-1) - 1).masked_fill_(~kept, room)
+    stream = planes.new_zeros(rows, room + 1).scatter_(1, places, planes.masked_fill(~kept, 0))[:, :-1]
+    head = pad((used + 15) // 16 * 16, (0, 1)).view(torch.int32)
+    return [torch.cat((head, bitmaps, stream), dim=1).view(torch.uint8)]
 
 
-def decode(records: Sequence[torch.Tensor], rows: int, layout: Layout, fmt: RecordFormat) -> torch.Tensor:
-    """float32 ``[rows, chunks * 1024]``; what is beyond a record has no meaning."""
-    values = records[0].new_empty(rows, layout.row_blocks * MPC_CHUNK, dtype=torch.int32)
-    for record, chunk, first in zip(records, layout.chunks, layout.block_starts):
-        if not chunk:
-            continue
-        chunks = fmt.blocks(chunk)
-        body = record[..., MPC_HEADER:].view(torch.int32).reshape(rows, -1)
-        bits, stream = body[:, : chunks * _BITMAP], body[:, chunks * _BITMAP :]
-        kept = (bits.unsqueeze(-1) >> torch.arange(_SIDE, device=body.device) & 1).view(rows, -1) == 1
-        # In bytes that no encoder writes, more words may be kept than the record has.
-        places = (kept.cumsum(-1) - 1).clamp_(0, stream.shape[1] - 1)
-        planes = stream.gather(1, places).masked_fill_(~kept, 0).view(rows, chunks, MPC_CHUNK)
-        left = _transposed(_more(planes, 1).view(rows, -1, _SIDE)).view(rows, chunks, MPC_CHUNK)
-        values[:, first * MPC_CHUNK : (first + chunks) * MPC_CHUNK] = _more(left, fmt.dimension).view(rows, -1)
-    return values.view(torch.float32)
+def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor:
+    """float32 ``[rows, numel]`` of records uint8 ``[rows, bytes]``."""
+    rows, chunks = records.shape[0], fmt.blocks(numel)
+    body = records[:, MPC_HEADER:].contiguous().view(torch.int32)
+    bits, stream = body[:, : chunks * _BITMAP], body[:, chunks * _BITMAP :]
+    kept = (bits.unsqueeze(-1) >> torch.arange(_SIDE, device=body.device) & 1).view(rows, -1) == 1
+    # In bytes that no encoder writes, more words may be kept than the record has.
+    places = (kept.cumsum(-1) - 1).clamp_(0, stream.shape[1] - 1)
+    planes = stream.gather(1, places).masked_fill_(~kept, 0).view(rows, chunks, MPC_CHUNK)
+    left = _transposed(_more(planes, 1).view(rows, -1, _SIDE)).view(rows, chunks, MPC_CHUNK)
+    return _more(left, fmt.dimension).view(torch.float32).view(rows, -1)[:, :numel]
 
 
 def _less(words: torch.Tensor, distance: int) -> torch.Tensor:
@@ -77,7 +64,7 @@ def _less(words: torch.Tensor, distance: int) -> torch.Tensor:
 
 def _more(left: torch.Tensor, distance: int) -> torch.Tensor:
     """The inverse of `_less`: sums along each of ``distance`` series."""
-    padded = torch.nn.functional.pad(left, (0, -MPC_CHUNK % distance)).to(torch.int64)
+    padded = pad(left, (0, -MPC_CHUNK % distance)).to(torch.int64)
     sums = padded.unflatten(-1, (-1, distance)).cumsum(-2)
     return sums.flatten(-2)[..., :MPC_CHUNK].to(torch.int32)
 
@@ -91,7 +78,3 @@ def _transposed(words: torch.Tensor) -> torch.Tensor:
         moved = (above ^ (below >> distance & (1 << (32 - distance)) - 1)) & mask
         words = torch.stack((above ^ moved, below ^ moved << distance), dim=2)
     return words.reshape(shape)
-
-
-def _aligned(sizes: torch.Tensor) -> torch.Tensor:
-    return (sizes + 15) // 16 * 16

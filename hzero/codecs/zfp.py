@@ -9,17 +9,14 @@ how many of the values have had a bit set, so it comes from a table; nothing loo
 from __future__ import annotations
 
 import functools
-import struct
-from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
-from hzero.codecs.formats import ZFP_BLOCK, ZFP_TINY, Layout, RecordFormat
+from hzero.codecs.formats import ZFP_BLOCK, ZFP_TINY, RecordFormat
 
 #: Bits of a block before its planes: that it is not zero, and the exponent.
 _HEAD = 9
-#: Bits that one word of a block holds here; two hold the longest one, 24 bits a value.
-_HALF, _MASK = 48, (1 << 48) - 1
 #: Digits of base -2 from two's complement and back: add and exclusive or, or exclusive or and subtract.
 _NEGABINARY, _WORD = 0xAAAAAAAA, 0xFFFFFFFF
 #: Most bits that a plane takes.
@@ -89,60 +86,38 @@ def _reading(device: torch.device) -> torch.Tensor:
     return torch.tensor(every).t().contiguous().to(device)
 
 
-@functools.cache
-def _scales(device: torch.device) -> torch.Tensor:
-    """float32 ``[256]``: the unit of a block by the exponent in its head; that of small ones is subnormal or zero.
-
-    Made of words: DeepSpeed's ``zero.Init`` gives new tensors of numbers its own type.
-    """
-    words = [struct.unpack("i", struct.pack("f", 2.0 ** (e - 157)))[0] for e in range(256)]
-    return torch.tensor(words, dtype=torch.int32).view(torch.float32).to(device)
-
-
-def encode(values: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat) -> None:
-    """Writes records of zeroed memory from float32 ``[rows, blocks * 4]``."""
-    rows = values.shape[0]
-    blocks = _filled(values, layout).view(rows, -1, ZFP_BLOCK)
-    exponents = ((blocks.view(torch.int32) >> 23) & 0xFF).amax(-1)
+def encode(values: torch.Tensor, fmt: RecordFormat) -> list[torch.Tensor]:
+    """The records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
+    rows, numel = values.shape
+    short = numel % ZFP_BLOCK
+    # What zfp takes for the values that a last block lacks: the nearest ones, so that little changes.
+    nearest = [numel - short + place for place in {0: (), 1: (0, 0, 0), 2: (1, 0), 3: (0,)}[short]]
+    blocks = torch.cat((values, values[:, nearest]), dim=1).view(-1, ZFP_BLOCK)
+    exponents = (blocks.view(torch.int32) >> 23 & 0xFF).amax(-1)
     lost, zero = exponents == 255, exponents <= ZFP_TINY
     plain = exponents.masked_fill(lost | zero, 127)
     factors = ((283 - plain) << 23).view(torch.float32).unsqueeze(-1)
     digits = _digits(blocks.masked_fill((lost | zero).unsqueeze(-1), 0.0).mul(factors).to(torch.int32))
-    low = (1 | (plain + 1) << 1).to(torch.int64)
-    high, at, seen = torch.zeros_like(low), torch.full_like(low, _HEAD), torch.zeros_like(low)
-    table = _writing(values.device)
+    # One bit in each byte, the first one first; what is written behind the block's last bit is left out.
+    size, device = ZFP_BLOCK * fmt.rate, values.device
+    stream = digits.new_zeros(len(blocks), size + _LONGEST, dtype=torch.uint8)
+    stream[:, :_HEAD] = (1 | plain + 1 << 1).unsqueeze(-1) >> torch.arange(_HEAD, device=device) & 1
+    at, seen = torch.full_like(plain, _HEAD, dtype=torch.int64), torch.zeros_like(plain, dtype=torch.int64)
+    table, each, places = (
+        _writing(device),
+        torch.arange(ZFP_BLOCK, device=device),
+        torch.arange(_LONGEST, device=device),
+    )
     for number in range(31, -1, -1):
-        bits = (digits >> number & 1).mul_(torch.tensor([1, 2, 4, 8], device=values.device)).sum(-1)
+        bits = ((digits >> number & 1) << each).sum(-1)
         written, count, seen = table[:, seen * 16 + bits]
-        low |= (written << at.clamp(max=_HALF)).masked_fill(at >= _HALF, 0)
-        high |= (written << (at - _HALF).clamp(0, _HALF)).masked_fill(at < _HALF, 0) | low >> _HALF
-        low &= _MASK
-        high &= _MASK
-        at += count
-    low.masked_fill_(lost, 1).masked_fill_(zero, 0)
-    high.masked_fill_(lost | zero, 0)
-    places = torch.arange(fmt.rate, device=values.device)
-    words = torch.where(places < 12, low.unsqueeze(-1), high.unsqueeze(-1))
-    nibbles = (words >> places % 12 * 4 & 15).to(torch.uint8)
-    for record, chunk, first in zip(records, layout.chunks, layout.block_starts):
-        own = nibbles[:, first : first + fmt.blocks(chunk)].reshape(rows, -1)
-        own = torch.nn.functional.pad(own, (0, own.shape[1] % 2))
-        size = own.shape[1] // 2
-        record[..., :size].copy_((own[:, ::2] | own[:, 1::2] << 4).view(*record.shape[:2], size))
-
-
-def _filled(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Writes what zfp takes for the values that a last block lacks: the nearest ones, so that little changes."""
-    for chunk, first in zip(layout.chunks, layout.block_starts):
-        here = chunk % ZFP_BLOCK
-        last = values[:, (first + chunk // ZFP_BLOCK) * ZFP_BLOCK :][:, :ZFP_BLOCK]
-        if here == 1:
-            last[:, 1] = last[:, 0]
-        if here in (1, 2):
-            last[:, 2] = last[:, 1]
-        if here:
-            last[:, 3] = last[:, 0]
-    return values
+        # Zeros behind the bits of a plane are overwritten by the next one.
+        stream.scatter_(1, at.unsqueeze(-1) + places, (written.unsqueeze(-1) >> places & 1).to(torch.uint8))
+        at = (at + count).clamp_(max=size)
+    stream.masked_fill_((lost | zero).unsqueeze(-1), 0)[:, 0] = ~zero
+    whole = stream[:, :size].reshape(rows, -1)
+    octets = pad(whole, (0, -whole.shape[1] % 8)).view(rows, -1, 8) << torch.arange(8, device=device)
+    return [octets.sum(-1).to(torch.uint8)]
 
 
 def _digits(integers: torch.Tensor) -> torch.Tensor:
@@ -178,34 +153,28 @@ def _integers(digits: torch.Tensor) -> torch.Tensor:
     return torch.stack((x, y, z, w), -1)
 
 
-def decode(records: Sequence[torch.Tensor], rows: int, layout: Layout, fmt: RecordFormat) -> torch.Tensor:
-    """float32 ``[rows, blocks * 4]``; what is beyond a record has no meaning."""
-    device = records[0].device
-    nibbles = records[0].new_zeros(rows, layout.row_blocks, fmt.rate)
-    for record, chunk, first in zip(records, layout.chunks, layout.block_starts):
-        blocks = fmt.blocks(chunk)
-        packed = record[..., : fmt.code_bytes(chunk, 0)].reshape(rows, -1)
-        pairs = torch.stack((packed & 15, packed >> 4), -1).view(rows, -1)
-        nibbles[:, first : first + blocks] = pairs[:, : blocks * fmt.rate].view(rows, blocks, fmt.rate)
-    places = torch.arange(fmt.rate, device=device)
-    words = nibbles.to(torch.int64) << places % 12 * 4
-    low, high = words[..., :12].sum(-1), words[..., 12:].sum(-1)
-    exponents = (low >> 1) & 0xFF
-    at, seen = torch.full_like(low, _HEAD), torch.zeros_like(low)
-    digits = torch.zeros(*low.shape, ZFP_BLOCK, dtype=torch.int64, device=device)
-    table, each = _reading(device), torch.arange(ZFP_BLOCK, device=device)
+def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor:
+    """float32 ``[rows, numel]`` of records uint8 ``[rows, bytes]``."""
+    rows, size, device = records.shape[0], ZFP_BLOCK * fmt.rate, records.device
+    stream = (records.unsqueeze(-1) >> torch.arange(8, device=device) & 1).view(rows, -1)
+    stream = pad(stream[:, : fmt.blocks(numel) * size].reshape(-1, size), (0, _LONGEST)).to(torch.int64)
+    exponents = (stream[:, 1:_HEAD] << torch.arange(_HEAD - 1, device=device)).sum(-1)
+    at, seen = torch.full_like(exponents, _HEAD), torch.zeros_like(exponents)
+    digits = stream.new_zeros(len(stream), ZFP_BLOCK)
+    table, each, places = (
+        _reading(device),
+        torch.arange(ZFP_BLOCK, device=device),
+        torch.arange(_LONGEST, device=device),
+    )
     for number in range(31, -1, -1):
-        # The next bits, of either word or across both.
-        bits = torch.where(
-            at < _HALF,
-            (low >> at.clamp(max=_HALF)) | (high << (_HALF - at).clamp(min=0)),
-            high >> (at - _HALF).clamp(min=0),
-        )
-        present = (ZFP_BLOCK * fmt.rate - at).clamp(0, _LONGEST)
-        values, taken, seen = table[:, (seen * (_LONGEST + 1) + present) * 128 + (bits & 127)]
+        bits = (stream.gather(1, at.unsqueeze(-1) + places) << places).sum(-1)
+        present = (size - at).clamp_(max=_LONGEST)
+        values, taken, seen = table[:, (seen * (_LONGEST + 1) + present) * 128 + bits]
         digits |= (values.unsqueeze(-1) >> each & 1) << number
         at += taken
-    decoded = _integers(digits).to(torch.float32) * _scales(device)[exponents].unsqueeze(-1)
-    some = low & 1 == 1
-    decoded = decoded.masked_fill(~some.unsqueeze(-1), 0.0)
-    return decoded.masked_fill((some & (exponents == 0)).unsqueeze(-1), torch.nan).view(rows, -1)
+    # The unit of a block, from the bits of a float64: that of a small one is subnormal or zero in float32.
+    units = (exponents + 1023 - 157 << 52).view(torch.float64).to(torch.float32).unsqueeze(-1)
+    decoded = _integers(digits).to(torch.float32) * units
+    some = stream[:, 0] == 1
+    decoded.masked_fill_(~some.unsqueeze(-1), 0.0).masked_fill_((some & (exponents == 0)).unsqueeze(-1), torch.nan)
+    return decoded.view(rows, -1)[:, :numel]

@@ -30,8 +30,8 @@ from hzero.plan.shards import ShardPlan
 
 T = TypeVar("T")
 
-#: Blocks of a message that its codec could not hold, int64 ``[]``, and a description of the message.
-Lost: TypeAlias = tuple[torch.Tensor, str]
+#: Blocks of a message that its codec could not hold, int64 ``[]``, and descriptions of the message and of such blocks.
+Lost: TypeAlias = tuple[torch.Tensor, str, str]
 #: Comparisons of a device that have not been looked at yet, at most.
 _UNREAD = 256
 #: Buffers of one size that a device has not passed yet before one of them is taken again, which serialises their programs.
@@ -369,7 +369,7 @@ class Collectives:
         lost, self._lost = self._lost, []
         if lost and self.lanes.streams is not None:
             self.lanes.streams.join()
-        return first_lost([(self.used(blocks), what) for blocks, what in lost])
+        return first_lost([(self.used(blocks), what, why) for blocks, what, why in lost])
 
     def verify(self) -> None:
         """On an asynchronous device: waits for all that has arrived until now, and looks whether it has arrived whole.
@@ -393,12 +393,9 @@ class Collectives:
 
 def first_lost(lost: Sequence[Lost]) -> str | None:
     """The first message with lost blocks, in words; the host waits."""
-    for blocks, what in lost:
+    for blocks, what, why in lost:
         if count := int(blocks):
-            return (
-                f"{what}: {count} blocks of 32,768 numbers have more than 512 exponents outside of the windows of their lines, "
-                "which the codec cannot hold"
-            )
+            return f"{what}: {count} {why}"
     return None
 
 
@@ -649,7 +646,7 @@ class _Hop:
         self._what = f"{bucket.label} in codec {step.codec.codec}"
         self._size, self._kept = step.message_bytes(bucket.chunks, bucket.dtype.itemsize), not last
         self._counts = self._counted(self._size)
-        self._fallible = self._codec.traits.fallible and step.kind != "send"  # of which the receiver tells
+        self._fallible = bool(self._codec.traits.lost) and step.kind != "send"  # of which the receiver tells
         # A hop that the host starts and ends is timed by its clock, wherever its memory is.
         self._timed_on = device if own.lanes.streams is not None else torch.device("cpu")
         self._collective = self._prepared(step.kind, self._size, self._what)
@@ -696,7 +693,8 @@ class _Hop:
         yield pending
         arrived = own.received(pending) if given else pending.wait()
         if self._fallible:
-            lost.append((self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces), self._what))
+            blocks = self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces)
+            lost.append((blocks, self._what, self._codec.traits.lost))
         return arrived, into if size else room
 
     def _started(self, collective: Collective, message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:

@@ -339,15 +339,15 @@ def examine_codecs(findings: list[Finding]) -> list[dict[str, str]]:
     import torch
 
     from hzero.codecs import backends
-    from hzero.codecs.formats import CODECS, TRAITS
+    from hzero.codecs.formats import CODECS
 
     rows = []
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         chosen, wrong = backends.choice(kind), []
         if chosen.fallback:
             findings.append((DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}"))
-        settings: list[dict[str, Any]] = [{"codec": codec} for codec in CODECS if not TRAITS[codec].required]
-        settings += [{"codec": "int4", "block_size": 64, "scale": "int8", "rotation": 64}, {"codec": "zfp", "rate": 9}]
+        settings: list[dict[str, Any]] = [{"codec": codec} for codec in CODECS]
+        settings += [{"codec": "int4", "block_size": 64, "rotation": 64}, {"codec": "zfp", "rate": 9}]
         for one in settings:
             try:
                 got = _tried(kind, one)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hzero import __version__
 from hzero.bootstrap import launched
-from hzero.codecs.formats import NAMED
+from hzero.codecs.formats import SUMMED
 from hzero.config import TRANSPORTS, TopologyConfig
 from hzero.launch import run_launched, run_ranks
 from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
@@ -71,8 +71,8 @@ def _size(text: str) -> int:
 
 def _codecs(text: str) -> list[str]:
     for name in text.split(","):
-        if name not in NAMED:
-            raise argparse.ArgumentTypeError(str(one_of("", name, NAMED, "codec")))
+        if name not in SUMMED:
+            raise argparse.ArgumentTypeError(str(one_of("", name, SUMMED, "codec")))
     return list(dict.fromkeys(text.split(",")))
 
 
@@ -91,7 +91,7 @@ def run_links(arguments: Sequence[str]) -> int:
     add("--topology", type=_topology, default="auto", metavar="NxPxG|FILE|auto", help=where)
     add("--min-bytes", type=_size, default="4K", metavar="SIZE", help="smallest size, such as 512 or 4K (default 4K)")
     add("--max-bytes", type=_size, default="16M", metavar="SIZE", help="largest size, such as 1G (default 16M)")
-    add("--codecs", type=_codecs, default="none,int8,int4", help=f"codecs of {', '.join(NAMED)} (default %(default)s)")
+    add("--codecs", type=_codecs, default="none,int8,int4", help=f"codecs of {', '.join(SUMMED)} (default %(default)s)")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto (GPUs if torch has them) or cpu")
     add("--transport", choices=TRANSPORTS, default="torch", help="what carries the messages; mpi under mpiexec or srun")
     timed = "timed iterations per measurement (default 20)"

@@ -40,8 +40,8 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None
     if narrow is not None and not config.bfloat16_config.enabled:
         raise ConfigError(
             f"{KEY}.codecs.tensor.{narrow}: found {block.codecs.tensor[narrow].codec!r}{whose}, which holds bfloat16 numbers, "
-            "without bf16.enabled; possible with "
-            "it, or mpc, none"
+            "without bf16.enabled; possible "
+            "with it, or codec none"
         )
     if config.tensor_parallel_config.tp_overlap_comm and coded:
         raise ConfigError(

@@ -47,7 +47,7 @@ class Route:
         self.plan = plan
         self.programs = StagePrograms.of(plan)
         self.lossy = any(not hop.codec.traits.exact for hop in plan.gather_hops())
-        self.fallible = any(hop.codec.traits.fallible for hop in plan.gather_hops())
+        self.fallible = any(hop.codec.traits.lost for hop in plan.gather_hops())
         self.sums_travel = any(hop.codec.traits.plain for hop in plan.reduce_hops())
 
 

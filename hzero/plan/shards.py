@@ -231,7 +231,7 @@ class ShardPlan:
 
     def without_fallible(self) -> ShardPlan:
         """The plan with codec ``none`` on tiers whose weights' codec may fail to hold a block."""
-        codecs: dict[str, Any] = {tier: PLAIN for tier in TIERS if self.codecs.weights[tier].traits.fallible}
+        codecs: dict[str, Any] = {tier: PLAIN for tier in TIERS if self.codecs.weights[tier].traits.lost}
         weights = self.codecs.weights.model_copy(update=codecs)
         return replace(self, codecs=self.codecs.model_copy(update={"weights": weights}))
 

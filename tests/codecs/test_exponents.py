@@ -94,14 +94,14 @@ def test_records_are_those_of_the_page(kind: str) -> None:
 
 def test_a_message_has_the_records_of_its_rows() -> None:
     """Several tensors, rows in another order, sources that end early: elements beyond them count as +0."""
-    chunks, sizes, strides, outer = [600, 0, 1, 37], [2, 3], [1, 2], 3
+    chunks, sizes, strides, outer = [600, 0, 1, 37], [3, 2], [1, 3], 3
     source = [source_of("weights", max(6 * chunk - 5, 0), seed=chunk) for chunk in chunks]
     message = EXP.encode(source, chunks, sizes=sizes, strides=strides, outer=outer)
     want = b""
     for piece in range(outer):
         for tensor, chunk in zip(source, chunks):
             for row in (2 * piece, 2 * piece + 1):
-                shard = row // 3 + row % 3 * 2
+                shard = row // 2 + row % 2 * 3
                 found = tensor[shard * chunk : (shard + 1) * chunk].view(torch.int16).tolist()
                 if chunk:
                     want += naive_record([word & 0xFFFF for word in found] + [0] * (chunk - len(found)))

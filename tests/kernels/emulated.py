@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from hzero.codecs import host
-from hzero.codecs.device import FAMILIES
+from hzero.codecs import launchers
+from hzero.codecs.launchers import FAMILIES, family_of
 from tests.ranks import ROOT
 
 __all__ = ["FAMILIES", "KERNELS", "LIBRARY", "EmulatedKernels", "build"]
 
 KERNELS = ROOT / "hip_kernels"
 #: tests/kernels/test_sanitizers.py sets both: the host library to test, and more flags for the emulation.
-LIBRARY = Path(os.environ.get("HZERO_TESTS_LIBRARY", host.LIBRARY))
+LIBRARY = Path(os.environ.get("HZERO_TESTS_LIBRARY", launchers.LIBRARY))
 _FLAGS = os.environ.get("HZERO_TESTS_CXXFLAGS", "").split()
 
 
@@ -58,14 +58,14 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 class EmulatedKernels:
     """Starts emulated kernels; builds a family when one of its kernels is first needed."""
 
-    alignment = 16
+    on_device = True
 
     def __init__(self, wave: int) -> None:
         self.name = f"emulated wave {wave}"
         self.wave = wave
         compiler()  # or the test is skipped here
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+    def launch(self, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         flags = ("-DHZ_EMULATE", f"-DHZ_WAVE={self.wave}", "-Wall", "-Wno-unknown-pragmas", "-Werror")
-        library = ctypes.CDLL(str(build(f'#include "{family}.hip"\n', *flags)))
+        library = ctypes.CDLL(str(build(f'#include "{family_of(kernel)}.hip"\n', *flags)))
         getattr(library, kernel)(ctypes.c_void_p(bucket.ctypes.data))

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from hzero.codecs import backends, device, host, reference
+from hzero.codecs import backends, launchers, reference
+from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import Rows
-from hzero.codecs.kernels import BUCKET, VERSION, KernelBackend
+from hzero.codecs.launchers import BUCKET, VERSION
 from hzero.commands.doctor import examine_codecs
 from hzero.config import CodecConfig
 from hzero.validation import ConfigError
@@ -26,7 +27,7 @@ from tests.kernels.emulated import FAMILIES, KERNELS, EmulatedKernels
 
 INT8 = Codec.from_config(CodecConfig(codec="int8"))
 ENCODING = ([torch.arange(300.0)], Rows.of((300,), (1,)), INT8.format)
-HAS_LIBRARY = host.LIBRARY.exists()
+HAS_LIBRARY = launchers.LIBRARY.exists()
 needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the host library is not built")
 
 
@@ -34,12 +35,10 @@ needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the host library is 
 def _chosen_anew(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in (backends.VARIABLE, "RANK", "SLURM_PROCID"):  # the fallback is announced on rank 0 alone
         monkeypatch.delenv(name, raising=False)
-    caches = (backends.choice, backends._announced)
-    for cached in caches:
-        cached.cache_clear()
+    choice = backends.choice  # a test may replace it
+    choice.cache_clear()
     yield
-    for cached in caches:
-        cached.cache_clear()
+    choice.cache_clear()
 
 
 def use() -> torch.Tensor:
@@ -81,17 +80,17 @@ def test_a_library_that_cannot_be_used_is_said_once(
     if content in ("stale", "cut") and not HAS_LIBRARY:
         pytest.skip("the host library is not built")
     if content == "cut":
-        whole = host.LIBRARY.read_bytes()
+        whole = launchers.LIBRARY.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
     elif content == "another":
         path = Path(_math_library())
     elif content == "stale":
-        path.write_bytes(host.LIBRARY.read_bytes())
-        monkeypatch.setattr(host, "VERSION", 99999)
+        path.write_bytes(launchers.LIBRARY.read_bytes())
+        monkeypatch.setattr(launchers, "VERSION", 99999)
         says = f"has version {VERSION} "
     elif content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(host.HostLibrary.__init__, "__defaults__", (path,))
+    monkeypatch.setattr(launchers.HostLibrary.__init__, "__defaults__", (path,))
     with caplog.at_level(logging.WARNING, "hzero"):
         want = use()
         use()
@@ -111,7 +110,7 @@ def _math_library() -> str:
 
 
 def test_other_ranks_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(host.HostLibrary.__init__, "__defaults__", (Path("/nowhere"),))
+    monkeypatch.setattr(launchers.HostLibrary.__init__, "__defaults__", (Path("/nowhere"),))
     monkeypatch.setenv("RANK", "3")
     use()
     assert not caplog.records
@@ -135,13 +134,15 @@ def test_a_backend_of_another_torch_is_refused(name: str, monkeypatch: pytest.Mo
 
 @needs_library
 def test_the_library_has_the_structure_that_python_fills() -> None:
-    library = ctypes.CDLL(str(host.LIBRARY))
+    library = ctypes.CDLL(str(launchers.LIBRARY))
     assert library.hz_bucket_version() == VERSION and library.hz_bucket_bytes() == BUCKET.itemsize
     library.hz_build_id.restype = ctypes.c_char_p
     sources = [KERNELS / "bucket.h", *(KERNELS / "host").iterdir()]
-    assert library.hz_build_id().decode() == device.hash_files(sources), "hzero/native is of other sources: make setup"
+    assert library.hz_build_id().decode() == launchers.hash_files(sources), (
+        "hzero/native is of other sources: make setup"
+    )
     with pytest.raises(ValueError, match="instruction_set: this processor or library has no 'neon'"):
-        host.HostLibrary().instruction_set = "neon"
+        launchers.HostLibrary().instruction_set = "neon"
 
 
 # ---- the device backend, with a stand-in for CuPy -------------------------------------------------------------------
@@ -190,7 +191,7 @@ class _Cupy:
             self.launched.append((kernel, grid, block, stream.ptr))
             (bucket,) = arguments
             assert isinstance(bucket, np.ndarray) and bucket.size == 1 and bucket.nbytes == BUCKET.itemsize
-            self._emulated.launch("encode", kernel, bucket, grid[0], torch.device("cpu"))
+            self._emulated.launch(kernel, bucket, grid[0], torch.device("cpu"))
 
         return start
 
@@ -211,13 +212,13 @@ def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=4711))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(device, "NATIVE", tmp_path / "native")
-    device.DeviceKernels._architecture.cache_clear()
+    monkeypatch.setattr(launchers, "NATIVE", tmp_path / "native")
+    launchers.DeviceKernels._architecture.cache_clear()
     yield found
-    device.DeviceKernels._architecture.cache_clear()
+    launchers.DeviceKernels._architecture.cache_clear()
 
 
-def _encode(kernels: device.DeviceKernels) -> torch.Tensor:
+def _encode(kernels: launchers.DeviceKernels) -> torch.Tensor:
     return Calls(KernelBackend(kernels)).encode(*ENCODING)
 
 
@@ -225,7 +226,7 @@ def test_kernels_are_compiled_once_and_kept(cupy: _Cupy, tmp_path: Path) -> None
     hip = bool(torch.version.hip)
     want = REFERENCE.encode(*ENCODING)
     for _ in range(2):  # the second finds it on disk
-        kernels = device.DeviceKernels()
+        kernels = launchers.DeviceKernels()
         for _ in range(2):
             assert torch.equal(_encode(kernels), want)
     option = "--offload-arch=gfx90a" if hip else "--gpu-architecture=sm_90"
@@ -240,11 +241,11 @@ def test_kernels_are_compiled_once_and_kept(cupy: _Cupy, tmp_path: Path) -> None
 def test_code_objects_of_the_installation_come_first(cupy: _Cupy, tmp_path: Path) -> None:
     architecture = "gfx90a" if torch.version.hip else "sm_90"
     (tmp_path / "native").mkdir()
-    own = device.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
+    own = launchers.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
     for family in FAMILIES:
         (tmp_path / "native" / f"{family}.{architecture}.0123456789ab.hsaco").write_bytes(b"of other sources")
         (tmp_path / "native" / f"{family}.{architecture}.{own}.hsaco").write_bytes(b"built before")
-    kernels = device.DeviceKernels()
+    kernels = launchers.DeviceKernels()
     _encode(kernels)
     assert cupy.loaded == [b"built before"] * len(FAMILIES) and not cupy.compiled
     assert "built with the installation" in kernels.describe()
@@ -258,7 +259,7 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
-        _encode(device.DeviceKernels())
+        _encode(launchers.DeviceKernels())
     assert len(cupy.compiled) == 2 * len(FAMILIES)
 
 
@@ -266,7 +267,7 @@ def test_a_compiler_that_fails_leaves_the_reference(cupy: _Cupy, monkeypatch: py
     """The compiler's library is missing, or it does not know the device."""
     cupy.error = "compilation"
     with pytest.raises(ImportError, match=r"the kernels cannot be loaded for .*encode\.hip does not compile") as caught:
-        device.DeviceKernels()
+        launchers.DeviceKernels()
     assert "block.h(1): error" in str(caught.value.__cause__)
 
     def missing() -> None:

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from hzero.codecs import host
+from hzero.codecs import launchers
 from tests.kernels.emulated import build, compiler
 from tests.ranks import LONG, run, run_python
 
@@ -24,7 +24,7 @@ from hzero.codecs.formats import RecordFormat, Rows
 from tests.kernels.test_kernels import backend_of
 
 payload = torch.zeros(8, dtype=torch.uint8)
-how = Rows.of((64,), (1,)), RecordFormat.of("int8", 64, "bf16"), torch.float32, False
+how = Rows.of((64,), (1,)), RecordFormat.of("int8", 64), torch.float32, False
 backend_of(sys.argv[1]).decoder(*how)(payload, [torch.empty(64)])
 """
 
@@ -32,7 +32,7 @@ backend_of(sys.argv[1]).decoder(*how)(payload, [torch.empty(64)])
 def _library(name: str) -> str:
     """The library with this instruction set alone, under the name of the one that every processor has."""
     try:
-        host.HostLibrary().instruction_set = name
+        launchers.HostLibrary().instruction_set = name
     except (OSError, ValueError) as error:
         pytest.skip(str(error))
     flags = ["-march=x86-64", *_SETS[name]] if platform.machine() in ("x86_64", "AMD64") else []

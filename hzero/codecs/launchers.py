@@ -1,10 +1,13 @@
-"""Device backend: the HIP and CUDA kernels of hip_kernels, started through CuPy on torch's tensors and streams."""
+"""Launchers: start compiled kernels on one `BUCKET`, those of the host library and those of devices (hip_kernels)."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
+import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,101 @@ from typing import Any
 import numpy as np
 import torch
 
-from hzero.codecs.host import NATIVE
-from hzero.codecs.kernels import THREADS
 from hzero.files import cache_folder, distrust, replacing
+
+#: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
+VERSION, TENSORS, AXES, THREADS = 8, 40, 6, 256
+
+TENSOR = np.dtype(
+    [
+        *((name, "u8") for name in ("data", "residual", "left")),
+        *((name, "i8") for name in ("numel", "start", "out_start")),
+        *((name, "u4") for name in ("chunk", "scales", "out_scales", "record_bytes", "out_record_bytes")),
+        *((name, "u4") for name in ("first_block", "first_group")),
+        ("factor", "f4"),
+    ],
+    align=True,
+)
+
+#: The whole structure.
+BUCKET = np.dtype(
+    [
+        *((name, "u8") for name in ("payload", "out_payload")),
+        *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
+        *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size")),
+        ("limit", "f4"),
+        *(
+            (name, "u4")
+            for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference", "kept_bytes", "axes")
+        ),
+        *((name, "u4", AXES) for name in ("sizes", "strides")),
+        *((name, "u4") for name in ("tensors", "workgroups", "lanes")),
+        ("tensor", TENSOR, TENSORS),
+    ],
+    align=True,
+)
+
+#: Folder of the compiled parts, in an installation and in a checkout that was set up.
+NATIVE = Path(__file__).resolve().parents[1] / "native"
+LIBRARY = NATIVE / "libhzero_host.so"
+
+
+class HostLibrary:
+    """Starts kernels of the host library, on as many threads as torch was given.
+
+    Args:
+        path: The library.
+
+    Raises:
+        OSError: It is not there, cannot be loaded, or was built for another version of hzero.
+    """
+
+    name = "host"
+    on_device = False
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        if not path.exists():
+            raise OSError(
+                f"{path} is not there: hzero was installed without a C++ compiler, or its checkout not set up"
+            )
+        _check_whole(path)
+        self._library = ctypes.CDLL(str(path))
+        try:
+            built = self._library.hz_bucket_version(), self._library.hz_bucket_bytes()
+        except AttributeError:
+            raise OSError(f"{path} is not hzero's library") from None
+        if built != (VERSION, BUCKET.itemsize):
+            raise OSError(
+                f"{path} has version {built[0]} ({built[1]} bytes), expected {VERSION} ({BUCKET.itemsize} bytes): "
+                "build it again"
+            )
+        self._library.hz_instruction_set.restype = ctypes.c_char_p
+
+    @property
+    def instruction_set(self) -> str:
+        """The instruction set in use: ``avx512``, ``avx2`` or ``baseline``."""
+        return self._library.hz_instruction_set().decode()
+
+    @instruction_set.setter
+    def instruction_set(self, name: str) -> None:
+        if not self._library.hz_use_instruction_set(name.encode()):
+            raise ValueError(f"instruction_set: this processor or library has no {name!r}")
+
+    def launch(self, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+        """Runs a kernel to its end. Other Python threads go on meanwhile."""
+        getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
+
+
+def _check_whole(path: Path) -> None:
+    """Raises OSError for a truncated file: loading one kills the process when it touches the missing part."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) == 64 and header[:5] == b"\x7fELF\x02":  # a 64-bit ELF; the loader itself refuses all else
+        (sections,), (width, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+        if sections + width * count > size:
+            raise OSError(f"{path} is cut short: {size} bytes of {sections + width * count}")
+
 
 #: Files of the kernels: one per operator, and those of codec ``exp``.
 FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode", "exponents")
@@ -32,14 +127,13 @@ class DeviceKernels:
     Raises:
         ImportError: CuPy is not installed, cannot be loaded, or finds no compiler; the message names the extra to
             install.
-        OSError: No device, a device that the kernels do not support, or missing sources.
+        OSError: A device that the kernels do not support.
     """
 
-    alignment = 16
+    on_device = True
 
     def __init__(self) -> None:
         self.name = "hip" if torch.version.hip else "cuda"
-        self.wave = 64 if torch.version.hip else 32
         extra = "rocm" if torch.version.hip else "cuda"
         try:
             import cupy
@@ -48,14 +142,9 @@ class DeviceKernels:
             raise ImportError(f'cupy cannot be imported ({_line(error)}); pip install "hzero[{extra}]"') from None
         if bool(cupy.cuda.runtime.is_hip) != bool(torch.version.hip):
             raise ImportError(f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"')
-        if not torch.cuda.is_available():
-            raise OSError("torch sees no GPU")
         self._cupy, self._compiler = cupy, nvrtc
-        sources = next((folder for folder in SOURCES if folder.is_dir()), None)
-        if sources is None:
-            raise OSError(f"the kernels' sources are not there: neither {SOURCES[0]} nor {SOURCES[1]} exists")
-        self._sources = sources
-        self._id = hash_files([*sources.glob("*.h"), *sources.glob("*.hip")])
+        self._sources = SOURCES[0] if SOURCES[0].is_dir() else SOURCES[1]
+        self._id = hash_files([*self._sources.glob("*.h"), *self._sources.glob("*.hip")])
         architecture = self._architecture(torch.cuda.current_device())
         if torch.version.hip and not architecture.startswith("gfx9"):
             raise OSError(f"the kernels are written for gfx9 (MI50 to MI300), this is {architecture}")
@@ -73,13 +162,13 @@ class DeviceKernels:
         how = "built with the installation" if built else "compiled on this machine"
         return f"kernels for {architecture}, {how}, cupy {self._cupy.__version__}"
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+    def launch(self, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Starts a kernel on the device's current stream."""
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
         stream = self._stream(index, torch.cuda.current_stream(index).cuda_stream)
         with contextlib.nullcontext() if index == current else torch.cuda.device(index):
-            function = self._function(index, family, kernel)
+            function = self._function(index, kernel)
             function((workgroups,), (THREADS,), (bucket,), stream=stream)
 
     @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
@@ -99,8 +188,8 @@ class DeviceKernels:
         return NATIVE / f"{family}.{architecture}.{self._id}.hsaco"
 
     @functools.cache  # noqa: B019
-    def _function(self, index: int, family: str, kernel: str) -> Any:
-        return self._modules(index)[family].get_function(kernel)
+    def _function(self, index: int, kernel: str) -> Any:
+        return self._modules(index)[family_of(kernel)].get_function(kernel)
 
     @functools.cache  # noqa: B019
     def _modules(self, index: int) -> dict[str, Any]:
@@ -145,6 +234,11 @@ class DeviceKernels:
             raise RuntimeError(f"{source} does not compile with {' '.join(options)}:\n{log}") from None
         finally:
             self._compiler.destroyProgram(program)
+
+
+def family_of(kernel: str) -> str:
+    """The file of a kernel."""
+    return "exponents" if "_exp" in kernel else max((f for f in FAMILIES if kernel.startswith(f)), key=len)
 
 
 def hash_files(paths: Sequence[Path]) -> str:
