@@ -36,8 +36,8 @@ from hzero.validation import ConfigError, is_rank_0
 
 logger = logging.getLogger("hzero")
 
-#: Elements of a tensor from which on it is broadcast by itself; smaller ones go together, such as norms and biases.
-_SMALL = 1 << 18
+#: Bytes of small tensors that are broadcast together, such as norms and biases.
+_COALESCED_BYTES = 1 << 20
 
 
 class PipelineState(Traffic):
@@ -97,18 +97,9 @@ class PipelineState(Traffic):
             role: What the codec has been of.
             tensors: Contiguous, changed in place; as many and as large on all ranks of the group.
         """
-        if (
-            not tensors
-            or dist.get_world_size(self._tensor) == 1
-            or not lossy_crossings(self.config.codecs[role], self.partition.grid)
-        ):
-            return
-        small = [tensor for tensor in tensors if tensor.numel() < _SMALL]
-        flat = torch.cat([tensor.reshape(-1) for tensor in small]) if small else tensors[0].new_empty(0)
-        for one in (flat, *(tensor for tensor in tensors if tensor.numel() >= _SMALL)):
-            dist.broadcast(one, ranks_of(self._tensor)[0], group=self._tensor)
-        for tensor, found in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
-            tensor.copy_(found.view_as(tensor))
+        lossy = lossy_crossings(self.config.codecs[role], self.partition.grid)
+        if tensors and lossy and dist.get_world_size(self._tensor) > 1:
+            dist._broadcast_coalesced(self._tensor, list(tensors), _COALESCED_BYTES, 0)  # as DDP's of its buffers
 
     def memory(self, optimizer: Any) -> dict[str, int]:
         """Measured bytes of each state on this rank, without transient buffers, gradients and what error feedback keeps.
