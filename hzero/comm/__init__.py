@@ -3,6 +3,7 @@
 `Communicator` and `ddp_hook` are for programs without a stage; the rest is what the stage is made of.
 """
 
+# ruff: noqa: F401 - imported for others
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -18,37 +19,12 @@ if TYPE_CHECKING:
     from hzero.comm import activations
     from hzero.comm.ddp import DdpState, ddp_hook
 
-__all__ = [
-    "Bucket",
-    "Chain",
-    "Collectives",
-    "Communicator",
-    "CommunicatorConfig",
-    "DdpState",
-    "DeviceStreams",
-    "ErrorFeedback",
-    "HopError",
-    "Lanes",
-    "Transport",
-    "WireEntry",
-    "WireLog",
-    "activations",
-    "blaming",
-    "ddp_hook",
-    "for_dimension",
-    "in_buckets",
-    "in_use",
-    "lasting",
-    "limit_waits",
-    "most_failures",
-    "shared_lanes",
-    "shared_watchdog",
-]
+#: Modules that load when they are used: the stage does without.
+_LATER = {"activations": "activations", "DdpState": "ddp", "ddp_hook": "ddp"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "activations":  # not of the stage
-        return importlib.import_module("hzero.comm.activations")
-    if name in ("DdpState", "ddp_hook"):
-        return getattr(importlib.import_module("hzero.comm.ddp"), name)
-    raise AttributeError(f"module 'hzero.comm' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'hzero.comm' has no attribute {name!r}")
+    module = importlib.import_module(f"hzero.comm.{_LATER[name]}")
+    return module if name == _LATER[name] else getattr(module, name)
