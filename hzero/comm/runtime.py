@@ -442,8 +442,7 @@ class Bound:
     def __init__(self, collectives: Collectives, program: Program, bucket: Bucket) -> None:
         self._own, self._program, self._bucket = collectives, program, bucket
         self.lanes = [collectives.lane(bucket, cross.tiers[0]) for cross in program.crossings]
-        self._steps: list[_Local | _Hop] = []
-        self._given: torch.dtype | None = None  # type of what a run begins with
+        self._steps: tuple[torch.dtype | None, list[_Local | _Hop]] = None, []  # for the type of what a run begins with
 
     def run(
         self,
@@ -481,16 +480,17 @@ class Bound:
         value, arena = read(), self._own.arena
         del read  # it may hold what has been read
         tensors = [value] if isinstance(value, torch.Tensor) else value
-        device = tensors[0].device
-        if tensors[0].dtype is not self._given:
-            self._given = tensors[0].dtype
-            self._steps = self._ready(self._given, device)
+        dtype, device = tensors[0].dtype, tensors[0].device
+        given, steps = self._steps
+        if given is not dtype:  # other threads may run it too
+            steps = self._ready(dtype, device)
+            self._steps = dtype, steps
         if tensors is value:
             list(map(self._own.used, tensors))
         del tensors
         room: Room | None = None  # where the value lies
         crossed, lost = False, list[Lost]()
-        for step in self._steps:
+        for step in steps:
             if isinstance(step, _Local):
                 into = None if step.room is None else arena.take(_bytes_of(step.room), device)
                 out = None if into is None else into.view(step.room)  # type: ignore[arg-type]
