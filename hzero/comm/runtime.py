@@ -25,7 +25,7 @@ from hzero.comm.watchdog import HopError
 from hzero.comm.wirelog import HopTimer, WireEntry, WireLog
 from hzero.comm.wires import STAGE, Lane
 from hzero.config import TIERS, Tier
-from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, Recode, Step, Sum, Turn
+from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, Step, Sum, Turn
 from hzero.plan.shards import ShardPlan
 
 T = TypeVar("T")
@@ -545,10 +545,6 @@ class Bound:
             return self._encoding(step, dtype, device)
         if isinstance(step, Decode):
             return [self._decoding(step, device)]
-        if isinstance(step, Recode):
-            order = Order.of_rows(step.pieces * step.rows)
-            decoding = self._decoding(Decode(step.source, order, step.pieces), device)
-            return [decoding, *self._encoding(Encode(step.target, order, step.pieces), self._bucket.dtype, device)]
         if isinstance(step, Turn):
             return [self._turning(step)]
         assert isinstance(step, Sum), step

@@ -79,23 +79,6 @@ class Encode:
 
 
 @dataclass(frozen=True)
-class Recode:
-    """A message gets another codec: it is decoded and encoded again, with one seed on all ranks.
-
-    Attributes:
-        source: Its codec.
-        target: The new one.
-        pieces: Of both.
-        rows: Of a piece.
-    """
-
-    source: CodecConfig
-    target: CodecConfig
-    pieces: int
-    rows: int
-
-
-@dataclass(frozen=True)
 class Turn:
     """Of the axes ``[crossed][ranks][rest]`` of a message's rows the first two change places.
 
@@ -193,7 +176,7 @@ class Decode:
     add: bool = False
 
 
-Step: TypeAlias = Encode | Recode | Turn | Cross | Sum | Decode
+Step: TypeAlias = Encode | Turn | Cross | Sum | Decode
 
 
 @dataclass(frozen=True)
@@ -254,10 +237,8 @@ def _left_bytes(step: Step, taken: int, chunks: Sequence[int], itemsize: int) ->
     if isinstance(step, Cross):
         factor = {"all_gather": step.ranks, "reduce_scatter": 1 / step.ranks}.get(step.kind, 1.0)
         return round(taken * factor)
-    if isinstance(step, Encode | Recode):
-        rows = step.order.rows if isinstance(step, Encode) else step.pieces * step.rows
-        codec = step.codec if isinstance(step, Encode) else step.target
-        return codec.format.message_bytes(chunks, rows, itemsize)
+    if isinstance(step, Encode):
+        return step.codec.format.message_bytes(chunks, step.order.rows, itemsize)
     if isinstance(step, Decode):
         return step.order.rows * sum(chunks) * itemsize
     if step.target is None:
@@ -473,5 +454,6 @@ def _pieces(hops: Sequence[Hop]) -> int:
 
 
 def _recoded(source: CodecConfig, target: CodecConfig, pieces: int, rows: int) -> list[Step]:
-    same = source.format == target.format
-    return [] if same else [Recode(source, target, pieces, rows)]
+    """The steps that give a message another codec, with one seed on all ranks; ``rows`` are those of a piece."""
+    order = Order.of_rows(pieces * rows)
+    return [] if source.format == target.format else [Decode(source, order, pieces), Encode(target, order, pieces)]
