@@ -38,16 +38,21 @@ def machine() -> Machine:
 def versions() -> dict[str, str]:
     """Versions of the packages; ``commit`` is this checkout's, with + if files have changed since."""
     found = {"hzero": hzero.__version__, **{name: version(name) for name in ("torch", "deepspeed", "transformers")}}
-    commit = _git("rev-parse", "--short=10", "HEAD")
-    if commit:
-        changed = _git("status", "--porcelain", "--untracked-files=no")
-        found["commit"] = f"{commit}{'+' if changed else ''}"
-    return found
+    return {**found, "commit": ours} if (ours := commit(ROOT)) else found
 
 
-def _git(*arguments: str) -> str:
+def commit(checkout: Path) -> str:
+    """The commit of a checkout, with + if files have changed since; empty if it is none."""
+    found = _git(checkout, "rev-parse", "--short=10", "HEAD")
+    changed = found and _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    return f"{found}{'+' if changed else ''}"
+
+
+def _git(checkout: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=checkout, capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

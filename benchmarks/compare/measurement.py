@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import schemes
+from benchmarks.compare.machine import commit
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import MeasurementConfig
 from benchmarks.training import check_model, numels
@@ -31,12 +33,14 @@ class Measurement:
         name: Its name there.
         config: Its full configuration.
         catalog: Entries of its schemes.
+        against: Another checkout, which runs the schemes ``NAME@COMMIT``.
     """
 
     suite: str
     name: str
     config: MeasurementConfig
     catalog: dict[str, dict[str, Any]]
+    against: Path | None = None
 
     @property
     def title(self) -> str:
@@ -128,7 +132,25 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
             raise one_of("schemes", scheme, catalog, "scheme")
         if names.count(scheme) > 1:
             raise ConfigError(f"schemes: {scheme} is named {names.count(scheme)} times")
-    measurement = Measurement(suite, name, parsed, {scheme: schemes.check(scheme, catalog[scheme]) for scheme in names})
-    for scheme in names:
+    entries = {scheme: schemes.check(scheme, catalog[scheme]) for scheme in names}
+    against = None if whole["against"] is None else Path(str(whole["against"])).resolve()
+    if against is not None:
+        entries = _with_those_of(against, entries)
+        parsed = parsed.model_copy(update={"schemes": list(entries)})
+    measurement = Measurement(suite, name, parsed, entries, against)
+    for scheme in entries:
         measurement.bytes_of(scheme)  # a block that cannot be used is refused before anything runs
     return measurement
+
+
+def _with_those_of(checkout: Path, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The entries, with every hzero scheme followed by the same scheme of another checkout."""
+    its = commit(checkout)
+    if not its or not (checkout / "benchmarks" / "compare").is_dir():
+        raise ConfigError(f"against: found {str(checkout)!r}; expected a checkout of hzero")
+    found = {}
+    for name, entry in entries.items():
+        found[name] = entry
+        if entry["engine"] == "hzero":
+            found[f"{name}@{its}"] = {**entry, "label": f"{entry.get('label', name)} at {its}"}
+    return found

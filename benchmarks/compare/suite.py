@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.compare.measurement import PARTS, Measurement, check
+from benchmarks.compare.measurement import Measurement, check
 from benchmarks.training import MODELS
 from hzero.validation import ConfigError, one_of
 
 CONF = Path(__file__).parents[1] / "conf"
 #: Keys that do not become part of a measurement's name: where results go, how long to measure.
-_HOW = ("suite", "results", "again", "rounds", "warmup", "schemes", "threads", "timeout_s")
+_HOW = ("suite", "results", "again", "against", "rounds", "warmup", "schemes", "threads", "timeout_s")
 
 
 class Wanted(NamedTuple):
@@ -105,8 +105,8 @@ def _set(config: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise one_of(".".join(parents[:depth]) or "configuration", parent, block, "key")
         block = inner
-    if not parents and last not in (*PARTS, "catalog", "suite", "results", "again"):
-        raise one_of("configuration", last, (*PARTS, "catalog", "suite", "results", "again"), "key")
+    if not parents and last not in config:
+        raise one_of("configuration", last, config, "key")
     block[last] = value
 
 

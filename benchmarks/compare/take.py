@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.network import Network
-from benchmarks.cluster.ranks import run_ranks
 from benchmarks.compare.machine import machine, now, versions
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.rows import Bytes, StepsRow
 from benchmarks.training import prepare, tokens
+from hzero.launch import die_with_parent
+
+#: Longest time that the ranks of another checkout may take to end after ours, in seconds.
+_END_S = 60.0
 
 
 def take_measurement(measurement: Measurement, store: Store, after_s: float) -> int:
@@ -34,21 +42,60 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
     prepare()
     from benchmarks.compare import worker
 
-    config, cluster = measurement.config, measurement.config.cluster
+    config = measurement.config
     text = tokens(config.model["vocab_size"], config.data["max_bytes"], store.folder)
     logs = store.logs(measurement.folder)
     # A trace has a megabyte, so only the comparison behind the claims, and measurements of your own, keep one.
     traces = store.folder / "traces" / measurement.folder if measurement.suite in ("main", "one") else None
     job = worker.Work(config.model_dump(), measurement.catalog, text, traces, after_s, logs / "result.json")
     measured_with = versions()  # before the ranks read the files, which may change while they run
-    with Network(cluster):
-        status = run_ranks(cluster, functools.partial(worker.measure, job), logs, config.threads)
+    with Network(config.cluster):
+        if measurement.against is None:
+            jobs, status = [job], worker.run(job)
+        else:
+            jobs = [job, replace(job, result=store.logs(f"{measurement.folder}-against") / "result.json", theirs=True)]
+            status = _run_beside(measurement.against, config.cluster.world_size, *jobs)
     if status:
         return status
-    results: dict[str, dict[str, Any]] = json.loads(Path(job.result).read_text())
+    results: dict[str, dict[str, Any]] = {}
+    for one in jobs:
+        results |= json.loads(one.result.read_text())
     date = now()
     store.add([_row(measurement, name, results[name], measured_with, date) for name in config.schemes])
     return 0
+
+
+def _run_beside(checkout: Path, ranks: int, ours: Any, theirs: Any) -> int:
+    """Runs our ranks beside those of another checkout, which has its own packages, but the worker of this checkout.
+
+    Args:
+        checkout: The other checkout.
+        ranks: Number of ranks of each.
+        ours: What our ranks do, a `benchmarks.compare.worker.Work`.
+        theirs: What the others do.
+
+    Returns:
+        Exit status, of ours first.
+    """
+    from benchmarks.compare import worker
+
+    pairs = [socket.socketpair() for _ in range(ranks)]
+    peers, other_peers = (tuple(end.fileno() for end in ends) for ends in zip(*pairs))
+    run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"  # keeps this folder out of sys.path
+    process = subprocess.Popen(
+        [sys.executable, "-c", run, worker.__file__, pickle.dumps(asdict(replace(theirs, peers=other_peers))).hex()],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        pass_fds=other_peers,
+        preexec_fn=die_with_parent,
+    )
+    try:
+        for _, end in pairs:  # if the other ranks end early, ours notice it
+            end.close()
+        return worker.run(replace(ours, peers=peers)) or process.wait(_END_S)
+    finally:
+        process.kill()  # its ranks end with it
+        process.wait()
 
 
 def _row(
@@ -64,6 +111,8 @@ def _row(
         date: When it ended.
     """
     config, entry = measurement.config, measurement.catalog[name]
+    if commit := name.partition("@")[2]:
+        versions = {**versions, "commit": commit}
     sent = result.pop("measured")
     planned = measurement.bytes_of(name, result["fetches"] or 2)
     sequences = config.cluster.world_size * config.train.accumulation * config.train.micro_batch

@@ -1,14 +1,20 @@
 """One rank of a measurement, forked by `benchmarks.compare.take`.
 
-All schemes live in the same ranks and take turns step by step, so that anything else on the machine affects all of them.
+All schemes live in the same ranks and take turns step by step, so that anything else on the machine affects all of them. Another
+checkout can run this file with its own packages, so it imports little, and nothing of hzero.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
+import pickle
+import socket
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.counters import sent
+from benchmarks.cluster.ranks import run_ranks
+from benchmarks.cluster.shape import Cluster
 from benchmarks.compare import meter, reduce_scatter, schemes
 from benchmarks.compare.scheme import Job, Scheme
-from benchmarks.training import batch, layer_numel, learning_rate, start_rank
-from hzero.config import Tier
-from hzero.files import replacing
-from hzero.topology import Grid
+from benchmarks.training import batch, layer_numel, learning_rate, prepare, start_rank
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Work:
         traces: Folder for traces, or None.
         after_s: Seconds that other measurements will take afterwards.
         result: File that rank 0 writes.
+        peers: By rank, the socket of this rank's turns with the same rank of another checkout.
+        theirs: Whether the schemes of the other checkout, ``NAME@COMMIT``, are the ones to measure.
     """
 
     config: dict[str, Any]
@@ -46,6 +53,14 @@ class Work:
     traces: Path | None
     after_s: float
     result: Path
+    peers: tuple[int, ...] = ()
+    theirs: bool = False
+
+
+def run(work: Work) -> int:
+    """Runs all ranks; returns 0, or another status if one failed."""
+    cluster = Cluster.model_validate(work.config["cluster"])
+    return run_ranks(cluster, functools.partial(measure, work), work.result.parent, work.config["threads"])
 
 
 def measure(work: Work) -> None:
@@ -57,8 +72,7 @@ def measure(work: Work) -> None:
     turns.measure()
     results = turns.results()
     if dist.get_rank() == 0:
-        with replacing(work.result) as file:
-            json.dump(results, file)
+        work.result.write_text(json.dumps(results))
     dist.barrier()
 
 
@@ -67,12 +81,15 @@ class _Turns:
 
     def __init__(self, work: Work) -> None:
         self._work, self._config = work, work.config
-        self._names: list[str] = self._config["schemes"]
-        cluster, model = self._config["cluster"], self._config["model"]
-        grid = Grid(cluster["nodes"], cluster["gpus_per_node"], cluster["gcds_per_gpu"])
+        self._turns: list[str] = self._config["schemes"]
+        self._names = [name for name in self._turns if ("@" in name) == work.theirs]
+        model, grid = self._config["model"], Cluster.model_validate(self._config["cluster"]).grid
         self._job = Job(model, self._config["train"], grid, bucket_numel=layer_numel(model))
         self._ids = np.load(work.tokens, mmap_mode="r")
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._peer = socket.socket(fileno=work.peers[self._rank]) if work.peers else None
+        if self._peer is not None:
+            self._peer.settimeout(self._config["timeout_s"])
         self._schemes: dict[str, Scheme] = {}
         self._losses: dict[str, list[Any]] = {name: [] for name in self._names}
         self._times: dict[str, list[float]] = {name: [] for name in self._names}
@@ -82,18 +99,33 @@ class _Turns:
 
     def build(self) -> None:
         """Builds every scheme and warms it up; notes its memory and traces one of its steps."""
-        for index, name in enumerate(self._names):
-            self._say(f"building {name} ({index + 1}/{len(self._names)})")
-            before = sum(meter.live_storages().values())
-            self._schemes[name] = schemes.build(self._work.catalog[name], self._job)
-            for step in range(self._config["warmup"]):
-                if step == 1 and self._rank == 0:
-                    path = self._work.traces / f"{name}.json.gz" if self._work.traces else None
-                    self._measured[name]["peak"] = meter.traced(functools.partial(self._step, name), path)
-                else:
-                    self._step(name)
-            kept = sum(meter.live_storages().values()) - before
-            self._measured[name]["memory"] = {**self._schemes[name].memory(), "kept": kept}
+        for index, name in enumerate(self._turns):
+            self._say(f"building {name} ({index + 1}/{len(self._turns)})")
+            self._turn(name, self._build)
+
+    def _build(self, name: str) -> None:
+        before = sum(meter.live_storages().values())
+        self._schemes[name] = schemes.build(self._work.catalog[name], self._job)
+        for step in range(self._config["warmup"]):
+            if step == 1 and self._rank == 0:
+                path = self._work.traces / f"{name}.json.gz" if self._work.traces else None
+                self._measured[name]["peak"] = meter.traced(functools.partial(self._step, name), path)
+            else:
+                self._step(name)
+        kept = sum(meter.live_storages().values()) - before
+        self._measured[name]["memory"] = {**self._schemes[name].memory(), "kept": kept}
+
+    def _turn(self, name: str, act: Callable[[str], None]) -> None:
+        """Acts on a scheme of this checkout, or waits until the same rank of the other checkout has acted on one of its."""
+        if name in self._names:
+            act(name)
+            if self._peer is not None:
+                self._peer.sendall(b".")
+        elif self._peer is not None:
+            with contextlib.suppress(TimeoutError):
+                if self._peer.recv(1):
+                    return
+            raise RuntimeError(f"{name}: the other checkout's rank has ended, or has not acted within timeout_s")
 
     def measure(self) -> None:
         """Rounds of timed steps, in which all schemes take their turn."""
@@ -101,9 +133,8 @@ class _Turns:
             self._schemes[name].start_counting()
         rounds, begun = self._config["rounds"], time.monotonic()
         for index in range(rounds):
-            order = self._names if index % 2 == 0 else self._names[::-1]
-            for name in order:
-                self._timed_step(name)
+            for name in self._turns if index % 2 == 0 else self._turns[::-1]:
+                self._turn(name, self._timed_step)
             done = time.monotonic() - begun
             left = done / (index + 1) * (rounds - index - 1)
             after = (
@@ -163,11 +194,16 @@ class _Turns:
             }
         return found
 
-    def _busiest(self, tier: Tier, sent: list[int]) -> int:
+    def _busiest(self, tier: str, sent: list[int]) -> int:
         """Bytes over the busiest link of a tier: a rank's own in gcd and gpu, a node's trunk in node."""
         share = self._job.grid.scope_size("node") if tier == "node" else 1
         return max(sum(sent[first : first + share]) for first in range(0, self._world, share))
 
     def _say(self, message: str) -> None:
-        if self._rank == 0:
+        if self._rank == 0 and not self._work.theirs:
             print(f"  {message}", flush=True)
+
+
+if __name__ == "__main__":  # the ranks of another checkout
+    prepare()
+    raise SystemExit(run(Work(**pickle.loads(bytes.fromhex(sys.argv[2])))))

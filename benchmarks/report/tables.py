@@ -59,7 +59,18 @@ def step_times(result: Result) -> str:
         wires = " / ".join(f"{row.wire_s[tier]:.3f}" if tier in row.wire_s else NONE for tier in tiers)
         cores = f"{row.processor_s:.3f}{' *' * row.core_bound}"
         rows.append([*_times(row, stock), rate(row.tokens_per_s), wires, cores, _loss(result, row)])
-    return f"{setting(result)}\n\n{table(head, rows)}"
+    return "\n\n".join([setting(result), table(head, rows), *_pairs(result)])
+
+
+def _pairs(result: Result) -> list[str]:
+    """How the schemes of this checkout compare with those of another one that took part (``make bench ARGS="against=.."``)."""
+    found = []
+    for row in result.rows:
+        ours = result.row(row.scheme.partition("@")[0])
+        if ours is not None and ours is not row:
+            ratio = statistics.median(one / other for one, other in zip(ours.step_s, row.step_s, strict=True))
+            found.append(f"{ours.label}: {ratio:.3f} of the time of {row.label} (median over the rounds)")
+    return ["; ".join(found) + "."] if found else []
 
 
 #: Heads of `_times` but for the ratio.
