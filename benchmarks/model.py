@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from hzero.config import BASE_TIERS, PLAIN
-from hzero.plan.cost import Machine
-from hzero.plan.profile import load_profile
+from hzero.plan.machine import Machine, load_profile
 from hzero.plan.program import Cross, Kind
 from hzero.topology import Grid
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from hzero.commands.experiment import Configuration, compose, conf_dir
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
-from hzero.plan.profile import CONSTANTS, load_profile
+from hzero.plan.machine import CONSTANTS, load_profile
 
 #: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
 MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)

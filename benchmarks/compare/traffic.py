@@ -42,10 +42,10 @@ def step_bytes(
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
     total = dict.fromkeys(BASE_TIERS, 0.0)
     weights = sum(numels) * itemsize
-    for chain in chains_of(engine_of(scheme), grid, accumulation):
+    for (phase, _), program in chains_of(engine_of(scheme), grid, accumulation).items():
         # DeepSpeed keeps the last weights of forward for backward.
-        times = fetches - 1 if chain.phase == "backward" and scheme["engine"] == "deepspeed" else 1
-        for crossing in chain.program.crossings:
+        times = fetches - 1 if phase == "backward" and scheme["engine"] == "deepspeed" else 1
+        for crossing in program.crossings:
             shards = crossing.rows * (crossing.ranks if crossing.kind == "all_gather" else 1)
             size = weights * shards / grid.world_size
             for tier, sent in _collective_bytes(crossing, size, cluster, reduce_scatter).items():

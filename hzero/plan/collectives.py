@@ -62,71 +62,45 @@ class Scheme:
     visible: int | None = None
 
 
-@dataclass(frozen=True)
-class Chain:
-    """What one bucket starts at one time.
-
-    Attributes:
-        phase: When it starts.
-        micro: Micro-step, from 0.
-        program: Its steps.
-    """
-
-    phase: Phase
-    micro: int
-    program: Program
+#: What one bucket starts in one step, in order, by when it starts and by micro-step, from 0.
+Chains: TypeAlias = dict[tuple[Phase, int], Program]
 
 
 # ---- in order -----------------------------------------------------------------------------------------------------------
 
 
-def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> list[Chain]:
+def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chains:
     """What the stage or another engine starts for one bucket in one step."""
+    chains: Chains = {}
+    last = accumulation - 1
     if isinstance(scheme, ShardPlan):
-        return _stage_chains(StagePrograms.of(scheme), accumulation)
-    if scheme.engine == "fsdp":
-        return _fsdp_chains(scheme, grid, accumulation)
-    last, reduced = accumulation - 1, _reduce("all_reduce", "world", grid)
-    if scheme.engine == "ddp":
-        return [Chain("reduce", last, reduced)]
-    if scheme.stage < 3:
-        # Whole gradients, of which every rank keeps its part (use_multi_rank_bucket_allreduce, on by default in 0.19).
-        reducing = range(accumulation) if scheme.stage == 2 else [last]
-        after = Chain("after", last, _gather("world", grid))
-        return [*(Chain("reduce", micro, reduced) for micro in reducing), after]
-    weights = CodecConfig(codec="int8", block_size=DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN
-    far = _gather("world", grid, weights)
-    near = _gather(scheme.hpz, grid, weights) if scheme.hpz else far
-    reduced = _zeropp_reduce(scheme, grid) if scheme.quantized else _reduce("reduce_scatter", "world", grid)
-    chains = []
-    for micro in range(accumulation):
-        # hpZ's copy is made anew in a step's first forward (DeepSpeed 0.19).
-        chains.append(Chain("forward", micro, far if micro == 0 else near))
-        chains += [Chain("backward", micro, near), Chain("reduce", micro, reduced)]
-    return chains
-
-
-def _stage_chains(programs: StagePrograms, accumulation: int) -> list[Chain]:
-    chains = [Chain("refresh", 0, programs.refresh)] if programs.refresh.steps else []
-    whole = Program(programs.micro.steps + programs.boundary.steps)
-    for micro in range(accumulation):
-        chains += [Chain("forward", micro, programs.fetch), Chain("backward", micro, programs.fetch)]
-        reduction = whole if micro == accumulation - 1 else programs.micro
-        if reduction.steps:
-            chains.append(Chain("reduce", micro, reduction))
-    return chains
-
-
-def _fsdp_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
-    chains = []
-    gather, again = _gather(scheme.shard, grid), _gather(scheme.reshard or scheme.shard, grid)
-    reduce = whole = _reduce("reduce_scatter", scheme.shard, grid)
+        programs = StagePrograms.of(scheme)
+        chains["refresh", 0] = programs.refresh
+        whole = Program(programs.micro.steps + programs.boundary.steps)
+        for micro in range(accumulation):
+            chains["forward", micro] = chains["backward", micro] = programs.fetch
+            chains["reduce", micro] = whole if micro == last else programs.micro
+        return {key: program for key, program in chains.items() if program.steps}
+    if scheme.engine == "ddp" or scheme.stage < 3:
+        reduced = _reduce("all_reduce", "world", grid)
+        # Whole gradients, of which ZeRO's ranks keep their part (use_multi_rank_bucket_allreduce, on by default in 0.19).
+        micros = range(accumulation) if scheme.stage == 2 else [last]
+        chains = {("reduce", micro): reduced for micro in micros}
+        if scheme.engine == "deepspeed":
+            chains["after", last] = _gather("world", grid)
+        return chains
+    codec = CodecConfig(codec="int8", block_size=DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN
+    far = _gather(scheme.shard, grid, codec)
+    near = _gather(scheme.hpz or scheme.reshard or scheme.shard, grid, codec)
+    reduce = whole = _zeropp_reduce(scheme, grid) if scheme.quantized else _reduce("reduce_scatter", scheme.shard, grid)
     if outside := tuple(tier for tier in tiers_outside(scheme.shard) if grid.size(tier) > 1):
         replicas = grid.world_size // grid.scope_size(scheme.shard)
         whole = Program((*reduce.steps, Cross("gradients", "all_reduce", outside, replicas, PLAIN, replicas)))
     for micro in range(accumulation):
-        chains += [Chain("forward", micro, gather), Chain("backward", micro, again)]
-        chains.append(Chain("reduce", micro, whole if micro == accumulation - 1 else reduce))
+        # hpZ's copy is made anew in a step's first forward (DeepSpeed 0.19).
+        chains["forward", micro] = near if scheme.hpz and micro else far
+        chains["backward", micro] = near
+        chains["reduce", micro] = whole if micro == last else reduce
     return chains
 
 
@@ -199,7 +173,6 @@ def step_traffic(
     numels: Sequence[int],
     *,
     itemsize: int = 2,
-    comm_itemsize: int | None = None,
     accumulation: int = 1,
     fetches: float = 2,
 ) -> list[TierTraffic]:
@@ -214,8 +187,7 @@ def step_traffic(
         scheme: The stage's shard plan, or another engine whose collectives are rings without codecs.
         grid: The machine.
         numels: Elements of each trainable parameter.
-        itemsize: Bytes of one weight (2 for bf16 and fp16).
-        comm_itemsize: Bytes of one gradient on a hop with codec ``none``; ``itemsize`` if not given.
+        itemsize: Bytes of one weight, and of one gradient on a hop with codec ``none`` (2 for bf16 and fp16).
         accumulation: Micro-steps per step.
         fetches: Gathers of every parameter per micro-step, on average: forward and backward. A parameter that is used
             again soon is kept by DeepSpeed (``stage3_max_reuse_distance``), so small models fetch less.
@@ -224,22 +196,20 @@ def step_traffic(
         One entry per role and tier, weights first, tiers innermost first; whole bytes.
     """
     stage = scheme if isinstance(scheme, ShardPlan) else None
-    itemsizes: dict[Role, int] = {"weights": itemsize, "gradients": comm_itemsize or itemsize}
     chunks = [chunk_numel(numel, grid.world_size) for numel in numels]
     wire: dict[tuple[Role, Tier], float] = defaultdict(float)
     raw: dict[tuple[Role, Tier], float] = defaultdict(float)
     crossings: dict[tuple[Role, Tier], float] = defaultdict(float)
-    for chain in chains_of(scheme, grid, accumulation):
-        times = fetches - 1 if chain.phase == "backward" else 1
-        for crossing in chain.program.crossings:
-            size = itemsizes[crossing.role]
+    for (phase, _), program in chains_of(scheme, grid, accumulation).items():
+        times = fetches - 1 if phase == "backward" else 1
+        for crossing in program.crossings:
             links = ring_links([grid.size(tier) for tier in crossing.tiers])
             for tier, count in zip(crossing.tiers, links):
                 received = crossing.received * count / crossing.ranks * times
-                elements = crossing.rows * sum(chunks) * size
+                elements = crossing.rows * sum(chunks) * itemsize
                 raw[crossing.role, tier] += elements * received
                 # Only the stage's messages are records, with padding.
-                wire[crossing.role, tier] += (crossing.message_bytes(chunks, size) if stage else elements) * received
+                wire[crossing.role, tier] += (crossing.message_bytes(chunks, itemsize) if stage else elements) * received
                 crossings[crossing.role, tier] += times
     return [
         TierTraffic(

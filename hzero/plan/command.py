@@ -36,8 +36,8 @@ from hzero.commands.experiment import SHORT, full_names, key_of
 from hzero.config import PRESETS
 from hzero.plan import tables
 from hzero.plan.collectives import Scheme, TierTraffic, link_seconds, node_bytes, schemes_node_bytes, step_traffic
+from hzero.plan.machine import CONSTANTS
 from hzero.plan.memory import footprint
-from hzero.plan.profile import CONSTANTS
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, draw, fit, node_counts, sweep, tune
 from hzero.plan.shards import ShardPlan

@@ -11,10 +11,9 @@ from typing import Any, Literal, get_args
 from hzero.commands.experiment import Experiment, compose
 from hzero.config import parse_config
 from hzero.plan.collectives import Scheme
-from hzero.plan.cost import Machine
 from hzero.plan.job import Job
 from hzero.plan.links_file import LinksFile, links_for
-from hzero.plan.profile import Profile, Source, load_profile, profile_names
+from hzero.plan.machine import Machine, Profile, Source, load_profile, profile_names
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import Prediction
 from hzero.topology import Grid

@@ -18,8 +18,8 @@ from hzero.commands.experiment import key_of
 from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier, parse_config
 from hzero.files import refusing, replacing
 from hzero.plan.collectives import chains_of
-from hzero.plan.cost import Machine
 from hzero.plan.job import Job, buckets_of
+from hzero.plan.machine import Machine
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Quality, Scenario
 from hzero.plan.shards import ShardPlan
@@ -301,7 +301,7 @@ def _distinct(found: Sequence[Setting]) -> list[Setting]:
     for one in found:
         job = one.job
         chains = chains_of(one.plan, one.plan.grid, min(job.accumulation, 2))
-        started = tuple((chain.phase, chain.micro, chain.program.crossings) for chain in chains)
+        started = tuple((*when, program.crossings) for when, program in chains.items())
         kept.setdefault((started, _order(one), job.micro_batch, job.checkpointing, one.memory.bytes), one)
     return list(kept.values())
 

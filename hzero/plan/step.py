@@ -15,8 +15,8 @@ from typing import Any
 
 from hzero.codecs.formats import chunk_numel
 from hzero.plan.collectives import CHECKSUM_BYTES, Scheme, chains_of
-from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Bucket, Job, buckets_of
+from hzero.plan.machine import Machine, Phase
 from hzero.plan.memory import footprint
 from hzero.plan.program import IN_FLIGHT, Cross, Program
 from hzero.plan.shards import ShardPlan
@@ -113,8 +113,7 @@ class _Builder:
         self._job, self._machine, self._buckets, self._world = job, machine, buckets, machine.grid.world_size
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
-        chains = chains_of(scheme, machine.grid, job.accumulation)
-        self._programs: dict[tuple[str, int], Program] = {(chain.phase, chain.micro): chain.program for chain in chains}
+        self._programs = chains_of(scheme, machine.grid, job.accumulation)
         # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
         self._strict = self._stage is not None and (self._stage.order or machine.profile.order) == "strict"
