@@ -209,7 +209,9 @@ def step_traffic(
                 elements = crossing.rows * sum(chunks) * itemsize
                 raw[crossing.role, tier] += elements * received
                 # Only the stage's messages are records, with padding.
-                wire[crossing.role, tier] += (crossing.message_bytes(chunks, itemsize) if stage else elements) * received
+                wire[crossing.role, tier] += (
+                    crossing.message_bytes(chunks, itemsize) if stage else elements
+                ) * received
                 crossings[crossing.role, tier] += times
     return [
         TierTraffic(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
@@ -173,6 +174,18 @@ def load_profile(name: str) -> Profile:
 # ---- costs --------------------------------------------------------------------------------------------------------------
 
 
+class Stage(NamedTuple):
+    """A part of a phase.
+
+    Attributes:
+        seconds: Its time alone.
+        shares: Of every resource, the share that it then takes.
+    """
+
+    seconds: float
+    shares: dict[Resource, float]
+
+
 @dataclass(frozen=True)
 class Phase:
     """A stretch of a task.
@@ -189,6 +202,15 @@ class Phase:
     def alone_s(self) -> float:
         """Its time with every resource to itself."""
         return self.latency_s + max(self.work.values(), default=0.0)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """Its latency and its work, those that take time."""
+        longest = max(self.work.values(), default=0.0)
+        stages = [Stage(self.latency_s, {})]
+        if longest:
+            stages.append(Stage(longest, {key: value / longest for key, value in self.work.items() if value}))
+        return stages
 
 
 class Machine:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from hzero.codecs.formats import chunk_numel
 from hzero.plan.collectives import Scheme
@@ -24,19 +25,20 @@ CHANNELS, CHANNEL_BYTES = 16, 4 << 20
 SLACK = 0.05
 
 
-@dataclass(frozen=True)
-class StateMemory:
+class State(NamedTuple):
     """Memory of one state on one device.
 
     Attributes:
-        name: The state, as `hzero.deepspeed.StageState.memory` names it. What comes and goes within a step is ``transient``.
         bytes: Bytes, at most.
         what: Description of the content.
     """
 
-    name: str
     bytes: int
     what: str
+
+
+#: By name, as `hzero.deepspeed.StageState.memory` has them. What comes and goes within a step is ``transient``.
+States: TypeAlias = dict[str, State]
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,12 @@ class Footprint:
     Attributes:
         states: What it holds, each at most. Transient states are not all there at once.
         moments: Bytes at the moments of a step that may be the fullest.
+        fullest: The moment at which most is there.
     """
 
-    states: tuple[StateMemory, ...]
+    states: States
     moments: dict[str, int]
-
-    @property
-    def fullest(self) -> str:
-        """The moment at which most is there."""
-        return max(self.moments, key=lambda name: self.moments[name])
+    fullest: str
 
     @property
     def bytes(self) -> int:
@@ -71,14 +70,14 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> Footprint:
         job: What is trained.
     """
     if isinstance(scheme, Scheme) and (scheme.engine != "deepspeed" or scheme.stage < 3):
-        states = [StateMemory("model states", _other_bytes(scheme, grid, job), "with buckets")]
+        states = {"model states": State(_other_bytes(scheme, grid, job), "with buckets")}
     else:
         states = _stage3_states(scheme, grid, job)
     freed = 4 if isinstance(scheme, ShardPlan) and not scheme.micro_hops() else 0
-    return _summed([*states, *activations(job)], job, freed)
+    return _summed({**states, **activations(job)}, job, freed)
 
 
-def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> list[StateMemory]:
+def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> States:
     """What the stage itself holds from one step, or micro-step, to the next.
 
     Args:
@@ -104,14 +103,14 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
         summed = 4 * (sum(chunks) * plan.gradient_rows if plan.micro_hops() else sum(numels))
     programs = StagePrograms.of(plan)
     residual = 2 * sum(chunks) * sum(program.residual_rows for program in (programs.micro, programs.boundary))
-    return [
-        StateMemory("resident weights", resident, what),
-        StateMemory("gradient accumulators", summed, how),
-        StateMemory("error feedback", residual, "bfloat16 residuals" if residual else "none"),
-    ]
+    return {
+        "resident weights": State(resident, what),
+        "gradient accumulators": State(summed, how),
+        "error feedback": State(residual, "bfloat16 residuals" if residual else "none"),
+    }
 
 
-def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> list[StateMemory]:
+def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     """States of the stage, or of ZeRO-3 and its variants."""
     plan = scheme if isinstance(scheme, ShardPlan) else None
     numels, itemsize = job.model.numels, job.itemsize
@@ -130,40 +129,40 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> list[Sta
     gradient = job.gradient_itemsize or itemsize
     # A float32 master and Adam's two moments make 12 bytes.
     states = {
-        "primary weights": (shard * itemsize, f"{itemsize} bytes over the world"),
-        "gradient shard": (shard * gradient, f"{gradient} bytes over the world"),
-        "optimizer": (shard * 12, "12 bytes over the world"),
+        "primary weights": State(shard * itemsize, f"{itemsize} bytes over the world"),
+        "gradient shard": State(shard * gradient, f"{gradient} bytes over the world"),
+        "optimizer": State(shard * 12, "12 bytes over the world"),
     }
     if job.offload:
-        states["gradient shard"] = states["optimizer"] = (0, "on the host")
+        states["gradient shard"] = states["optimizer"] = State(0, "on the host")
     if plan is not None:
-        states |= {one.name: (one.bytes, one.what) for one in held_states(plan, numels, itemsize, job.accumulation)}
+        states |= held_states(plan, numels, itemsize, job.accumulation)
     # DeepSpeed's buffer of a bucket's gradients (stage3.py, ``bucket.buffer``) is made whole at the start.
-    states["gradient buffer"] = (job.reduce * itemsize, f"reduce_bucket_size, {job.reduce:,} elements")
+    states["gradient buffer"] = State(job.reduce * itemsize, f"reduce_bucket_size, {job.reduce:,} elements")
     if not job.contiguous:
-        states["gradient buffer"] = (0, "none: contiguous_gradients is false")
-    states["transient parameters"] = (live * itemsize, f"{live:,} whole, in use or used again soon")
-    states["transient gather"] = (fetched * itemsize, f"{fetched:,} elements on their way")
+        states["gradient buffer"] = State(0, "none: contiguous_gradients is false")
+    states["transient parameters"] = State(live * itemsize, f"{live:,} whole, in use or used again soon")
+    states["transient gather"] = State(fetched * itemsize, f"{fetched:,} elements on their way")
     made = bucket * (not job.contiguous) + largest
     if plan is not None:
         states |= _messages(plan, job, fetched, bucket, made)
     else:
         what = f"a bucket of {bucket:,} elements on its way, the largest gradient"
-        states["transient reduce"] = ((bucket + made) * itemsize, what)
+        states["transient reduce"] = State((bucket + made) * itemsize, what)
     # Float32 gradients of a sub-group, and two temporaries of torch's Adam.
     stepped = 0 if job.offload else min(shard, job.sub_group)
-    states["transient step"] = (12 * stepped, "float32 gradients and two temporaries of Adam")
+    states["transient step"] = State(12 * stepped, "float32 gradients and two temporaries of Adam")
     count = 1 + (len(grid.crossed) if plan is not None else 0)
     what = f"estimate: rings of {count}, {CHANNELS} channels of 2 x 4 MiB each"
-    states["communicators"] = (count * 2 * CHANNELS * CHANNEL_BYTES, what)
+    states["communicators"] = State(count * 2 * CHANNELS * CHANNEL_BYTES, what)
     if isinstance(scheme, Scheme) and scheme.hpz:
         # In the weights' type with ZeRO++ too, which quantises what is sent (DeepSpeed 0.19, _partition_param_sec).
         copy = total * itemsize // grid.scope_size(scheme.hpz)
-        states["secondary weights"] = (copy, f"{itemsize} bytes over the {scheme.hpz}")
-    return [StateMemory(name, size, what) for name, (size, what) in states.items()]
+        states["secondary weights"] = State(copy, f"{itemsize} bytes over the {scheme.hpz}")
+    return states
 
 
-def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -> dict[str, tuple[int, str]]:
+def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -> States:
     """The stage's transient states, by the buffers of its programs; ``made``: elements of gradients outside the messages."""
     numels, itemsize, programs, count = job.model.numels, job.itemsize, StagePrograms.of(plan), IN_FLIGHT + 1
 
@@ -171,20 +170,20 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         """Of the messages of a bucket of ``numel`` elements."""
         return program.peak_bytes([chunk_numel(numel, plan.grid.world_size)], itemsize)
 
-    states = {"transient gather": (peak(programs.fetch, fetched), f"payload of {fetched:,} elements on their way")}
+    states = {"transient gather": State(peak(programs.fetch, fetched), f"payload of {fetched:,} elements on their way")}
     if plan.decoded:
-        states = dict.fromkeys(("transient parameters", "transient gather"), (0, "none: the weights are whole"))
-    states["transient refresh"] = (0, "none")
+        states = dict.fromkeys(("transient parameters", "transient gather"), State(0, "none: the weights are whole"))
+    states["transient refresh"] = State(0, "none")
     if plan.resident:
         refreshed = min(max(plan.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
         decoded = refreshed * itemsize // plan.grid.scope_size(plan.weights_scope)
         decoded *= plan.decoded or plan.differences > 0
         size = count * peak(programs.whole if plan.differences else programs.refresh, refreshed) + decoded
         what = f"{count} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
-        states["transient refresh"] = (size, what)
+        states["transient refresh"] = State(size, what)
     reduced = count * max(peak(programs.micro, bucket), peak(programs.boundary, bucket)) + made * itemsize
     what = f"{count} buckets of {bucket:,} elements on their way, the largest gradient"
-    return {**states, "transient reduce": (reduced, what)}
+    return {**states, "transient reduce": State(reduced, what)}
 
 
 def _other_bytes(scheme: Scheme, grid: Grid, job: Job) -> int:
@@ -200,7 +199,7 @@ def _other_bytes(scheme: Scheme, grid: Grid, job: Job) -> int:
     return total * itemsize + gradients + total * 16 // grid.world_size + bucket
 
 
-def activations(job: Job) -> list[StateMemory]:
+def activations(job: Job) -> States:
     """What forward leaves for backward, what the loss adds, and what backward of a layer adds.
 
     By the tensors that a GPT-NeoX saves; other architectures are counted as if they were one. Per token a layer keeps its
@@ -215,21 +214,20 @@ def activations(job: Job) -> list[StateMemory]:
     working = tokens * (hidden + model.intermediate) * size
     whole = tokens * hidden * size
     kept, again = ("all of", "") if not job.checkpointing else ("inputs of", ", which is computed again")
-    return [
-        StateMemory(
-            "activations",
+    return {
+        "activations": State(
             (whole if job.checkpointing else layer) * model.layers + 2 * whole,
             f"{tokens:,} tokens, {kept} {model.layers} layers",
         ),
-        StateMemory("transient loss", 12 * tokens * vocab, f"logits of {vocab:,}, with gradients, float32"),
-        StateMemory("transient layer", working + layer * job.checkpointing, f"gradients inside a layer{again}"),
-    ]
+        "transient loss": State(12 * tokens * vocab, f"logits of {vocab:,}, with gradients, float32"),
+        "transient layer": State(working + layer * job.checkpointing, f"gradients inside a layer{again}"),
+    }
 
 
 # ---- at which moment ----------------------------------------------------------------------------------------------------
 
 
-def _summed(states: list[StateMemory], job: Job, freed: int) -> Footprint:
+def _summed(states: States, job: Job, freed: int) -> Footprint:
     """The moments of a step.
 
     While the first buckets of gradients are reduced, as many parameters and their activations are gone, and few buckets are
@@ -237,12 +235,11 @@ def _summed(states: list[StateMemory], job: Job, freed: int) -> Footprint:
     until then.
     """
     total = sum(job.model.numels)
-    size = {state.name: state.bytes for state in states}
 
     def of(name: str) -> int:
-        return size.get(name, 0)
+        return states[name].bytes if name in states else 0
 
-    held = sum(state.bytes for state in states if not state.name.startswith(("transient", "activations")))
+    held = sum(state.bytes for name, state in states.items() if not name.startswith(("transient", "activations")))
     before = held - of("gradient accumulators")
     live, gather = of("transient parameters"), of("transient gather")
     bucket = job.reduce / total
@@ -267,6 +264,7 @@ def _summed(states: list[StateMemory], job: Job, freed: int) -> Footprint:
         done = max(1 - (IN_FLIGHT + 1) * job.prefetch / total, 0.0)
         moments["the refresh"] = before + refresh + gather + remaining(done)
     slack = {name: max(round(SLACK * (count - held)), 0) for name, count in moments.items()}
-    found = Footprint(tuple(states), {name: count + slack[name] for name, count in moments.items()})
+    moments = {name: count + slack[name] for name, count in moments.items()}
+    fullest = max(moments, key=lambda name: moments[name])
     what = f"assumed: {SLACK:.0%} of what comes and goes, for its blocks"
-    return replace(found, states=(*states, StateMemory("allocator", slack[found.fullest], what)))
+    return Footprint({**states, "allocator": State(slack[fullest], what)}, moments, fullest)

@@ -147,8 +147,8 @@ class Search:
 
 def _nothing_fits(smallest: Setting, there: int) -> ConfigError:
     memory = smallest.memory
-    largest = sorted(memory.states, key=lambda state: -state.bytes)[:3]
-    most = ", ".join(f"{state.name} {size_text(state.bytes)}" for state in largest)
+    largest = sorted(memory.states, key=lambda name: -memory.states[name].bytes)[:3]
+    most = ", ".join(f"{name} {size_text(memory.states[name].bytes)}" for name in largest)
     return ConfigError(
         f"memory: found {size_text(there)}, and the smallest setting ({smallest}) needs {size_text(memory.bytes)} at "
         f"{memory.fullest}: {most}; possible: more nodes, a smaller model, shorter sequences, smaller buckets"

@@ -16,7 +16,7 @@ from typing import Any
 from hzero.codecs.formats import chunk_numel
 from hzero.plan.collectives import CHECKSUM_BYTES, Scheme, chains_of
 from hzero.plan.job import Bucket, Job, buckets_of
-from hzero.plan.machine import Machine, Phase
+from hzero.plan.machine import Machine, Phase, Stage
 from hzero.plan.memory import footprint
 from hzero.plan.program import IN_FLIGHT, Cross, Program
 from hzero.plan.shards import ShardPlan
@@ -110,7 +110,7 @@ class _Builder:
     """Makes the tasks of a step."""
 
     def __init__(self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket]) -> None:
-        self._job, self._machine, self._buckets, self._world = job, machine, buckets, machine.grid.world_size
+        self._job, self._machine, self._buckets = job, machine, buckets
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
         self._programs = chains_of(scheme, machine.grid, job.accumulation)
@@ -125,8 +125,8 @@ class _Builder:
         self._kept = [keeps and (numel < job.reuse or not numel) for numel in behind]
         self._tasks: list[Task] = []
         # Equal buckets share their phases, by which `simulate` recognises what has run together before.
-        self._hops: dict[tuple[int, str], list[tuple[str, str, int, list[Phase]]]] = {}
-        self._computes: dict[tuple[str, str], list[Phase]] = {}
+        self._hops: dict[tuple[int, str], list[tuple[str, str, bool, list[Phase]]]] = {}
+        self._computes: dict[str, list[Phase]] = {}
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
         self._late = 1 + machine.profile.value("jitter_share") * math.sqrt(2 * math.log(machine.grid.nodes))
 
@@ -155,7 +155,7 @@ class _Builder:
                         refreshed += self._chain("refresh", 0, message, [])[-1:]
                     needs = [*needs, refreshed[own]]
                 made = [] if kept else self._chain(other, step, self._buckets[ahead], needs) or needs
-                gathered.append(made[-1:] if (other, step) in self._programs else [])
+                gathered.append(made[-1:])
             needs = gathered[place]
             if phase == "backward" and len(pending) > self._in_flight:
                 needs = [*needs, pending[-1 - self._in_flight]]
@@ -189,15 +189,14 @@ class _Builder:
         return task
 
     def _compute(self, phase: str, bucket: Bucket, needs: list[Task]) -> Task:
-        job = self._job
-        if (phase, bucket.name) not in self._computes:
-            factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
-            flops = bucket.flops * job.tokens * factor * self._late
-            self._computes[phase, bucket.name] = [self._machine.compute(flops, job.tokens)]
-        return self._add(Task(COMPUTE, f"{phase} {bucket.name}", self._computes[phase, bucket.name], needs))
+        job, name = self._job, f"{phase} {bucket.name}"
+        factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
+        flops = bucket.flops * job.tokens * factor * self._late
+        phases = self._computes.setdefault(name, [self._machine.compute(flops, job.tokens)])
+        return self._add(Task(COMPUTE, name, phases, needs))
 
     def _optimizer(self) -> Phase:
-        ranks = 1 if self._engine == "ddp" else self._world
+        ranks = 1 if self._engine == "ddp" else self._machine.grid.world_size
         if self._engine == "fsdp":
             ranks = self._programs["forward", 0].crossings[0].ranks
         return self._machine.optimizer(sum(bucket.numel for bucket in self._buckets) // ranks)
@@ -209,43 +208,39 @@ class _Builder:
         if key not in self._hops:
             self._hops[key] = self._timed(program, bucket)
         made: list[Task] = []
-        for lane, tier, number, phases in self._hops[key]:
-            boundary = phase == "reduce" and number >= self._inside
-            task = Task(lane, f"{phase} {bucket.name}", phases, made[-1:] or needs, tier, boundary)
-            made.append(self._add(task))
+        for lane, tier, boundary, phases in self._hops[key]:
+            made.append(self._add(Task(lane, f"{phase} {bucket.name}", phases, made[-1:] or needs, tier, boundary)))
         return made
 
-    def _timed(self, program: Program, bucket: Bucket) -> list[tuple[str, str, int, list[Phase]]]:
-        """Lane, outermost tier, number of the collective, and phases of what runs on a lane at once.
+    def _timed(self, program: Program, bucket: Bucket) -> list[tuple[str, str, bool, list[Phase]]]:
+        """Lane, outermost tier, whether it waits for the last micro-step, and phases of what runs on a lane at once.
 
         Kernels are on the lane of the collective before them, or of the first.
         """
         machine, stage, number = self._machine, self._stage, 0
-        chunks = [chunk_numel(numel, self._world) for numel in bucket.numels]
-        found: list[tuple[str, str, int, list[Phase]]] = []
+        chunks = [chunk_numel(numel, machine.grid.world_size) for numel in bucket.numels]
+        found: list[tuple[str, str, bool, list[Phase]]] = []
         for step, taken, left in program.moved(chunks, self._job.itemsize) if program.crossings else ():
             phases = [machine.kernel(taken + left)]
             if isinstance(step, Cross):
                 number = program.crossings.index(step)
-                size = step.array_bytes(chunks, self._job.itemsize)
-                if (
-                    stage is not None and stage.checksum
-                ):  # both sides sum all words; what a library would sum is sent in parts
-                    parts = replace(step, kind="all_to_all") if step.kind == "reduce_scatter" else step
-                    phases.append(
-                        machine.transfer(parts, size + CHECKSUM_BYTES * step.ranks, step.algorithms.of(taken))
-                    )
-                else:
-                    phases = [machine.transfer(step, size, step.algorithms.of(taken))]
-            tiers = program.crossings[number].tiers
-            tier = tiers[-1] if tiers else "gcd"
-            lane = tier if stage is not None else "+".join(tiers)
+                size, sent = step.array_bytes(chunks, self._job.itemsize), step
+                if stage is None or not stage.checksum:
+                    phases = []
+                else:  # both sides sum all words; what a library would sum is sent in parts
+                    size += CHECKSUM_BYTES * step.ranks
+                    sent = replace(step, kind="all_to_all") if step.kind == "reduce_scatter" else step
+                phases.append(machine.transfer(sent, size, step.algorithms.of(taken)))
+            crossing = program.crossings[number]
+            tier = crossing.tiers[-1] if crossing.tiers else "gcd"
+            lane = tier if stage is not None else "+".join(crossing.tiers)
             if isinstance(step, Cross) and self._strict:
                 lane = "wire"
-            if found and found[-1][:3] == (lane, tier, number):
+            boundary = crossing.role == "gradients" and number >= self._inside
+            if found and found[-1][:3] == (lane, tier, boundary):
                 found[-1][3].extend(phases)
             else:
-                found.append((lane, tier, number, phases))
+                found.append((lane, tier, boundary, phases))
         return found
 
 
@@ -309,17 +304,6 @@ class Task:
     boundary: bool = False
     start: float = -1.0
     end: float = math.inf
-    _waits: int = 0
-    _index: int = -1
-
-    def _begin(self, now: float) -> None:
-        """Begins the next phase: a latency, then work that takes resources."""
-        self._index += 1
-        phase = self.phases[self._index]
-        self._until = now + phase.latency_s
-        self._left = max(phase.work.values(), default=0.0)
-        self._usage = {key: value / self._left for key, value in phase.work.items() if value} if self._left else {}
-        self._working = phase.latency_s <= 0.0
 
 
 @dataclass(frozen=True)
@@ -353,12 +337,14 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     """
     lanes: dict[str, deque[Task]] = defaultdict(deque)
     behind: dict[int, list[Task]] = defaultdict(list)
+    waits = {id(task): len(task.after) for task in tasks}
     for task in tasks:
         lanes[task.lane].append(task)
-        task._waits = len(task.after)
         for other in task.after:
             behind[id(other)].append(task)
     running: dict[str, Task] = {}
+    stages: dict[str, list[Stage]] = {}  # of each task that runs those that are left, the present one last
+    left: dict[str, float] = {}  # of its present stage
     known: dict[tuple[int, ...], list[float]] = {}
     now, done = 0.0, 0
     exposed: dict[str, float] = defaultdict(float)
@@ -366,43 +352,40 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     ready = list(lanes)
     while done < len(tasks):
         for lane in ready:
-            if lane not in running and lanes[lane] and not lanes[lane][0]._waits:
+            if lane not in running and lanes[lane] and not waits[id(lanes[lane][0])]:
                 task = running[lane] = lanes[lane].popleft()
                 task.start = now
-                task._begin(now)
+                stages[lane] = [stage for phase in task.phases for stage in phase.stages][::-1]
+                left[lane] = stages[lane][-1].seconds
         ready = []
         if not running:
             raise ValueError("nothing can start: a task waits for one behind it")
-        working = [task for task in running.values() if task._working]
-        key = tuple(id(task.phases[task._index]) for task in working)
+        present = [stages[lane][-1] for lane in running]
+        key = tuple(map(id, present))
         if key not in known:
-            known[key] = speeds([task._usage for task in working])
+            known[key] = speeds([stage.shares for stage in present])
         rates = known[key]
-        step = min((task._until - now for task in running.values() if not task._working), default=math.inf)
-        for task, rate in zip(working, rates):
-            step = min(step, task._left / rate if task._left > 0 else 0.0)
+        step = min(left[lane] / rate for lane, rate in zip(running, rates))
         if COMPUTE not in running:
             exposed[_waited_for(lanes, running).tier] += step
-        for task, rate in zip(working, rates):
-            task._left -= step * rate
-            for resource, share in task._usage.items():
-                busy[resource] += share * rate * step
         now += step
-        for lane, task in list(running.items()):
-            if not task._working and task._until <= now + 1e-15:
-                task._working = True
-            if not task._working or task._left > 1e-15 + 1e-12 * step:
+        for lane, stage, rate in zip(list(running), present, rates):
+            for resource, share in stage.shares.items():
+                busy[resource] += share * rate * step
+            left[lane] -= step * rate
+            if left[lane] > 1e-15 + 1e-12 * step:
                 continue
-            if task._index + 1 < len(task.phases):
-                task._begin(now)
+            stages[lane].pop()
+            if stages[lane]:
+                left[lane] = stages[lane][-1].seconds
                 continue
-            del running[lane]
+            task = running.pop(lane)
             task.end = now
             done += 1
             ready.append(lane)
             for other in behind[id(task)]:
-                other._waits -= 1
-                if not other._waits:
+                waits[id(other)] -= 1
+                if not waits[id(other)]:
                     ready.append(other.lane)
     return Timeline(now, list(tasks), dict(exposed), dict(busy))
 

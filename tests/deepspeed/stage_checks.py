@@ -341,10 +341,10 @@ def check_memory_is_what_the_plan_says() -> None:
         state.settle()
         measured = state.memory(engine.optimizer)
         numels = [p.ds_numel for p in engine.module.parameters()]
-        planned = {m.name: m.bytes for m in held_states(state.plan, numels, 4, 2)}
+        planned = {name: one.bytes for name, one in held_states(state.plan, numels, 4, 2).items()}
         assert measured["resident weights"] == planned["resident weights"] > 0, preset
         trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
-        planned = {m.name: m.bytes for m in held_states(state.plan, trainable, 4, 2)}
+        planned = {name: one.bytes for name, one in held_states(state.plan, trainable, 4, 2).items()}
         assert measured["gradient accumulators"] == planned["gradient accumulators"] > 0, preset
         assert measured["error feedback"] == planned["error feedback"]
         engine.destroy()

@@ -139,7 +139,7 @@ def test_states_and_communicators_of_zero3_and_the_stage() -> None:
     job, p = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48"]).job, 20_554_567_680
 
     def states(scheme: Scheme | ShardPlan, grid: Grid) -> dict[str, int]:
-        return {state.name: state.bytes for state in footprint(scheme, grid, job).states}
+        return {name: state.bytes for name, state in footprint(scheme, grid, job).states.items()}
 
     zero3 = states(ZERO3, GRID)
     held = sum(zero3[name] for name in ("primary weights", "gradient shard", "optimizer", "gradient buffer"))
