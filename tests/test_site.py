@@ -82,10 +82,10 @@ def test_figures_of_presets() -> None:
     found: dict[str, tuple[list[str], list[str], list[str]]] = {preset: ([], [], []) for preset in PRESETS}
     for count in (1, 8):
         scenario = read_scenario([*job, f"train.grad_accumulation={count}"])
-        planned = plan_dict(scenario)["presets"]
+        planned = plan_dict(scenario)["schemes"]
         for preset, (held, memory, traffic) in found.items():
             states = footprint(scenario.shard_plan(preset), scenario.grid, scenario.job).states
-            held.append(f"{sum(states[name].bytes for name in STATES if name in states) / 1e9:.1f} GB")
+            held.append(f"{sum(states[name].bytes for name in STATES) / 1e9:.1f} GB")
             memory.append(f"{planned[preset]['memory_bytes'] / 1e9:.1f} GB")
             traffic.append(f"{planned[preset]['node_bytes'] / 1e9:.1f} GB")
     assert _rows("| | 1 micro-batch") == {preset: traffic for preset, (_, _, traffic) in found.items()}

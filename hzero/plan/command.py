@@ -33,25 +33,30 @@ from typing import Any
 from rich.console import Console
 
 from hzero.commands.experiment import SHORT, full_names, key_of
-from hzero.config import PRESETS
-from hzero.plan import tables
-from hzero.plan.collectives import Scheme, TierTraffic, link_seconds, node_bytes, schemes_node_bytes, step_traffic
+from hzero.config import PRESETS, TIERS
+from hzero.plan.collectives import (
+    Scheme,
+    TierTraffic,
+    link_seconds,
+    node_bytes,
+    schemes_node_bytes,
+    step_traffic,
+)
 from hzero.plan.machine import CONSTANTS
 from hzero.plan.memory import footprint
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, draw, fit, node_counts, sweep, tune
-from hzero.plan.shards import ShardPlan
+from hzero.plan.shards import Hop, ShardPlan
 from hzero.plan.step import predict
+from hzero.terminal import size_text, table_of
 from hzero.validation import ConfigError, Parser
 
-#: Of `KEYS` those that each mode reads.
-_READS = {"": KEYS[:2], "--sweep": KEYS[:2], "--fit": KEYS[:3], "--tune": KEYS}
-#: Keys, or blocks of keys, that a mode varies itself.
-_VARIES: dict[str, tuple[str, ...]] = {
-    "": (),
-    "--sweep": ("zero", "topology.nodes"),
-    "--fit": ("zero", "train.activation_checkpointing", "train.micro_batch"),
-    "--tune": ("zero", "train.activation_checkpointing"),
+#: Of `KEYS` how many each mode reads, and keys, or blocks of keys, that it varies itself.
+_MODES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "": (2, ()),
+    "--sweep": (2, ("zero", "topology.nodes")),
+    "--fit": (3, ("zero", "train.activation_checkpointing", "train.micro_batch")),
+    "--tune": (4, ("zero", "train.activation_checkpointing")),
 }
 
 
@@ -79,29 +84,38 @@ def run_plan(arguments: Sequence[str]) -> int:
     # Groups of nodes have to divide the largest number.
     scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
     if mode == "--sweep":
-        result, show = sweep_dict(scenario, counts, parsed.out or Path("scaling.png")), tables.show_sweep
+        result, show = sweep_dict(scenario, counts, parsed.out or Path("scaling.png")), _show_sweep
     elif mode:
-        result, show = search_dict(scenario, mode), tables.show_search
+        result, show = search_dict(scenario, mode), _show_search
     else:
-        result, show = plan_dict(scenario), tables.show_plan
+        result, show = plan_dict(scenario), _show_plan
     if parsed.json:
         print(json.dumps(result, indent=1))
     else:
-        show(result, Console())
+        show(result)
     return 0
 
 
 def _check_keys(given: Sequence[str], mode: str) -> None:
     """Refuses keys that a mode does not read or varies itself: their values would be ignored."""
-    varied = _VARIES[mode]
+    read, varied = _MODES[mode]
     if "global_batch" in given:
         varied += ("train.micro_batch", "train.grad_accumulation")
     for key in given:
-        if key in KEYS and key not in _READS[mode]:
-            modes = " or ".join(name for name, keys in _READS.items() if key in keys)
+        if key in KEYS[read:]:
+            modes = " or ".join(name for name, (count, _) in _MODES.items() if key in KEYS[:count])
             raise ConfigError(f"{key}: found with {mode or 'a plain plan'}, which does not read it; expected {modes}")
         if any(key == name or key.startswith(f"{name}.") for name in varied):
             raise ConfigError(f"{key}: found with {mode or 'global_batch'}, which sets it itself")
+
+
+def _say(text: str) -> None:
+    """Prints text as it is, wrapped by the terminal only."""
+    Console().print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    Console().print(table_of(title, head, rows))
 
 
 # ---- a plan -------------------------------------------------------------------------------------------------------------
@@ -120,63 +134,64 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
             f"zero.codecs.weights.{narrow[0]}: found {codec!r}, which holds bfloat16; expected train.dtype=bf16"
         )
     about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
-    traffic = step_traffic(plan, grid, numels, **about)
-    stock = step_traffic(Scheme("deepspeed"), grid, numels, **about)
-    rates, links = experiment["topology"].get("bandwidth_gb_s") or {}, None
-    if scenario.links is not None:
-        measured = {tier: scenario.links.tiers[tier].model_dump() for tier in grid.crossed}
-        rates = {tier: rate["gb_s"] for tier, rate in measured.items()}
-        links = scenario.links.model_dump(include={"date", "grid", "backend", "device"})
-        links |= {"grid_text": scenario.links.grid_text(), "tiers": measured}
+    traffic, stock = (step_traffic(one, grid, numels, **about) for one in (plan, Scheme("deepspeed")))
     own, other = (footprint(one, grid, job) for one in (plan, Scheme("deepspeed")))
-    plans = {name: scenario.shard_plan(name) for name in PRESETS} | {experiment.preset: plan}
+    rates, source = experiment["topology"].get("bandwidth_gb_s") or {}, "nominal rates, not measured"
+    if links := scenario.links:
+        rates = {tier: links.tiers[tier].gb_s for tier in grid.crossed}
+        source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
+    by_tier = [
+        {**asdict(row), "seconds": link_seconds([row], rates).get(row.tier), "zero3_bytes": flat.wire_bytes}
+        for row, flat in zip(traffic, stock)
+        if row.used
+    ]
+    minimum = schemes_node_bytes(grid, numels, **about)
+    schemes: dict[str, dict[str, Any]] = {}
+    for name, one in {**{name: scenario.shard_plan(name) for name in PRESETS}, experiment.preset: plan}.items():
+        schemes[name] = {
+            "weights": _state_text(one.weights_scope, one.gather_hops()[::-1]),
+            "gradients": _state_text(one.gradients_scope, one.reduce_hops()),
+            "node_bytes": node_bytes(step_traffic(one, grid, numels, **about), grid),
+            **_step_dict(scenario, one),
+        }
+    for name in ("HSDP, node", "ZeRO-3", "hpZ", "ZeRO++"):
+        into = {"weights": "", "gradients": "", "node_bytes": minimum.get(name)}
+        schemes[name] = {**into, **_step_dict(scenario, scenario.others()[name])}
     return {
         "model": job.name,
         "parameters": sum(numels),
         "grid": {tier: grid.size(tier) for tier in grid.tiers},
-        "grid_text": str(grid),
         "world_size": grid.world_size,
         "preset": experiment.preset,
-        "weights": plan.weights_scope,
-        "gradients": plan.gradients_scope,
+        "plan": str(plan),
         "accumulation": job.accumulation,
         "itemsize": itemsize,
         "notes": [*plan.adaptations, *plan.notes, *_notes(scenario, plan, traffic)],
         "memory": [{"name": name, **state._asdict()} for name, state in own.states.items()],
-        "zero3_memory": [{"name": name, **state._asdict()} for name, state in other.states.items()],
+        "zero3_memory": {name: state.bytes for name, state in other.states.items()},
         "moments": own.moments,
+        "fullest": own.fullest,
         "memory_bytes": own.bytes,
         "zero3_memory_bytes": other.bytes,
         "device_bytes": scenario.memory,
-        "traffic": [asdict(row) for row in traffic],
-        "zero3_traffic": [asdict(row) for row in stock],
-        "node_bytes": {
-            f"hzero {experiment.preset}": node_bytes(traffic, grid),
-            **schemes_node_bytes(grid, numels, **about),
-        },
-        "presets": {
-            name: {
-                "weights": _state_text(one, "weights"),
-                "gradients": _state_text(one, "gradients"),
-                "node_bytes": node_bytes(step_traffic(one, grid, numels, **about), grid),
-                "memory_bytes": footprint(one, grid, job).bytes,
-            }
-            for name, one in plans.items()
-        },
-        "link_seconds": link_seconds(traffic, rates),
-        "zero3_link_seconds": link_seconds(stock, rates),
+        "traffic": by_tier,
         "rates_gb_s": rates,
-        "links": links,
-        "predicted": None if isinstance(scenario.profile, ConfigError) or not job.layer else steps_dict(scenario, plan),
+        "rates": source,
+        "schemes": schemes,
+        "predicted": _about(scenario) if "step_s" in schemes["ZeRO-3"] else None,
     }
 
 
-def _state_text(plan: ShardPlan, role: str) -> str:
-    """Scope and codecs of a role, innermost first."""
-    scope, hops = plan.weights_scope, plan.gather_hops()[::-1]
-    if role == "gradients":
-        scope, hops = plan.gradients_scope, plan.reduce_hops()
+def _state_text(scope: str, hops: Sequence[Hop]) -> str:
+    """Scope and codecs, innermost first."""
     return f"{scope}, {'/'.join(dict.fromkeys(hop.codec.codec for hop in hops)) or 'none'}"
+
+
+def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]:
+    """A predicted step; where the machine or the model allows none, the memory alone."""
+    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer:
+        return {"memory_bytes": footprint(scheme, scenario.grid, scenario.job).bytes}
+    return asdict(predict(scheme, scenario.job, scenario.machine))
 
 
 def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) -> list[str]:
@@ -187,8 +202,7 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
             "the model has no more parameters than stage3_max_reuse_distance, within which DeepSpeed keeps weights for their "
             "next use: a run fetches less than these bytes"
         )
-    checksums = {row.tier: row.checksum_bytes for row in traffic if row.checksum_bytes}
-    if checksums:
+    if checksums := {row.tier: row.checksum_bytes for row in traffic if row.checksum_bytes}:
         added = ", ".join(f"{size} bytes on {tier}" for tier, size in checksums.items())
         notes.append(f"checksums add to every collective {added}; these bytes leave them out")
     if plan.exceptions:
@@ -196,27 +210,75 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
     return notes
 
 
+def _show_plan(result: dict[str, Any]) -> None:
+    _say(
+        f"{result['model']}: {result['parameters']:,} parameters of {result['itemsize']} bytes on {result['world_size']:,} "
+        f"devices; micro-steps per step: {result['accumulation']}\npreset {result['preset']}: {result['plan']}"
+    )
+    for note in result["notes"]:
+        _say(f"note: {note}")
+    stock = {name: size_text(size) for name, size in result["zero3_memory"].items()}
+    rows = [(s["name"], size_text(s["bytes"]), s["what"], stock.get(s["name"], "")) for s in result["memory"]]
+    needs, there = result["memory_bytes"], result["device_bytes"]
+    at = f"at {result['fullest']}, when most is there"
+    rows.append(("all", size_text(needs), at, size_text(result["zero3_memory_bytes"])))
+    title = "memory per device (transient: at most, and not all at once)"
+    _table(title, ("state", "*bytes", "of", "*ZeRO-3"), rows)
+    if there is None:
+        _say("whether it fits is not known: give memory=64GB")
+    else:
+        verdict = "fits" if needs <= there else f"does not fit, {size_text(needs - there)} too much,"
+        _say(f"{result['preset']} {verdict} into {size_text(there)}")
+    rows = []
+    for row in result["traffic"]:
+        ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
+        seconds = "" if row["seconds"] is None else f"{row['seconds']:.3f} s"
+        received = (size_text(row["wire_bytes"]), ratio, seconds, size_text(row["zero3_bytes"]))
+        rows.append((row["role"], row["tier"], row["codec"], str(row["crossings"]), *received))
+    head = ("role", "tier", "codec", "*crossings", "*bytes", "*ratio", "*link time", "*ZeRO-3, average")
+    _table("bytes received per device and optimizer step (ZeRO-3: flat rings)", head, rows)
+    if rates := ", ".join(f"{tier} {rate:.4g}" for tier, rate in result["rates_gb_s"].items() if rate):
+        _say(f"link time: from bandwidth only (hzero plan --help); {result['rates']}, GB/s one way per device: {rates}")
+    _show_schemes(result["schemes"], there)
+    if result["predicted"]:
+        _say(result["predicted"]["about"])
+
+
+def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None:
+    rows, steps, stock = [], [], schemes["ZeRO-3"]["node_bytes"]
+    for name, one in schemes.items():
+        size, into = one["node_bytes"], ("", "")
+        if size is not None:
+            into = (size_text(size), f"{size / stock:.3f}" if stock else "")
+        fits = "" if there is None else "yes" if one["memory_bytes"] <= there else "no"
+        rows.append((name, one["weights"], one["gradients"], *into, size_text(one["memory_bytes"]), fits))
+        if "step_s" in one:
+            exposed, least = one["exposed_s"], 0.005 * one["step_s"]
+            waits = ", ".join(f"{exposed[tier]:.3g} {tier}" for tier in TIERS if exposed.get(tier, 0) > least)
+            steps.append((name, f"{one['step_s']:.3g} s", f"{one['tflops']:.3g}", waits or "nothing", fits))
+    head = ("scheme", "weights over, in", "gradients over, in", "*into one node", "*of ZeRO-3", "*memory", "fits")
+    _table("bytes into one node per step (other engines: minimum), and memory per device", head, rows)
+    if steps:
+        _table("predicted step", ("scheme", "*step", "*TFLOPS per device", "waits for, s", "fits"), steps)
+
+
 # ---- predictions --------------------------------------------------------------------------------------------------------
 
 
 def _about(scenario: Scenario) -> dict[str, Any]:
+    """The machine of a prediction, and what is known of errors."""
     profile = scenario.machine.profile
     kinds = {name: profile.sources[profile.constants[name].source].kind for name in CONSTANTS}
+    assumed = [name for name, kind in kinds.items() if kind == "assumed"]
+    error = f"on collectives that were not fit is {profile.error:.0%}" if profile.error else "is not known"
     return {
         "profile": profile.name,
         "error": profile.error,
-        "assumed": [name for name, kind in kinds.items() if kind == "assumed"],
+        "assumed": assumed,
         "memory_bytes": scenario.memory,
+        "about": f"profile {profile.name}: its error {error}, and no step of this machine could be checked; assumed: "
+        f"{', '.join(assumed) or 'nothing'} (docs/model.md)",
     }
-
-
-def steps_dict(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
-    """Predicted steps of a plan and of some other engines."""
-    others = scenario.others()
-    schemes: dict[str, ShardPlan | Scheme] = {f"hzero {scenario.experiment.preset}": plan}
-    schemes |= {name: others[name] for name in ("HSDP, node", "ZeRO-3", "hpZ", "ZeRO++")}
-    steps = {name: predict(one, scenario.job, scenario.machine) for name, one in schemes.items()}
-    return {**_about(scenario), "steps": {name: asdict(step) for name, step in steps.items()}}
 
 
 def sweep_dict(scenario: Scenario, counts: Sequence[int], picture: Path) -> dict[str, Any]:
@@ -236,6 +298,24 @@ def sweep_dict(scenario: Scenario, counts: Sequence[int], picture: Path) -> dict
     }
 
 
+def _show_sweep(result: dict[str, Any]) -> None:
+    """Prints TFLOPS per device, of eight counts at most."""
+    counts = [point["nodes"] for point in next(iter(result["curves"].values()))]
+    if len(counts) > 8:
+        counts = [counts[round(i * (len(counts) - 1) / 7)] for i in range(8)]
+    rows = []
+    for name, points in result["curves"].items():
+        rates = {point["nodes"]: f"{point['tflops']:.3g}" if point["fits"] else "-" for point in points}
+        rows.append((name, *(rates[count] for count in counts)))
+    memory = size_text(result["memory_bytes"])
+    title = f"predicted model TFLOPS per device, by nodes (-: does not fit into devices of {memory})"
+    _table(title, ("scheme", *(f"*{count:,}" for count in counts)), rows)
+    for note in result["notes"]:
+        _say(note)
+    _say(result["about"])
+    _say(f"drawn in {result['picture']}")
+
+
 def search_dict(scenario: Scenario, mode: str) -> dict[str, Any]:
     """Settings that ``--fit`` and ``--tune`` find."""
     about = _about(scenario)
@@ -244,16 +324,16 @@ def search_dict(scenario: Scenario, mode: str) -> dict[str, Any]:
     def of(one: Setting) -> dict[str, Any]:
         return {
             "setting": str(one),
-            "block": one.block(),
-            "overrides": one.overrides(scenario),
+            "block": one.block,
+            "overrides": one.overrides,
             "micro_batch": one.job.micro_batch,
             "accumulation": one.job.accumulation,
             "checkpointing": one.job.checkpointing,
             "memory_bytes": one.memory.bytes,
             "fullest": one.memory.fullest,
             "states": {name: state.bytes for name, state in one.memory.states.items()},
-            "fits": one.prediction is not None,
-            **({"sequence_s": one.sequence_s, **asdict(one.prediction)} if one.prediction else {}),
+            "fits": one.fits,
+            **({"sequence_s": one.sequence_s, **asdict(one.step)} if one.fits else {}),
         }
 
     return {
@@ -263,5 +343,24 @@ def search_dict(scenario: Scenario, mode: str) -> dict[str, Any]:
         "left_out": search.left_out,
         "settings": {name: of(one) for name, one in search.settings.items()},
         "best": of(search.best),
-        "command": search.best.command(scenario),
+        "command": search.best.command,
     }
+
+
+def _show_search(result: dict[str, Any]) -> None:
+    rows = []
+    for name, one in result["settings"].items():
+        figures, over = ("", "", ""), one["memory_bytes"] - result["memory_bytes"]
+        if one["fits"]:
+            full, share = max(one["busy"].items(), key=lambda item: item[1])
+            figures = (f"{one['sequence_s']:.4g}", f"{one['tflops']:.3g}", f"{full} {share:.0%}")
+        at = one["fullest"] if one["fits"] else f"{size_text(over)} too much at {one['fullest']}"
+        rows.append((name, one["setting"], *figures, size_text(one["memory_bytes"]), at))
+    title = (
+        f"{result['tried']:,} settings simulated on {result['world_size']:,} devices of {size_text(result['memory_bytes'])}, "
+        f"{result['left_out']:,} do not fit; s: predicted seconds per sequence of a device"
+    )
+    _table(title, ("", "setting, micro-batch x micro-steps", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
+    _say(result["about"])
+    _say("settings that differ by less than the error are equal: of these, take the one that loses less")
+    _say(f'\nbest: {result["best"]["setting"]}\n"hzero": {json.dumps(result["best"]["block"])}\n{result["command"]}')

@@ -53,8 +53,7 @@ class Scenario:
         profile: Its constants, or why they are not known.
         memory: Bytes of a device, at most; None where they are not known.
         quality: What codecs may lose.
-        global_batch: Sequences of a step, of all devices.
-        batch_given: Whether the user has given them.
+        sequences: Of a step on each device; None if the user has given no global batch.
         given: The user's overrides of the trainer's configuration.
     """
 
@@ -65,8 +64,7 @@ class Scenario:
     profile: Profile | ConfigError
     memory: int | None
     quality: Quality
-    global_batch: int
-    batch_given: bool
+    sequences: int | None
     given: tuple[str, ...]
 
     @property
@@ -95,10 +93,8 @@ class Scenario:
 
     def others(self) -> dict[str, Scheme]:
         """Other engines; ZeRO++ as the machine's usual launch line has it."""
-        found, visible = dict(OTHERS), self.machine.profile.visible
-        if visible is not None and visible < self.grid.scope_size("node"):
-            found["ZeRO++"] = replace(found["ZeRO++"], visible=visible)
-        return found
+        visible = None if isinstance(self.profile, ConfigError) else self.profile.visible
+        return {**OTHERS, "ZeRO++": replace(OTHERS["ZeRO++"], visible=visible)}
 
 
 def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenario:
@@ -127,18 +123,18 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     if measured is not None and links is not None and isinstance(profile, Profile):
         profile = with_links(profile, measured, links)
     job = _job(experiment, topology)
-    batch = job.micro_batch * job.accumulation * grid.world_size
+    sequences = None
     if (text := own.get("global_batch")) is not None:
-        batch = int(text) if text.isdecimal() and len(text) < 13 else 0
-        if not batch or batch % grid.world_size:
-            near = max(round(batch / grid.world_size), 1) * grid.world_size
+        sequences, rest = divmod(int(text) if text.isdecimal() and len(text) < 13 else 0, grid.world_size)
+        if not sequences or rest:
+            near = max(round(sequences + rest / grid.world_size), 1) * grid.world_size
             raise ConfigError(
                 f"global_batch: found {text!r}; expected a multiple of the {grid.world_size:,} devices, such as {near}"
             )
     memory = _bytes_of(own["memory"]) if "memory" in own else None
     if memory is None and isinstance(profile, Profile):
         memory = int(profile.value("memory_gb") * 1e9)
-    return Scenario(experiment, job, grid, measured, profile, memory, quality, batch, "global_batch" in own, kept)
+    return Scenario(experiment, job, grid, measured, profile, memory, quality, sequences, kept)
 
 
 def _profile_of(topology: str, name: str | None, grid: Grid) -> Profile | ConfigError:
@@ -149,11 +145,13 @@ def _profile_of(topology: str, name: str | None, grid: Grid) -> Profile | Config
             f"{', '.join(profile_names())}"
         )
     profile = load_profile(name or PROFILES[topology])
-    if (why := profile.mismatch(grid)) is None:
-        return profile
-    if name is not None:
-        raise ConfigError(why)
-    return ConfigError(why)  # the topology's name stands for the machine, but not for this shape
+    try:
+        profile.check(grid)
+    except ConfigError as error:
+        if name is not None:
+            raise
+        return error  # the topology's name stands for the machine, but not for this shape
+    return profile
 
 
 def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:

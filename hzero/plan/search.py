@@ -6,9 +6,11 @@ import itertools
 import math
 import re
 import shlex
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, 
 from hzero.files import refusing, replacing
 from hzero.plan.collectives import chains_of
 from hzero.plan.job import Job, buckets_of
-from hzero.plan.machine import Machine
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Quality, Scenario
 from hzero.plan.shards import ShardPlan
@@ -42,7 +43,6 @@ _CODECS: dict[Quality, tuple[tuple[CodecName, ...], tuple[CodecName, ...]]] = {
     "weights": (("none", "int8", "int4"), ("none",)),
     "all": (("none", "int8", "int4"), ("none", "int8", "int4")),
 }
-_BITS = {"none": 16, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,26 +50,44 @@ class Setting:
     """Settings of the stage and of the step.
 
     Attributes:
+        scenario: What is searched.
         preset: The preset.
         changes: Keys of the block that differ from it, and their values.
-        plan: The shard plan.
         job: The job, with its micro-batch and buckets.
-        memory: What it takes of a device.
-        prediction: Its step; None where it does not fit.
     """
 
+    scenario: Scenario
     preset: str
     changes: dict[str, Any]
-    plan: ShardPlan
     job: Job
-    memory: Footprint
-    prediction: Prediction | None = None
+
+    @cached_property
+    def block(self) -> dict[str, Any]:
+        """The ``"hzero"`` block."""
+        block = OmegaConf.create({"preset": self.preset})
+        for key, value in self.changes.items():
+            OmegaConf.update(block, key, value)
+        return OmegaConf.to_container(block)  # type: ignore[return-value]
+
+    @cached_property
+    def plan(self) -> ShardPlan:
+        """The shard plan."""
+        return ShardPlan.from_config(parse_config(self.block), self.scenario.grid, 0)
+
+    @cached_property
+    def memory(self) -> Footprint:
+        """What it takes of a device."""
+        return footprint(self.plan, self.scenario.grid, self.job)
 
     @property
+    def fits(self) -> bool:
+        """Whether that is there."""
+        return self.memory.bytes <= (self.scenario.memory or 0)
+
+    @cached_property
     def step(self) -> Prediction:
-        """The predicted step of a setting that fits."""
-        assert self.prediction is not None
-        return self.prediction
+        """The predicted step."""
+        return predict(self.plan, self.job, self.scenario.machine)
 
     @property
     def sequence_s(self) -> float:
@@ -81,26 +99,24 @@ class Setting:
         """Codecs of weights and gradients between nodes."""
         return self.plan.codecs.weights.node.codec, self.plan.codecs.gradients.node.codec
 
-    def block(self) -> dict[str, Any]:
-        """The ``"hzero"`` block."""
-        return _block(self.preset, self.changes)
-
-    def overrides(self, scenario: Scenario) -> list[str]:
+    @property
+    def overrides(self) -> list[str]:
         """The same for `hzero train`, as Hydra's overrides."""
         job = self.job
         found = [f"zero={self.preset}", *(f"zero.{key}={value}" for key, value in self.changes.items())]
         found += [f"train.micro_batch={job.micro_batch}", f"train.grad_accumulation={job.accumulation}"]
         found += [f"train.activation_checkpointing={str(job.checkpointing).lower()}"]
         for name, key in _BUCKETS.items():
-            if (size := getattr(job, name)) != getattr(scenario.job, name):
+            if (size := getattr(job, name)) != getattr(self.scenario.job, name):
                 found.append(f"deepspeed.zero_optimization.{key}={size}")
         return found
 
-    def command(self, scenario: Scenario) -> str:
+    @property
+    def command(self) -> str:
         """The trainer's command with this setting, and with what the user has given in addition."""
-        chosen = self.overrides(scenario)
-        keys = set(map(key_of, chosen))
-        return shlex.join(["hzero", "train", *(one for one in scenario.given if key_of(one) not in keys), *chosen])
+        keys = set(map(key_of, self.overrides))
+        given = [one for one in self.scenario.given if key_of(one) not in keys]
+        return shlex.join(["hzero", "train", *given, *self.overrides])
 
     def __str__(self) -> str:
         job = self.job
@@ -110,22 +126,6 @@ class Setting:
             f"{states}; {job.micro_batch} x {job.accumulation}{', checkpointing' * job.checkpointing}; "
             f"buckets {job.prefetch / 1e6:g} M{doubling}"
         )
-
-
-def _block(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
-    block = OmegaConf.create({"preset": preset})
-    for key, value in changes.items():
-        OmegaConf.update(block, key, value)
-    return OmegaConf.to_container(block)  # type: ignore[return-value]
-
-
-def _setting(scenario: Scenario, preset: str, changes: dict[str, Any], job: Job) -> Setting:
-    plan = ShardPlan.from_config(parse_config(_block(preset, changes)), scenario.grid, 0)
-    return Setting(preset, changes, plan, job, footprint(plan, scenario.grid, job))
-
-
-def _predicted(setting: Setting, scenario: Scenario) -> Setting:
-    return replace(setting, prediction=predict(setting.plan, setting.job, scenario.machine))
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,15 @@ class Search:
     left_out: int
 
 
-def _nothing_fits(smallest: Setting, there: int) -> ConfigError:
-    memory = smallest.memory
+def _fitting(every: Sequence[Setting]) -> list[Setting]:
+    """The settings that fit into a device. Raises `ConfigError` if none does."""
+    if fitting := [one for one in every if one.fits]:
+        return fitting
+    smallest = min(every, key=lambda one: one.memory.bytes)
+    memory, there = smallest.memory, smallest.scenario.memory or 0
     largest = sorted(memory.states, key=lambda name: -memory.states[name].bytes)[:3]
     most = ", ".join(f"{name} {size_text(memory.states[name].bytes)}" for name in largest)
-    return ConfigError(
+    raise ConfigError(
         f"memory: found {size_text(there)}, and the smallest setting ({smallest}) needs {size_text(memory.bytes)} at "
         f"{memory.fullest}: {most}; possible: more nodes, a smaller model, shorter sequences, smaller buckets"
     )
@@ -167,36 +171,21 @@ def fit(scenario: Scenario) -> Search:
     Raises:
         ConfigError: Nothing fits.
     """
-    there = scenario.memory or 0
-    pairs = itertools.product(PRESETS, (False, True))
-    found = {f"{name}{', checkpointing' * again}": _largest(name, again, scenario) for name, again in pairs}
-    fitting = [one for one in found.values() if one.prediction]
-    if not fitting:
-        raise _nothing_fits(min(found.values(), key=lambda one: one.memory.bytes), there)
+    found = {}
+    for preset, again in itertools.product(PRESETS, (False, True)):
+        job, share = replace(scenario.job, checkpointing=again), scenario.sequences
+        if share is None:
+            jobs = [replace(job, micro_batch=size) for size in range(1, _LARGEST + 1)]
+        else:
+            sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
+            jobs = [replace(job, micro_batch=size, accumulation=share // size) for size in sizes]
+        ones = [Setting(scenario, preset, {}, job) for job in jobs]
+        # Memory grows with the micro-batch, but for accumulators, which the last division frees.
+        last = len(ones) if ones[-1].fits else bisect_left(ones, True, key=lambda one: not one.fits)
+        found[f"{preset}{', checkpointing' * again}"] = ones[max(last - 1, 0)]
+    fitting = _fitting(list(found.values()))
     best = min(fitting, key=lambda one: (float(f"{one.sequence_s:.3e}"), one.memory.bytes))
     return Search(found, best, len(fitting), len(found) - len(fitting))
-
-
-def _largest(preset: str, checkpointing: bool, scenario: Scenario) -> Setting:
-    def of(job: Job) -> Setting:
-        return _setting(scenario, preset, {}, job)
-
-    jobs, there = _jobs(scenario, checkpointing), scenario.memory or 0
-    # Memory grows with the micro-batch, but for accumulators, which the last division frees.
-    if (last := of(jobs[-1])).memory.bytes <= there:
-        return _predicted(last, scenario)
-    fitting = bisect_right(jobs, there, key=lambda job: of(job).memory.bytes)
-    return _predicted(of(jobs[fitting - 1]), scenario) if fitting else of(jobs[0])
-
-
-def _jobs(scenario: Scenario, checkpointing: bool) -> list[Job]:
-    """The job with every micro-batch that is possible, smallest first."""
-    job = replace(scenario.job, checkpointing=checkpointing)
-    if not scenario.batch_given:
-        return [replace(job, micro_batch=size) for size in range(1, _LARGEST + 1)]
-    share = scenario.global_batch // scenario.grid.world_size
-    sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
-    return [replace(job, micro_batch=size, accumulation=share // size) for size in sizes]
 
 
 # ---- tune ---------------------------------------------------------------------------------------------------------------
@@ -211,44 +200,27 @@ def tune(scenario: Scenario) -> Search:
     Raises:
         ConfigError: No setting fits into memory.
     """
-    machine, there = scenario.machine, scenario.memory or 0
     every = list(settings(scenario))
-    fitting = [one for one in every if one.memory.bytes <= there]
-    if not fitting:
-        raise _nothing_fits(min(every, key=lambda one: one.memory.bytes), there)
-    fitting.sort(key=lambda one: (one.job.checkpointing, -one.job.micro_batch))
+    fitting = sorted(_fitting(every), key=lambda one: (one.job.checkpointing, -one.job.micro_batch))
     found: list[Setting] = []
-    tried = 0
     # A setting that loses less is of interest up to the model's error above the best.
-    margin = 1 + (machine.profile.error or 0.0)
+    margin = 1 + (scenario.machine.profile.error or 0.0)
     for one in fitting:
-        if len(found) >= BEST and _compute_s(one.job, machine) > margin * found[BEST - 1].step.step_s:
+        if len(found) >= BEST and _compute_s(one) > margin * found[BEST - 1].step.step_s:
             continue  # compute alone takes longer
-        found.append(_predicted(one, scenario))
+        found.append(one)
         found.sort(key=_order)
-        tried += 1
-    found = _distinct(found)
-    given = _BUCKETS["prefetch"] in scenario.experiment["deepspeed"].get("zero_optimization", {})
-    refined = []
-    for one in dict.fromkeys([*found[:BEST], *_by_quality(found).values()]):
-        best = one
-        for bucket, doubling in ((None if given else _OTHER_BUCKET, {}), (None, _DOUBLING)):
-            job = _with_bucket(best.job, bucket, scenario) if bucket else best.job
-            other = _setting(scenario, best.preset, {**best.changes, **doubling}, job)
-            if (bucket or doubling) and other.memory.bytes <= there:
-                best = min(best, _predicted(other, scenario), key=_order)
-                tried += 1
-        refined.append(best)
-    refined.sort(key=_order)
+    best = _distinct(found)
+    refined = sorted(map(_refined, dict.fromkeys([*best[:BEST], *_by_quality(best).values()])), key=_order)
     shown = {str(place): one for place, one in enumerate(refined[:BEST], 1)}
     shown |= {name: one for name, one in _by_quality(refined).items() if one is not refined[0]}
-    return Search(shown, refined[0], tried, len(every) - len(fitting))
+    return Search(shown, refined[0], len(found) + 2 * len(refined), len(every) - len(fitting))
 
 
 def settings(scenario: Scenario) -> Iterator[Setting]:
     """All settings of a search, those that do not fit into memory too."""
-    grid, per_rank = scenario.grid, scenario.global_batch // scenario.grid.world_size
-    batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
+    grid, share = scenario.grid, scenario.sequences or scenario.job.micro_batch * scenario.job.accumulation
+    batches = [size for size in _MICRO_BATCHES if share % size == 0]
     # Of scopes that reach the same ranks the innermost.
     distinct = list({grid.scope_size(scope): scope for scope in reversed(grid.scopes)}.values())[::-1]
     scopes = list(itertools.combinations_with_replacement(distinct, 2))
@@ -264,8 +236,8 @@ def settings(scenario: Scenario) -> Iterator[Setting]:
         changed = {name: _changes(config, shard, codecs) for name, config in configs.items()}
         preset = min(changed, key=lambda name: len(changed[name]))
         for size, again in itertools.product(batches, (False, True)):
-            job = replace(scenario.job, micro_batch=size, accumulation=per_rank // size, checkpointing=again)
-            yield _setting(scenario, preset, changed[preset], _with_bucket(job, job.prefetch, scenario))
+            job = replace(scenario.job, micro_batch=size, accumulation=share // size, checkpointing=again)
+            yield Setting(scenario, preset, changed[preset], _with_bucket(job, job.prefetch, scenario))
 
 
 def _changes(
@@ -285,17 +257,20 @@ def _changes(
 def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
     """A job whose buckets have this size, except those whose size the user has given."""
     given = scenario.experiment["deepspeed"].get("zero_optimization", {})
+    if _BUCKETS["prefetch"] in given:
+        numel = job.prefetch
     sizes: dict[str, Any] = {name: numel for name, key in _BUCKETS.items() if key not in given}
     return replace(job, **sizes)
 
 
-def _compute_s(job: Job, machine: Machine) -> float:
+def _compute_s(one: Setting) -> float:
     """Seconds of a step's products at the profile's rate, which no communication shortens."""
+    job = one.job
     forward, passes = sum(bucket.flops for bucket in buckets_of(job)), 4 if job.checkpointing else 3
-    return job.accumulation * passes * job.tokens * forward / machine.rate(job.tokens)
+    return job.accumulation * passes * job.tokens * forward / one.scenario.machine.rate(job.tokens)
 
 
-def _distinct(found: Sequence[Setting]) -> list[Setting]:
+def _distinct(found: Iterable[Setting]) -> list[Setting]:
     """Those that start other collectives, or start them at other times: with one micro-step scopes can be the same."""
     kept: dict[Any, Setting] = {}
     for one in found:
@@ -304,6 +279,16 @@ def _distinct(found: Sequence[Setting]) -> list[Setting]:
         started = tuple((*when, program.crossings) for when, program in chains.items())
         kept.setdefault((started, _order(one), job.micro_batch, job.checkpointing, one.memory.bytes), one)
     return list(kept.values())
+
+
+def _refined(one: Setting) -> Setting:
+    """A setting, with larger buckets and with another all-gather between nodes where these make it better."""
+    for numel, changes in ((_OTHER_BUCKET, {}), (one.job.prefetch, _DOUBLING)):
+        job = one.job if changes else _with_bucket(one.job, numel, one.scenario)
+        other = replace(one, changes={**one.changes, **changes}, job=job)
+        if other.fits:
+            one = min(one, other, key=_order)
+    return one
 
 
 def _by_quality(found: Sequence[Setting]) -> dict[Quality, Setting]:
@@ -316,11 +301,11 @@ def _by_quality(found: Sequence[Setting]) -> dict[Quality, Setting]:
     return best
 
 
-def _order(one: Setting) -> tuple[float, int, bool, int]:
+def _order(one: Setting) -> tuple[float, float, bool, int]:
     """Shortest first; of equal ones, to a thousandth, what loses least and is simplest."""
-    lost = 32 - sum(_BITS[codec] for codec in one.codecs)
+    kept = sum(one.plan.codecs[role].node.format.element_bytes(2) for role in ROLES)
     step = float(f"{one.step.step_s:.3e}")
-    return step, lost, one.job.checkpointing, one.plan.node_all_gather.below_bytes + one.job.prefetch
+    return step, -kept, one.job.checkpointing, one.plan.node_all_gather.below_bytes + one.job.prefetch
 
 
 # ---- sweep --------------------------------------------------------------------------------------------------------------
@@ -342,12 +327,13 @@ def node_counts(text: str) -> list[int]:
 
 def sweep(scenario: Scenario, nodes: Sequence[int]) -> dict[str, dict[int, Prediction]]:
     """Predicts every scheme on every number of nodes, with equal work per device."""
-    places = {count: scenario.on(count) for count in nodes}
-    curves: dict[str, dict[int, Prediction]] = {}
-    for name in PRESETS:
-        curves[f"hzero {name}"] = {n: predict(one.shard_plan(name), one.job, one.machine) for n, one in places.items()}
-    for name, scheme in scenario.others().items():
-        curves[name] = {n: predict(scheme, one.job, one.machine) for n, one in places.items()}
+    curves: dict[str, dict[int, Prediction]] = defaultdict(dict)
+    for count in nodes:
+        place = scenario.on(count)
+        for name, scheme in {f"hzero {name}": place.shard_plan(name) for name in PRESETS}.items():
+            curves[name][count] = predict(scheme, place.job, place.machine)
+        for name, other in place.others().items():
+            curves[name][count] = predict(other, place.job, place.machine)
     return curves
 
 
@@ -365,17 +351,14 @@ def draw(curves: dict[str, dict[int, Prediction]], scenario: Scenario, path: Pat
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     profile, job = scenario.machine.profile, scenario.job
     for index, (name, steps) in enumerate(curves.items()):
-        nodes = list(steps)
         rates = [step.tflops if scenario.holds(step) else math.nan for step in steps.values()]
         if all(map(math.isnan, rates)):  # fits nowhere; the table says so
             continue
         style = "-" if name.startswith("hzero ") else "--"
         width = 3.0 if name == f"hzero {DEFAULT_PRESET}" else 1.4
-        axes.plot(nodes, rates, style, color=f"C{index % 10}", label=name, linewidth=width)
+        axes.plot(list(steps), rates, style, color=f"C{index % 10}", label=name, linewidth=width)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"nodes of {profile.name}")
-    axes.set_ylabel("model TFLOPS per device, predicted")
+    axes.set(ylim=(0, None), xlabel=f"nodes of {profile.name}", ylabel="model TFLOPS per device, predicted")
     error = "is not known" if profile.error is None else f"is {profile.error:.0%}"
     tokens = job.tokens * job.accumulation
     axes.set_title(f"{job.name}, {tokens:,} tokens per device and step; the model's error {error}", fontsize=9)

@@ -72,10 +72,10 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Predictio
     )
 
 
-def simulated(scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None) -> Timeline:
-    """Simulates every layer and micro-step, or only some ``layers``."""
+def tasks_of(scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None) -> list[Task]:
+    """The tasks of every layer and micro-step, or only of some ``layers``, lane by lane in order of submission."""
     job = _as_cut(scheme, job)
-    return simulate(_Builder(scheme, job, machine, buckets_of(job, layers)).tasks())
+    return _Builder(scheme, job, machine, buckets_of(job, layers)).tasks()
 
 
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
@@ -96,8 +96,8 @@ def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str
     kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse), 0)
     few, more = (kept + count * job.layers_together for count in LAYERS)
     if layers <= more:
-        return simulated(scheme, job, machine).figures
-    shorter, longer = (simulated(scheme, job, machine, count).figures for count in (few, more))
+        return simulate(tasks_of(scheme, job, machine))
+    shorter, longer = (simulate(tasks_of(scheme, job, machine, count)) for count in (few, more))
     return _extended(shorter, longer, (layers - more) / (more - few))
 
 
@@ -306,31 +306,12 @@ class Task:
     end: float = math.inf
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """What was simulated.
-
-    Attributes:
-        seconds: From the first start to the last end.
-        tasks: With their times.
-        exposed: Seconds without compute, by the ``tier`` of the task that compute waits for; "" for one without.
-        busy: Seconds for which each resource was full.
-    """
-
-    seconds: float
-    tasks: list[Task]
-    exposed: dict[str, float]
-    busy: dict[str, float]
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """All seconds by name."""
-        exposed = {f"exposed {tier}": time for tier, time in self.exposed.items() if tier}
-        return {"seconds": self.seconds, **exposed, **{f"busy {name}": time for name, time in self.busy.items()}}
-
-
-def simulate(tasks: Sequence[Task]) -> Timeline:
+def simulate(tasks: Sequence[Task]) -> dict[str, float]:
     """Runs tasks, given lane by lane in the order of submission; a task comes after those of its `after` in the list.
+
+    Returns:
+        ``seconds`` from the first start to the last end; ``exposed TIER``, those without compute, by the tier of the task that
+        compute waits for; and ``busy RESOURCE``, those for which it was full.
 
     Raises:
         ValueError: A task waits for one behind it on its own lane, so nothing can go on.
@@ -347,8 +328,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     left: dict[str, float] = {}  # of its present stage
     known: dict[tuple[int, ...], list[float]] = {}
     now, done = 0.0, 0
-    exposed: dict[str, float] = defaultdict(float)
-    busy: dict[str, float] = defaultdict(float)
+    figures: dict[str, float] = defaultdict(float)
     ready = list(lanes)
     while done < len(tasks):
         for lane in ready:
@@ -366,12 +346,12 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
             known[key] = speeds([stage.shares for stage in present])
         rates = known[key]
         step = min(left[lane] / rate for lane, rate in zip(running, rates))
-        if COMPUTE not in running:
-            exposed[_waited_for(lanes, running).tier] += step
+        if COMPUTE not in running and (tier := _waited_for(lanes, running).tier):
+            figures[f"exposed {tier}"] += step
         now += step
         for lane, stage, rate in zip(list(running), present, rates):
             for resource, share in stage.shares.items():
-                busy[resource] += share * rate * step
+                figures[f"busy {resource}"] += share * rate * step
             left[lane] -= step * rate
             if left[lane] > 1e-15 + 1e-12 * step:
                 continue
@@ -387,7 +367,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                 waits[id(other)] -= 1
                 if not waits[id(other)]:
                     ready.append(other.lane)
-    return Timeline(now, list(tasks), dict(exposed), dict(busy))
+    return {"seconds": now, **figures}
 
 
 def _waited_for(lanes: dict[str, deque[Task]], running: dict[str, Task]) -> Task:

@@ -46,14 +46,10 @@ def check_bytes_between_nodes() -> None:
         into_node = sum(map(float, everyones[4 * node : 4 * node + 4])) / 2
         m, f = 2 * sum(numels), 1 / 2
         assert 0.70 * m * f < into_node <= 0.78 * m * f, into_node / (m * f)
-        planned = step_traffic(
-            state.plan, state.plan.grid, numels, itemsize=2, accumulation=accumulation, comm_itemsize=2
-        )
+        planned = step_traffic(state.plan, state.plan.grid, numels, itemsize=2, accumulation=accumulation)
         assert into_node == node_bytes(planned, state.plan.grid)
         # Inside the node the frozen parameters are fetched too, though they are never refreshed.
-        fetched = step_traffic(
-            state.plan, state.plan.grid, numels + frozen, itemsize=2, accumulation=accumulation, comm_itemsize=2
-        )
+        fetched = step_traffic(state.plan, state.plan.grid, numels + frozen, itemsize=2, accumulation=accumulation)
         logged = {(e.role, e.tier): e.wire_bytes for e in state.wire_log.entries()}
         for traffic in planned:
             if traffic.role == "gradients" and traffic.used:

@@ -42,9 +42,7 @@ def check_16_ranks_as_8_nodes_in_2_groups() -> None:
             assert_losses(losses, stock[0], tolerance)
             state.settle()
             numels = [param.ds_numel for param in model.parameters()]
-            planned = step_traffic(
-                state.plan, state.plan.grid, numels, itemsize=4, accumulation=ACCUMULATION, comm_itemsize=4
-            )
+            planned = step_traffic(state.plan, state.plan.grid, numels, itemsize=4, accumulation=ACCUMULATION)
             logged = {(entry.role, entry.tier): entry for entry in state.wire_log.entries()}
             far = {(row.role, row.tier): row for row in planned if row.used and row.tier in ("node", "group")}
             assert len(far) == 4

@@ -14,7 +14,7 @@ from hzero.comm.checksum import checksums
 from hzero.config import BASE_TIERS, parse_config
 from hzero.plan.collectives import (
     CHECKSUM_BYTES,
-    Chain,
+    Chains,
     Scheme,
     chains_of,
     link_seconds,
@@ -169,8 +169,8 @@ def test_buffers_of_programs_are_what_a_step_takes_and_leaves() -> None:
 # ---- order --------------------------------------------------------------------------------------------------------------
 
 
-def _shape(chains: list[Chain]) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
-    return [(c.phase, c.micro, [("+".join(x.tiers), x.ranks, x.rows) for x in c.program.crossings]) for c in chains]
+def _shape(chains: Chains) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
+    return [(*when, [("+".join(x.tiers), x.ranks, x.rows) for x in made.crossings]) for when, made in chains.items()]
 
 
 def test_topo_refreshes_once_and_crosses_nodes_in_the_last_micro_step() -> None:
@@ -200,10 +200,10 @@ def test_other_engines() -> None:
     hsdp = _shape(chains_of(Scheme("fsdp", shard="node"), GRID, 2))
     assert hsdp[-1] == ("reduce", 1, [("gcd+gpu", 8, 384), ("node", 48, 48)])
     assert hsdp[2] == ("reduce", 0, [("gcd+gpu", 8, 384)])
-    assert [c.phase for c in chains_of(Scheme("deepspeed", stage=2), GRID, 3)] == ["reduce"] * 3 + ["after"]
+    assert [phase for phase, _ in chains_of(Scheme("deepspeed", stage=2), GRID, 3)] == ["reduce"] * 3 + ["after"]
     stage1 = chains_of(Scheme("deepspeed", stage=1), GRID, 3)
-    assert [c.phase for c in stage1] == ["reduce", "after"]
-    assert [c.program.crossings[0].kind for c in stage1] == ["all_reduce", "all_gather"]
-    hpz = chains_of(Scheme("deepspeed", hpz="node"), GRID, 2)
-    assert [c.program.crossings[0].ranks for c in hpz if c.program.crossings[0].role == "weights"] == [384, 8, 8, 8]
+    assert [phase for phase, _ in stage1] == ["reduce", "after"]
+    assert [program.crossings[0].kind for program in stage1.values()] == ["all_reduce", "all_gather"]
+    hpz = [program.crossings[0] for program in chains_of(Scheme("deepspeed", hpz="node"), GRID, 2).values()]
+    assert [crossing.ranks for crossing in hpz if crossing.role == "weights"] == [384, 8, 8, 8]
     assert len(chains_of(Scheme("ddp"), GRID, 4)) == 1
