@@ -7,7 +7,6 @@ time of the same collectives.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -62,6 +61,18 @@ class Scheme:
     visible: int | None = None
 
 
+#: Other engines that predictions compare with.
+OTHERS = {
+    "DDP": Scheme("ddp"),
+    "FSDP2": Scheme("fsdp"),
+    "HSDP, node": Scheme("fsdp", shard="node"),
+    "HSDP, package": Scheme("fsdp", shard="package"),
+    "ZeRO-1": Scheme("deepspeed", stage=1),
+    "ZeRO-2": Scheme("deepspeed", stage=2),
+    "ZeRO-3": Scheme("deepspeed"),
+    "hpZ": Scheme("deepspeed", hpz="node"),
+    "ZeRO++": Scheme("deepspeed", hpz="node", quantized=True),
+}
 #: What one bucket starts in one step, in order, by when it starts and by micro-step, from 0.
 Chains: TypeAlias = dict[tuple[Phase, int], Program]
 
@@ -197,36 +208,23 @@ def step_traffic(
     """
     stage = scheme if isinstance(scheme, ShardPlan) else None
     chunks = [chunk_numel(numel, grid.world_size) for numel in numels]
-    wire: dict[tuple[Role, Tier], float] = defaultdict(float)
-    raw: dict[tuple[Role, Tier], float] = defaultdict(float)
-    crossings: dict[tuple[Role, Tier], float] = defaultdict(float)
+    sums = {(role, tier): [0.0, 0.0, 0.0] for role in ROLES for tier in grid.tiers}  # on the wire, raw, crossings
     for (phase, _), program in chains_of(scheme, grid, accumulation).items():
         times = fetches - 1 if phase == "backward" else 1
         for crossing in program.crossings:
+            raw = crossing.rows * sum(chunks) * itemsize
+            wire = crossing.message_bytes(chunks, itemsize) if stage else raw  # records, with padding
             links = ring_links([grid.size(tier) for tier in crossing.tiers])
             for tier, count in zip(crossing.tiers, links):
                 received = crossing.received * count / crossing.ranks * times
-                elements = crossing.rows * sum(chunks) * itemsize
-                raw[crossing.role, tier] += elements * received
-                # Only the stage's messages are records, with padding.
-                wire[crossing.role, tier] += (
-                    crossing.message_bytes(chunks, itemsize) if stage else elements
-                ) * received
-                crossings[crossing.role, tier] += times
-    return [
-        TierTraffic(
-            role=role,
-            tier=tier,
-            codec=stage.codecs[role][tier].codec if stage else "none",
-            wire_bytes=round(wire[role, tier]),
-            raw_bytes=round(raw[role, tier]),
-            crossings=round(crossings[role, tier]),
-            used=grid.size(tier) > 1,
-            checksum_bytes=CHECKSUM_BYTES * (grid.size(tier) - 1) if stage and stage.checksum else 0,
-        )
-        for role in ROLES
-        for tier in grid.tiers
-    ]
+                found = sums[crossing.role, tier]
+                found[:] = found[0] + wire * received, found[1] + raw * received, found[2] + times
+    rows = []
+    for (role, tier), found in sums.items():
+        codec = stage.codecs[role][tier].codec if stage else "none"
+        checksum = CHECKSUM_BYTES * (grid.size(tier) - 1) if stage and stage.checksum else 0
+        rows.append(TierTraffic(role, tier, codec, *map(round, found), grid.size(tier) > 1, checksum))
+    return rows
 
 
 def ring_links(sizes: Sequence[int]) -> list[int]:

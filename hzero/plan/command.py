@@ -292,7 +292,10 @@ def sweep_dict(scenario: Scenario, counts: Sequence[int], picture: Path) -> dict
         "picture": str(picture),
         "notes": [grid.groups_text for grid in grids if grid.nodes_per_group is None and grid.groups_text],
         "curves": {
-            name: [{"nodes": nodes, "fits": scenario.holds(step), **asdict(step)} for nodes, step in steps.items()]
+            name: [
+                {"nodes": nodes, "fits": scenario.holds(step.memory_bytes), **asdict(step)}
+                for nodes, step in steps.items()
+            ]
             for name, steps in curves.items()
         },
     }

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 
 from hzero.codecs.formats import chunk_numel
 from hzero.plan.collectives import Scheme
-from hzero.plan.job import Job
 from hzero.plan.program import IN_FLIGHT, Program, StagePrograms
+from hzero.plan.scenario import Job
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 

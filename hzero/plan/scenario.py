@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hzero.commands.experiment import Experiment, compose
+from hzero.commands.experiment import Architecture, Experiment, compose
 from hzero.config import parse_config
-from hzero.plan.collectives import Scheme
-from hzero.plan.job import Job
+from hzero.plan.collectives import OTHERS, Scheme
 from hzero.plan.links_file import LinksFile, links_for
 from hzero.plan.machine import Machine, Profile, Source, load_profile, profile_names
 from hzero.plan.shards import ShardPlan
-from hzero.plan.step import Prediction
 from hzero.topology import Grid
 from hzero.validation import ConfigError, one_of
 
@@ -27,18 +25,154 @@ KEYS = ("memory", "profile", "global_batch", "codecs")
 PROFILES = {"frontier": "frontier-2026", "lumi": "lumi", "dgx_h200": "dgx_h200"}
 #: The topology of a run on CPU, with float32 weights by default; it has no profile.
 CPU_TOPOLOGY = "emulated_2x2x2"
-#: Other engines that predictions compare with.
-OTHERS = {
-    "DDP": Scheme("ddp"),
-    "FSDP2": Scheme("fsdp"),
-    "HSDP, node": Scheme("fsdp", shard="node"),
-    "HSDP, package": Scheme("fsdp", shard="package"),
-    "ZeRO-1": Scheme("deepspeed", stage=1),
-    "ZeRO-2": Scheme("deepspeed", stage=2),
-    "ZeRO-3": Scheme("deepspeed"),
-    "hpZ": Scheme("deepspeed", hpz="node"),
-    "ZeRO++": Scheme("deepspeed", hpz="node", quantized=True),
-}
+
+
+# ---- what is trained ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how a step is cut. Sizes of buffers are in elements.
+
+    Attributes:
+        name: Of the model.
+        model: Its shapes.
+        seq_length: Tokens of a sequence.
+        micro_batch: Sequences per rank and micro-step.
+        accumulation: Micro-steps per step.
+        checkpointing: Whether backward computes activations again.
+        itemsize: Bytes of a weight and of a gradient on the wire.
+        prefetch: ``stage3_prefetch_bucket_size``: gathered ahead of use. Buckets of a prediction have this size.
+        ahead: Buckets that are gathered ahead of their use, where the engine does that.
+        reduce: ``reduce_bucket_size``: reduced together.
+        contiguous: ``contiguous_gradients``: whether a buffer of that size is kept for gradients, however small the model.
+        reuse: ``stage3_max_reuse_distance``: a parameter stays whole until its next use if no more lie between the uses in
+            forward and backward. DeepSpeed always keeps the last.
+        sub_group: ``sub_group_size``: elements that the optimizer steps together.
+        gradient_itemsize: Bytes of an element of the gradient shard; None: of a weight, as DeepSpeed's default is.
+        offload: Whether the optimizer and the gradient shard are on the host.
+    """
+
+    name: str
+    model: Architecture
+    seq_length: int
+    micro_batch: int
+    accumulation: int
+    checkpointing: bool
+    itemsize: int
+    prefetch: int
+    ahead: int
+    reduce: int
+    contiguous: bool
+    reuse: int
+    sub_group: int
+    gradient_itemsize: int | None
+    offload: bool
+
+    @classmethod
+    def of(cls, experiment: Experiment, topology: str) -> Job:
+        """What a configuration trains.
+
+        DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
+        used again soon.
+        """
+        train, zero = experiment["train"], experiment.deepspeed.zero_optimization
+        prefetch = int(zero.stage3_prefetch_bucket_size)
+        gradient = str(experiment.deepspeed.data_types.get("grad_accum_dtype"))
+        return cls(
+            str(experiment["model"]["name"]),
+            experiment.architecture,
+            experiment["model"]["seq_length"],
+            micro_batch=train["micro_batch"],
+            accumulation=train["grad_accumulation"],
+            checkpointing=train["activation_checkpointing"],
+            itemsize={"fp32": 4, "auto": 4 if topology == CPU_TOPOLOGY else 2}.get(train["dtype"], 2),
+            prefetch=prefetch,
+            ahead=int(zero.stage3_max_live_parameters >= 2 * prefetch),
+            reduce=int(zero.reduce_bucket_size),
+            contiguous=zero.contiguous_gradients,
+            reuse=int(zero.stage3_max_reuse_distance),
+            sub_group=int(zero.sub_group_size),
+            gradient_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(gradient),
+            offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per rank and micro-step."""
+        return self.micro_batch * self.seq_length
+
+    @property
+    def layer(self) -> int:
+        """Elements of a layer; 0 where layers differ."""
+        return sum(self.model.layer or ())
+
+    @property
+    def layers_together(self) -> int:
+        """Whole layers that one bucket holds: DeepSpeed gathers ahead, and reduces, across modules; at least 1."""
+        return max(self.prefetch // self.layer, 1)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        name: Equal buckets have equal names.
+        numels: Elements of every parameter.
+        flops: Of forward, per token.
+    """
+
+    name: str
+    numels: tuple[int, ...]
+    flops: float
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.numels)
+
+
+def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
+    """Buckets of a job in the order of forward: as many layers, or else parameters of a layer, as fit; at least one.
+
+    A token takes 2 operations for each weight that it is multiplied with, and 4 x length x width in attention.
+
+    Args:
+        job: The job; all layers of its model are alike.
+        layers: Number of layers; None: the model's.
+    """
+    model = job.model
+    assert model.layer is not None
+    layers = model.layers if layers is None else layers
+    vocab = model.vocab_size * model.hidden
+    weights = 2.0 * (job.layer - model.idle / model.layers)
+    attention = 4.0 * job.seq_length * model.attention / model.layers
+    embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, 2.0 * vocab)
+    if (together := job.layers_together) > 1:
+        counts = [min(together, layers - first) for first in range(0, layers, together)]
+        return [embedding, *(Bucket(f"{n} layers", model.layer * n, (weights + attention) * n) for n in counts), head]
+    of_layer = []
+    for index, part in enumerate(_split(model.layer, job.prefetch)):
+        # The operations of attention itself count with the bucket of the first matrix.
+        flops = weights / job.layer * sum(part) + (attention if index == 0 else 0.0)
+        of_layer.append(Bucket(f"layer.{index}", tuple(part), flops))
+    return [embedding, *of_layer * layers, head]
+
+
+def _split(numels: Sequence[int], limit: int) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for numel in numels:
+        if parts[-1] and sum(parts[-1]) + numel > limit:
+            parts.append([])
+        parts[-1].append(numel)
+    if len(parts) > 1 and sum(parts[-1]) < limit // 100:  # a bias that is left over
+        bias = parts.pop()
+        parts[-1] += bias
+    return parts
+
+
+# ---- on which machine ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,9 +217,9 @@ class Scenario:
             group = None
         return replace(self, grid=replace(self.grid, nodes=nodes, ranks=None, nodes_per_group=group))
 
-    def holds(self, step: Prediction) -> bool:
-        """Whether a predicted step fits into a device."""
-        return step.memory_bytes <= (self.memory or 0)
+    def holds(self, size: int) -> bool:
+        """Whether so many bytes fit into a device."""
+        return size <= (self.memory or 0)
 
     def shard_plan(self, preset: str) -> ShardPlan:
         """The shard plan of a preset on this machine."""
@@ -122,7 +256,7 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     measured = None if links is None else links_for(links, grid)
     if measured is not None and links is not None and isinstance(profile, Profile):
         profile = with_links(profile, measured, links)
-    job = _job(experiment, topology)
+    job = Job.of(experiment, topology)
     sequences = None
     if (text := own.get("global_batch")) is not None:
         sequences, rest = divmod(int(text) if text.isdecimal() and len(text) < 13 else 0, grid.world_size)
@@ -171,34 +305,6 @@ def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:
     stack = f"{links.backend} on {links.device}"
     source = Source(what=f"hzero links: {path}", date=links.date, stack=stack, kind="measured")
     return profile.with_values(source, **values)
-
-
-def _job(experiment: Experiment, topology: str) -> Job:
-    """What a configuration trains.
-
-    DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
-    used again soon.
-    """
-    train, zero = experiment["train"], experiment.deepspeed.zero_optimization
-    prefetch = int(zero.stage3_prefetch_bucket_size)
-    gradient = str(experiment.deepspeed.data_types.get("grad_accum_dtype"))
-    return Job(
-        str(experiment["model"]["name"]),
-        experiment.architecture,
-        experiment["model"]["seq_length"],
-        micro_batch=train["micro_batch"],
-        accumulation=train["grad_accumulation"],
-        checkpointing=train["activation_checkpointing"],
-        itemsize={"fp32": 4, "auto": 4 if topology == CPU_TOPOLOGY else 2}.get(train["dtype"], 2),
-        prefetch=prefetch,
-        ahead=int(zero.stage3_max_live_parameters >= 2 * prefetch),
-        reduce=int(zero.reduce_bucket_size),
-        contiguous=zero.contiguous_gradients,
-        reuse=int(zero.stage3_max_reuse_distance),
-        sub_group=int(zero.sub_group_size),
-        gradient_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(gradient),
-        offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
-    )
 
 
 def _bytes_of(text: str) -> int:

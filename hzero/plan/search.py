@@ -20,9 +20,8 @@ from hzero.commands.experiment import key_of
 from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier, parse_config
 from hzero.files import refusing, replacing
 from hzero.plan.collectives import chains_of
-from hzero.plan.job import Job, buckets_of
 from hzero.plan.memory import Footprint, footprint
-from hzero.plan.scenario import Quality, Scenario
+from hzero.plan.scenario import Job, Quality, Scenario, buckets_of
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import Prediction, predict
 from hzero.terminal import size_text
@@ -82,7 +81,7 @@ class Setting:
     @property
     def fits(self) -> bool:
         """Whether that is there."""
-        return self.memory.bytes <= (self.scenario.memory or 0)
+        return self.scenario.holds(self.memory.bytes)
 
     @cached_property
     def step(self) -> Prediction:
@@ -351,7 +350,7 @@ def draw(curves: dict[str, dict[int, Prediction]], scenario: Scenario, path: Pat
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     profile, job = scenario.machine.profile, scenario.job
     for index, (name, steps) in enumerate(curves.items()):
-        rates = [step.tflops if scenario.holds(step) else math.nan for step in steps.values()]
+        rates = [step.tflops if scenario.holds(step.memory_bytes) else math.nan for step in steps.values()]
         if all(map(math.isnan, rates)):  # fits nowhere; the table says so
             continue
         style = "-" if name.startswith("hzero ") else "--"

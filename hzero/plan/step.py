@@ -15,10 +15,10 @@ from typing import Any
 
 from hzero.codecs.formats import chunk_numel
 from hzero.plan.collectives import CHECKSUM_BYTES, Scheme, chains_of
-from hzero.plan.job import Bucket, Job, buckets_of
 from hzero.plan.machine import Machine, Phase, Stage
 from hzero.plan.memory import footprint
 from hzero.plan.program import IN_FLIGHT, Cross, Program
+from hzero.plan.scenario import Bucket, Job, buckets_of
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError
 
@@ -35,7 +35,6 @@ class Prediction:
     Attributes:
         step_s: Seconds of a step.
         tflops: Model operations per second and device in 1e12, without what is computed again.
-        tokens_per_s: Of all devices.
         exposed_s: Seconds in which compute waits for communication, by tier.
         busy: Share of the step for which each resource is full.
         memory_bytes: Of a device.
@@ -43,7 +42,6 @@ class Prediction:
 
     step_s: float
     tflops: float
-    tokens_per_s: float
     exposed_s: dict[str, float]
     busy: dict[str, float]
     memory_bytes: int
@@ -59,13 +57,12 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Predictio
         raise ConfigError(f"model: the layers of {job.name} differ; expected equal layers for a prediction")
     job = _as_cut(scheme, job)
     found = _figures(scheme, job, machine)
-    seconds, tokens = found["seconds"], job.tokens * job.accumulation
+    seconds = found["seconds"]
     # Forward and backward, without what is computed again.
-    flops = 3.0 * tokens * sum(bucket.flops for bucket in buckets_of(job))
+    flops = 3.0 * job.tokens * job.accumulation * sum(bucket.flops for bucket in buckets_of(job))
     return Prediction(
         step_s=seconds,
         tflops=flops / seconds / 1e12,
-        tokens_per_s=tokens * machine.grid.world_size / seconds,
         exposed_s={name[8:]: time for name, time in found.items() if name.startswith("exposed ")},
         busy={name[5:]: time / seconds for name, time in found.items() if name.startswith("busy ")},
         memory_bytes=footprint(scheme, machine.grid, job).bytes,
@@ -165,10 +162,8 @@ class _Builder:
                 inside = [one for one in made if not one.boundary]
                 pending.append((inside or computed)[-1])
         stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], reductions))
-        if ends := [
-            task for bucket in self._buckets for task in self._chain("after", job.accumulation - 1, bucket, [stepped])
-        ]:
-            self._add(Task(COMPUTE, "gathered", [Phase(0.0)], ends))
+        for bucket in self._buckets:
+            self._chain("after", job.accumulation - 1, bucket, [stepped])
         return self._tasks
 
     def _messages(self) -> list[tuple[int, Bucket]]:

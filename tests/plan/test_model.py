@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from benchmarks.model import LONG, checks
 from hzero.config import parse_config
 from hzero.plan.collectives import Scheme
-from hzero.plan.job import Job, buckets_of
 from hzero.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
 from hzero.plan.memory import activations
-from hzero.plan.scenario import read_scenario
+from hzero.plan.scenario import Job, buckets_of, read_scenario
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import COMPUTE, Prediction, Task, predict, simulate, speeds, tasks_of
 from hzero.topology import Grid
