@@ -174,7 +174,7 @@ def load_profile(name: str) -> Profile:
 # ---- costs --------------------------------------------------------------------------------------------------------------
 
 
-class Stage(NamedTuple):
+class Part(NamedTuple):
     """A part of a phase.
 
     Attributes:
@@ -204,13 +204,13 @@ class Phase:
         return self.latency_s + max(self.work.values(), default=0.0)
 
     @cached_property
-    def stages(self) -> list[Stage]:
+    def parts(self) -> list[Part]:
         """Its latency and its work, those that take time."""
         longest = max(self.work.values(), default=0.0)
-        stages = [Stage(self.latency_s, {})]
+        parts = [Part(self.latency_s, {})]
         if longest:
-            stages.append(Stage(longest, {key: value / longest for key, value in self.work.items() if value}))
-        return stages
+            parts.append(Part(longest, {key: value / longest for key, value in self.work.items() if value}))
+        return parts
 
 
 class Machine:

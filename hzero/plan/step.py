@@ -15,7 +15,7 @@ from typing import Any
 
 from hzero.codecs.formats import chunk_numel
 from hzero.plan.collectives import CHECKSUM_BYTES, Scheme, chains_of
-from hzero.plan.machine import Machine, Phase, Stage
+from hzero.plan.machine import Machine, Part, Phase
 from hzero.plan.memory import footprint
 from hzero.plan.program import IN_FLIGHT, Cross, Program
 from hzero.plan.scenario import Bucket, Job, buckets_of
@@ -319,7 +319,7 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
         for other in task.after:
             behind[id(other)].append(task)
     running: dict[str, Task] = {}
-    stages: dict[str, list[Stage]] = {}  # of each task that runs those that are left, the present one last
+    parts: dict[str, list[Part]] = {}  # of each task that runs those that are left, the present one last
     left: dict[str, float] = {}  # of its present stage
     known: dict[tuple[int, ...], list[float]] = {}
     now, done = 0.0, 0
@@ -330,29 +330,29 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
             if lane not in running and lanes[lane] and not waits[id(lanes[lane][0])]:
                 task = running[lane] = lanes[lane].popleft()
                 task.start = now
-                stages[lane] = [stage for phase in task.phases for stage in phase.stages][::-1]
-                left[lane] = stages[lane][-1].seconds
+                parts[lane] = [part for phase in task.phases for part in phase.parts][::-1]
+                left[lane] = parts[lane][-1].seconds
         ready = []
         if not running:
             raise ValueError("nothing can start: a task waits for one behind it")
-        present = [stages[lane][-1] for lane in running]
+        present = [parts[lane][-1] for lane in running]
         key = tuple(map(id, present))
         if key not in known:
-            known[key] = speeds([stage.shares for stage in present])
+            known[key] = speeds([part.shares for part in present])
         rates = known[key]
         step = min(left[lane] / rate for lane, rate in zip(running, rates))
         if COMPUTE not in running and (tier := _waited_for(lanes, running).tier):
             figures[f"exposed {tier}"] += step
         now += step
-        for lane, stage, rate in zip(list(running), present, rates):
-            for resource, share in stage.shares.items():
+        for lane, part, rate in zip(list(running), present, rates):
+            for resource, share in part.shares.items():
                 figures[f"busy {resource}"] += share * rate * step
             left[lane] -= step * rate
             if left[lane] > 1e-15 + 1e-12 * step:
                 continue
-            stages[lane].pop()
-            if stages[lane]:
-                left[lane] = stages[lane][-1].seconds
+            parts[lane].pop()
+            if parts[lane]:
+                left[lane] = parts[lane][-1].seconds
                 continue
             task = running.pop(lane)
             task.end = now
