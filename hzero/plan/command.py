@@ -235,8 +235,8 @@ def _show_plan(result: dict[str, Any]) -> None:
         seconds = "" if row["seconds"] is None else f"{row['seconds']:.3f} s"
         received = (size_text(row["wire_bytes"]), ratio, seconds, size_text(row["zero3_bytes"]))
         rows.append((row["role"], row["tier"], row["codec"], str(row["crossings"]), *received))
-    head = ("role", "tier", "codec", "*crossings", "*bytes", "*ratio", "*link time", "*ZeRO-3, average")
-    _table("bytes received per device and optimizer step (ZeRO-3: flat rings)", head, rows)
+    head = ("role", "tier", "codec", "*times", "*bytes", "*ratio", "*link time", "*ZeRO-3")
+    _table("bytes received per device and optimizer step (ZeRO-3: average of flat rings)", head, rows)
     if rates := ", ".join(f"{tier} {rate:.4g}" for tier, rate in result["rates_gb_s"].items() if rate):
         _say(f"link time: from bandwidth only (hzero plan --help); {result['rates']}, GB/s one way per device: {rates}")
     _show_schemes(result["schemes"], there)

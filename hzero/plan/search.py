@@ -17,9 +17,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hzero.commands.experiment import key_of
-from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier, parse_config
+from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
 from hzero.files import refusing, replacing
-from hzero.plan.collectives import chains_of
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Job, Quality, Scenario, buckets_of
 from hzero.plan.shards import ShardPlan
@@ -223,34 +222,28 @@ def settings(scenario: Scenario) -> Iterator[Setting]:
     # Of scopes that reach the same ranks the innermost.
     distinct = list({grid.scope_size(scope): scope for scope in reversed(grid.scopes)}.values())[::-1]
     scopes = list(itertools.combinations_with_replacement(distinct, 2))
-    configs = {name: parse_config({"preset": name}) for name in PRESETS}
+    presets = {name: _keys(parse_config({"preset": name})) for name in PRESETS}
     weights, gradients = _CODECS[scenario.quality]
     for shard, codec, coded, inner in itertools.product(scopes, weights, gradients, (True, False)):
         if not inner and (codec == coded == "none" or grid.nodes == 1):
             continue
-        codecs = {
-            role: {tier: name if inner or tier == "node" else "none" for tier in BASE_TIERS}
-            for role, name in zip(ROLES, (codec, coded))
+        wanted = {}
+        for role, scope, name in zip(ROLES, shard, (codec, coded)):
+            wanted[f"shard.{role}"] = scope
+            wanted |= {f"codecs.{role}.{tier}": name if inner or tier == "node" else "none" for tier in BASE_TIERS}
+        changes = {
+            name: {key: wanted[key] for key in keys if wanted[key] != keys[key]} for name, keys in presets.items()
         }
-        changed = {name: _changes(config, shard, codecs) for name, config in configs.items()}
-        preset = min(changed, key=lambda name: len(changed[name]))
+        preset = min(changes, key=lambda name: len(changes[name]))
         for size, again in itertools.product(batches, (False, True)):
             job = replace(scenario.job, micro_batch=size, accumulation=share // size, checkpointing=again)
-            yield Setting(scenario, preset, changed[preset], _with_bucket(job, job.prefetch, scenario))
+            yield Setting(scenario, preset, changes[preset], _with_bucket(job, job.prefetch, scenario))
 
 
-def _changes(
-    config: HZeroConfig, shard: tuple[Scope, Scope], codecs: dict[Any, dict[Tier, CodecName]]
-) -> dict[str, str]:
-    """Keys of the block whose values are not those of a preset."""
-    found: dict[str, str] = {}
-    for role, scope in zip(ROLES, shard):
-        if getattr(config.shard, role) != scope:
-            found[f"shard.{role}"] = scope
-        for tier, name in codecs[role].items():
-            if config.codecs[role][tier].codec != name:
-                found[f"codecs.{role}.{tier}"] = name
-    return found
+def _keys(config: HZeroConfig) -> dict[str, str]:
+    """Scopes and codecs of a block."""
+    scopes = {f"shard.{role}": getattr(config.shard, role) for role in ROLES}
+    return scopes | {f"codecs.{role}.{tier}": config.codecs[role][tier].codec for role in ROLES for tier in BASE_TIERS}
 
 
 def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
@@ -270,13 +263,10 @@ def _compute_s(one: Setting) -> float:
 
 
 def _distinct(found: Iterable[Setting]) -> list[Setting]:
-    """Those that start other collectives, or start them at other times: with one micro-step scopes can be the same."""
+    """Those that differ in time or memory: with one micro-step scopes can be the same."""
     kept: dict[Any, Setting] = {}
     for one in found:
-        job = one.job
-        chains = chains_of(one.plan, one.plan.grid, min(job.accumulation, 2))
-        started = tuple((*when, program.crossings) for when, program in chains.items())
-        kept.setdefault((started, _order(one), job.micro_batch, job.checkpointing, one.memory.bytes), one)
+        kept.setdefault((_order(one), one.job.micro_batch, one.memory.bytes), one)
     return list(kept.values())
 
 
