@@ -30,9 +30,6 @@ from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, Stag
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
-#: When a chain starts: ``refresh`` as soon as the step before has changed the weights, ``forward`` and ``backward`` in time
-#: for a use of the bucket, ``reduce`` when backward has made its gradients, ``after`` when the optimizer has stepped.
-Phase: TypeAlias = Literal["refresh", "forward", "backward", "reduce", "after"]
 #: Bytes of a checksum, one for each message of a peer.
 CHECKSUM_BYTES = 16
 
@@ -73,8 +70,10 @@ OTHERS = {
     "hpZ": Scheme("deepspeed", hpz="node"),
     "ZeRO++": Scheme("deepspeed", hpz="node", quantized=True),
 }
-#: What one bucket starts in one step, in order, by when it starts and by micro-step, from 0.
-Chains: TypeAlias = dict[tuple[Phase, int], Program]
+#: What one bucket starts in one step, in order, by when it starts and by micro-step, from 0: ``refresh`` as soon as the step
+#: before has changed the weights, ``forward`` and ``backward`` in time for a use of the bucket, ``reduce`` when backward has made
+#: its gradients, ``after`` when the optimizer has stepped.
+Chains: TypeAlias = dict[tuple[str, int], Program]
 
 
 # ---- in order -----------------------------------------------------------------------------------------------------------
@@ -223,7 +222,8 @@ def step_traffic(
     for (role, tier), found in sums.items():
         codec = stage.codecs[role][tier].codec if stage else "none"
         checksum = CHECKSUM_BYTES * (grid.size(tier) - 1) if stage and stage.checksum else 0
-        rows.append(TierTraffic(role, tier, codec, *map(round, found), grid.size(tier) > 1, checksum))
+        wire, raw, crossings = map(round, found)
+        rows.append(TierTraffic(role, tier, codec, wire, raw, crossings, grid.size(tier) > 1, checksum))
     return rows
 
 

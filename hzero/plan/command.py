@@ -218,7 +218,9 @@ def _show_plan(result: dict[str, Any]) -> None:
     for note in result["notes"]:
         _say(f"note: {note}")
     stock = {name: size_text(size) for name, size in result["zero3_memory"].items()}
-    rows = [(s["name"], size_text(s["bytes"]), s["what"], stock.get(s["name"], "")) for s in result["memory"]]
+    rows: list[Sequence[str]] = []
+    for state in result["memory"]:
+        rows.append((state["name"], size_text(state["bytes"]), state["what"], stock.get(state["name"], "")))
     needs, there = result["memory_bytes"], result["device_bytes"]
     at = f"at {result['fullest']}, when most is there"
     rows.append(("all", size_text(needs), at, size_text(result["zero3_memory_bytes"])))
@@ -229,7 +231,7 @@ def _show_plan(result: dict[str, Any]) -> None:
     else:
         verdict = "fits" if needs <= there else f"does not fit, {size_text(needs - there)} too much,"
         _say(f"{result['preset']} {verdict} into {size_text(there)}")
-    rows = []
+    rows.clear()
     for row in result["traffic"]:
         ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
         seconds = "" if row["seconds"] is None else f"{row['seconds']:.3f} s"

@@ -227,7 +227,7 @@ def settings(scenario: Scenario) -> Iterator[Setting]:
     for shard, codec, coded, inner in itertools.product(scopes, weights, gradients, (True, False)):
         if not inner and (codec == coded == "none" or grid.nodes == 1):
             continue
-        wanted = {}
+        wanted: dict[str, str] = {}
         for role, scope, name in zip(ROLES, shard, (codec, coded)):
             wanted[f"shard.{role}"] = scope
             wanted |= {f"codecs.{role}.{tier}": name if inner or tier == "node" else "none" for tier in BASE_TIERS}
