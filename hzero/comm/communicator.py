@@ -551,10 +551,6 @@ class Communicator:
         if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < ranks:
             raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
 
-    def _check_use(self, operation: str, channel: str) -> None:
-        if channel not in self._channels:
-            raise ValueError(f"{operation}: found no {channel!r} among the uses of this communicator: {self._channels}")
-
 
 def _ended(chain: Chain[Any], async_op: bool) -> Any:
     return chain if async_op else chain.wait()

@@ -574,10 +574,11 @@ class Bound:
     def _in_table(self, order: Order, tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
         """Tensors whose shards lie in the order of a table's rows."""
         rows = self._own.table(order, tensors[0].device)[0]
-        return [
-            _padded(tensor, len(rows) * chunk).view(len(rows), chunk)[rows].view(-1)
+        padded = (
+            torch.nn.functional.pad(tensor, (0, len(rows) * chunk - tensor.numel()))
             for tensor, chunk in zip(tensors, self._bucket.chunks)
-        ]
+        )
+        return [tensor.view(len(rows), -1)[rows].view(-1) for tensor in padded]
 
     def _decoding(self, step: Decode, device: torch.device) -> _Local:
         own, bucket, order = self._own, self._bucket, step.order
@@ -745,7 +746,3 @@ def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -
 
 def _bytes_of(room: int | Floats) -> int:
     return room if isinstance(room, int) else room.bytes
-
-
-def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, numel - tensor.numel()))
