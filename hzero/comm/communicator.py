@@ -194,17 +194,9 @@ class Communicator:
             grid = resolve_grid(settings.topology, len(ranks), where)
         elif grid is None:
             grid = sub_grid(settings.topology, ranks, dist.get_world_size(), where)
-        self.plan = ShardPlan(
-            grid,
-            rank,
-            "world",
-            "world",
-            CodecsConfig(weights=settings.gather, gradients=settings.codecs),
-            settings.error_feedback,
-            node_all_gather=settings.node_all_gather,
-            checksum=settings.checksum,
-            transport=settings.transport,
-        )
+        codecs = CodecsConfig(weights=settings.gather, gradients=settings.codecs)
+        names = ("error_feedback", "node_all_gather", "checksum", "transport")
+        self.plan = ShardPlan(grid, rank, "world", "world", codecs, **{name: getattr(settings, name) for name in names})
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
         lanes = shared_lanes(torch.cuda if self._device == "cuda" else None, settings.transport)
@@ -219,19 +211,14 @@ class Communicator:
         self._sums, self._copies, self._messages = (f"{name} {use}" for use in USES)
         uses = _check_uses(uses)
         self._channels = [f"{name} {use}" for use in uses]
+        own_backend = None if whole else backend
+        channels = [channel for channel in self._channels if channel != self._messages]
         self._transport = Transport(
-            self.plan,
-            timeout,
-            channels=[channel for channel in self._channels if channel != self._messages],
-            ranks=None if whole else ranks,
-            backend=None if whole else backend,
-            streams=lanes.streams,
-            sums=False,
+            self.plan, timeout, channels=channels, ranks=ranks, backend=own_backend, streams=lanes.streams, sums=False
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
         self._collectives = Collectives(self.plan, self._transport, WireLog(), feedback, lanes)
         if "messages" in uses and len(ranks) > 1:
-            own_backend = None if whole else backend
             self._wires = wires_of(settings.transport, (self._messages, "node"), ranks, timeout, own_backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
         self._narrow = next((hop.codec.codec for hop in (*copying, *reducing) if hop.codec.traits.narrow), None)
