@@ -138,19 +138,31 @@ class Grid:
             "cluster": self.clusters,
         }
 
-    @functools.cached_property
-    def _table(self) -> np.ndarray:
-        """The rank of every place: an axis for each tier, in the order of `TIERS`."""
-        order = self.order if self.ranks is None else TIERS[::-1]
-        ranks = np.arange(self.world_size) if self.ranks is None else np.array(self.ranks)
-        return ranks.reshape([self.size(tier) for tier in order]).transpose([order.index(tier) for tier in TIERS])
+    # Ranks are numbered in the order of `_axes`, and where that is not so, `ranks` lists the rank of every place in that order. A
+    # grid that is regular takes no memory by rank.
+
+    @property
+    def _axes(self) -> tuple[Tier, ...]:
+        return self.order if self.ranks is None else TIERS[::-1]
 
     @functools.cached_property
-    def _places(self) -> np.ndarray:
-        """The place of every rank in `_table`, which `numpy.unravel_index` turns into coordinates."""
-        places = np.empty(self.world_size, dtype=np.int64)
-        places[self._table.ravel()] = np.arange(self.world_size)
-        return places
+    def _listed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of an irregular grid the rank of every place, and the place of every rank."""
+        ranks = np.array(self.ranks)
+        return ranks, np.argsort(ranks)
+
+    def _index(self, ranks: Any) -> list[Any]:
+        """The coordinates of one rank or an array of ranks, by the tiers of `TIERS`."""
+        places = ranks if self.ranks is None else self._listed[1][ranks]
+        index = dict(zip(self._axes, np.unravel_index(places, [self.size(tier) for tier in self._axes])))
+        return [index[tier] for tier in TIERS]
+
+    def _at(self, index: Sequence[Any]) -> Any:
+        """The ranks at coordinates that broadcast, by the tiers of `TIERS`."""
+        by_tier = dict(zip(TIERS, index))
+        sizes = [self.size(tier) for tier in self._axes]
+        places = np.ravel_multi_index([by_tier[tier] for tier in self._axes], sizes)
+        return places if self.ranks is None else self._listed[0][places]
 
     def declaration(self) -> dict[str, Any]:
         """The block `hzero.config.TopologyConfig` that declares it, where ranks are numbered in some order."""
@@ -217,11 +229,11 @@ class Grid:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: found {rank}, expected 0..{self.world_size - 1}")
-        return Coordinates(*map(int, np.unravel_index(self._places[rank], self._table.shape)))
+        return Coordinates(*map(int, self._index(rank)))
 
     def rank(self, gcd: int, hive: int, gpu: int, node: int, group: int, cluster: int) -> int:
         """The rank at given coordinates."""
-        return int(self._table[gcd, hive, gpu, node, group, cluster])
+        return int(self._at((gcd, hive, gpu, node, group, cluster)))
 
     def tier_between(self, first: int, second: int) -> Tier:
         """The outermost tier on which two ranks differ, over which messages between them go."""
@@ -230,10 +242,11 @@ class Grid:
 
     def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
-        row: list[Any] = list(self.coordinates(rank))
-        row[TIERS.index(tier)] = slice(None)
-        ranks: list[int] = self._table[tuple(row)].tolist()
-        return ranks
+        place = self.coordinates(rank)
+        if self.ranks is not None:
+            return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
+        first = rank - getattr(place, tier) * self.stride(tier)
+        return range(first, first + self.size(tier) * self.stride(tier), self.stride(tier))
 
     def of_ranks(self, ranks: Sequence[int]) -> Grid:
         """The grid of a group of ranks, in the group's own numbers. They keep their places.
@@ -248,8 +261,7 @@ class Grid:
             alone = dataclasses.replace(self, automatic=False, nodes_per_group=None).of_ranks(ranks)
             order = complete_order([tier for tier in alone.order if tier != "group"])
             return dataclasses.replace(alone, order=order, automatic=True, switch_nodes=self.switch_nodes)
-        used = np.unravel_index(self._places[list(ranks)], self._table.shape)
-        part = self._table[np.ix_(*map(np.unique, used))]
+        part = self._at(np.ix_(*map(np.unique, self._index(np.array(ranks)))))
         sizes = dict(zip(TIERS, part.shape))
         if not len(ranks) == len({*ranks}) == part.size:
             group = some(list(map(str, ranks)), 16)
@@ -269,17 +281,14 @@ class Grid:
     def numbered(self, ranks: Sequence[int]) -> Grid:
         """The same sizes, with these ranks at the places, which are in the default order: by an order of tiers if one fits."""
         listed = dataclasses.replace(self, order=TIERS[::-1], ranks=tuple(ranks))
+        everywhere = np.ix_(*(np.arange(self.size(tier)) for tier in TIERS))
         # If the ranks have an order, the rank of the second place on each tier gives it.
-        second = {
-            tier: int(listed._table.take(1, axis=axis).flat[0])
-            for axis, tier in enumerate(TIERS)
-            if self.size(tier) > 1
-        }
+        second = {tier: listed.rank(*(int(one == tier) for one in TIERS)) for tier in self.crossed}
         tiers = [tier for tier in TIERS[::-1] if tier in (*BASE_TIERS, *second)]
         order = sorted(tiers, key=lambda tier: -second.get(tier, self.world_size))
         for one in (TIERS[::-1], tuple(order)):
             ordered = dataclasses.replace(self, order=one, ranks=None)
-            if np.array_equal(ordered._table, listed._table):
+            if np.array_equal(ordered._at(everywhere), listed._at(everywhere)):
                 return ordered
         return listed
 
