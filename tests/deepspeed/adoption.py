@@ -76,7 +76,7 @@ def places() -> None:
     misspelt = _config()
     misspelt["zero_optimization"]["h_zero"] = BLOCK
     found["misspelt"] = _stage_of(misspelt)
-    _say(**found, loaded=loaded)
+    _say(**found, loaded=loaded, files=sorted(name for name in sys.modules if name.split(".")[0] == "hzero"))
 
 
 def without_autoload() -> None:
