@@ -1,4 +1,4 @@
-"""hzero: a ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.
+"""hzero: shards each kind of state over its own level of the machine, as a ZeRO stage for DeepSpeed and under FSDP2.
 
 Weights, gradients and optimizer states are sharded over the device, the package, the node or the world, each over its
 own, and collectives go tier by tier, each tier with its own codec. See docs/architecture.md.
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from hzero import autoload as _autoload
 
 if TYPE_CHECKING:
-    from hzero import comm
-    from hzero.deepspeed import DivergenceError, StaleWeightsError
+    from hzero import comm, fsdp
     from hzero.deepspeed.install import (  # not the module zero.state
         enable,
         exact_weights,
         initialize,
         state,
     )
+    from hzero.engine.guard import DivergenceError, StaleWeightsError
     from hzero.manifest import SaveError, newest_checkpoint
     from hzero.stop import StopAndSave
     from hzero.validation import ConfigError
@@ -36,6 +36,7 @@ __all__ = [
     "comm",
     "enable",
     "exact_weights",
+    "fsdp",
     "initialize",
     "newest_checkpoint",
     "state",
@@ -44,7 +45,9 @@ __all__ = [
 #: Names of modules that do not import DeepSpeed, which takes seconds.
 _LIGHT = {
     "ConfigError": "hzero.validation",
+    "DivergenceError": "hzero.engine.guard",
     "SaveError": "hzero.manifest",
+    "StaleWeightsError": "hzero.engine.guard",
     "StopAndSave": "hzero.stop",
     "newest_checkpoint": "hzero.manifest",
 }
@@ -52,8 +55,8 @@ _LIGHT = {
 
 def __getattr__(name: str) -> Any:
     # torch imports this package with every `import torch`.
-    if name == "comm":
-        return importlib.import_module("hzero.comm")
+    if name in ("comm", "fsdp"):
+        return importlib.import_module(f"hzero.{name}")
     if name in _LIGHT:
         return getattr(importlib.import_module(_LIGHT[name]), name)
     if name in __all__:

@@ -16,7 +16,7 @@ LAYERS = [
     "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.manifest", "hzero.stop",
     "hzero.codecs.formats", "hzero.config",
     "hzero.topology", "hzero.plan.shards", "hzero.plan.program",
-    "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.deepspeed",
+    "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.fsdp", "hzero.deepspeed",
     "hzero.autoload", "hzero",
     "hzero.commands.experiment", "hzero.plan", "hzero.run", "hzero.commands", "hzero.cli", "hzero.__main__",
 ]  # fmt: skip

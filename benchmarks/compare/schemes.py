@@ -26,12 +26,15 @@ class _Fsdp(_Entry):
     engine: Literal["fsdp"]
     shard: Scope = "world"
     reshard_after_forward: Scope | None = None
+    block: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _nested(self) -> _Fsdp:
         between = self.reshard_after_forward
         if between is not None and SCOPES.index(between) > SCOPES.index(self.shard):
             raise ValueError(f"reshard_after_forward {between!r} is wider than shard {self.shard!r}")
+        if self.block is not None and (self.shard != "world" or between is not None):
+            raise ValueError("found a block of hzero with shard or reshard_after_forward, which the block says")
         return self
 
 
@@ -71,7 +74,7 @@ def build(entry: dict[str, Any], job: Job) -> Scheme:
 
         if entry["engine"] == "ddp":
             return Ddp(job, entry.get("hook"))
-        return Fsdp(job, entry.get("shard", "world"), entry.get("reshard_after_forward"))
+        return Fsdp(job, entry.get("shard", "world"), entry.get("reshard_after_forward"), entry.get("block"))
     from benchmarks.compare.deepspeed_schemes import DeepSpeedZero3
 
     return DeepSpeedZero3(job, hpz=entry.get("hpz"), block=entry.get("block"))

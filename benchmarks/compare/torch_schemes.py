@@ -95,9 +95,12 @@ class Fsdp(_TorchScheme):
         job: Shared by all schemes.
         shard: Scope over which all states are sharded; replicated across the rest (HSDP).
         reshard_after_forward: Scope over which weights stay sharded between forward and backward; None: as `shard`.
+        block: Of hzero, without its topology; None is FSDP2 alone.
     """
 
-    def __init__(self, job: Job, shard: Scope, reshard_after_forward: Scope | None) -> None:
+    def __init__(
+        self, job: Job, shard: Scope, reshard_after_forward: Scope | None, block: dict[str, Any] | None
+    ) -> None:
         super().__init__(job)
         size, world = job.grid.scope_size(shard), job.grid.world_size
         self._hybrid = size < world
@@ -114,6 +117,7 @@ class Fsdp(_TorchScheme):
         for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=between, mp_policy=policy)
         self._root = fully_shard(self._module, mesh=mesh, reshard_after_forward=between, mp_policy=policy)
+        self._state = None if block is None else hzero.fsdp.apply(self._module, topology=job.topology, **block)
         self._optimizer = job.adamw(self._module.parameters())
 
     def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
@@ -129,6 +133,13 @@ class Fsdp(_TorchScheme):
             (loss / len(batches)).backward()
         self._finish_step(rate)
         return total / len(batches)
+
+    def memory(self) -> dict[str, int]:
+        """As in `Scheme`; hzero's resident weights, accumulators and residuals come to the states of FSDP2."""
+        found, own = super().memory(), {} if self._state is None else self._state.memory()
+        found["weights"] += own.get("resident weights", 0)
+        found["gradients"] += own.get("gradient accumulators", 0) + own.get("error feedback", 0)
+        return found
 
     def fetches(self) -> float:
         """As in `Scheme`: forward and backward each gather, with `reshard_after_forward`."""

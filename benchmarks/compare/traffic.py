@@ -38,7 +38,7 @@ def step_bytes(
     grid = cluster.grid
     if scheme.get("hook") is not None:
         return {}
-    if scheme["engine"] == "hzero":
+    if scheme.get("block") is not None:
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
     total = dict.fromkeys(BASE_TIERS, 0.0)
     weights = sum(numels) * itemsize

@@ -18,6 +18,8 @@ from hzero.validation import ConfigError, some
 
 #: Names that a message gives.
 _NAMED = 4
+#: Parts of names that wrappers of modules add.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 #: Sets of parameters whose messages are kept ready; experts that are chosen by chance make many.
 LAYOUTS = 1024
 
@@ -140,7 +142,7 @@ def routes_of(
     names = [name for name, _ in module.named_parameters()]
     taken: dict[torch.nn.Parameter, int] = {}
     for name, param in module.named_parameters(remove_duplicate=False):  # a tied one may be meant by either name
-        at = plan.exception_of(name)
+        at = plan.exception_of(plain_name(name))
         if at is not None:
             taken[param] = min(at, taken.get(param, at))
     for at, (pattern, codec) in enumerate(plan.exceptions):
@@ -160,6 +162,13 @@ def routes_of(
     if codes:
         found |= dict.fromkeys(codes, Route(plan.with_codec(PLAIN), 1 + len(plan.exceptions)))
     return found, codes
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without what activation checkpointing and torch.compile add to it."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
 
 
 def holds_codes(param: torch.Tensor, module: torch.nn.Module) -> bool:

@@ -57,7 +57,17 @@ def check_schemes_without_codec_have_the_losses_of_ddp() -> None:
     _, expected = _one("ddp", "fp32")
     assert expected[0] > expected[-1]
     shards = {"hsdp-package": 2}
-    for name in ("fsdp2", "fsdp2-node", "hsdp-package", "zero3-deepspeed", "hpz-deepspeed", "hpz", "lossless"):
+    names = (
+        "fsdp2",
+        "fsdp2-node",
+        "fsdp2-lossless",
+        "hsdp-package",
+        "zero3-deepspeed",
+        "hpz-deepspeed",
+        "hpz",
+        "lossless",
+    )
+    for name in names:
         scheme, losses = _one(name, "fp32")
         assert scheme.parameters == parameters, name
         assert all(math.isclose(a, b, rel_tol=2e-5) for a, b in zip(losses, expected)), (name, losses, expected)
@@ -69,7 +79,7 @@ def check_schemes_without_codec_have_the_losses_of_ddp() -> None:
 
 def check_schemes_in_bfloat16_stay_close_to_ddp() -> None:
     _, expected = _one("ddp", "bf16")
-    for name in ("hsdp-package", "zero3-deepspeed", "topo", "topo-feedback"):
+    for name in ("hsdp-package", "zero3-deepspeed", "topo", "topo-feedback", "fsdp2-topo"):
         scheme, losses = _one(name, "bf16")
         assert all(math.isclose(a, b, rel_tol=1e-2) for a, b in zip(losses, expected)), (name, losses, expected)
         gradients = scheme.memory()["gradients"] / (4 * sum(numels(MODEL)))

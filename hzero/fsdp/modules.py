@@ -1,0 +1,297 @@
+"""FSDP2's modules as hzero reads them. Every private attribute of torch that hzero needs is in this file, and checked here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from hzero.codecs.codec import FLOATS
+from hzero.engine.parameter import plain_name
+from hzero.validation import ConfigError
+
+_divide_factors: Any = None
+with contextlib.suppress(ImportError):  # else `sharded_modules` refuses this torch by name
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors as _divide_factors
+
+#: The first release of torch whose FSDP2 has all that is needed, and the one with which the tests have passed.
+OLDEST, TESTED = (2, 10), "2.13"
+#: What is read of FSDP2's objects.
+_READ = {
+    "state": ("_state_ctx",),
+    "context": ("is_last_backward", "post_backward_final_callback_queued"),
+    "group": (
+        *("fsdp_params", "mesh_info", "mp_policy", "device", "all_reduce_grads", "gradient_divide_factor"),
+        *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook"),
+    ),
+    "mesh": ("shard_process_group",),
+    "parameter": (
+        *("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "_orig_size", "grad_offload_event"),
+    ),
+}
+
+
+class ShardedModule:
+    """A module, or several, whose parameters FSDP2 gathers and reduces together: a parameter group.
+
+    FSDP2's flat buffers are ``[rank][parameter]``, of every parameter the shard padded to the size of the first rank's.
+
+    Args:
+        name: Of the module.
+        module: The module, for which ``fully_shard`` has been called.
+
+    Attributes:
+        name: As given, or the class of a root module.
+        module: As given.
+        params: FSDP2's parameters, in the order of its buffers.
+        chunks: Elements of a padded shard of each.
+        process_group: The ranks that share them.
+        device: Where the module is computed.
+        dtype: Type in which parameters are gathered.
+
+    Raises:
+        ConfigError: FSDP2 is used in a way that hzero does not support, which the message names.
+    """
+
+    def __init__(self, name: str, module: FSDPModule) -> None:
+        self.module: Any = module
+        self.name = plain_name(name) or type(module).__name__.removeprefix("FSDP")
+        self._state = _checked("state", module._get_fsdp_state())
+        (self._group,) = (_checked("group", group) for group in _groups_of(self._state))
+        self._stock = self._group._all_gather_comm, self._group._reduce_scatter_comm
+        self.params: list[Any] = [_checked("parameter", param) for param in self._group.fsdp_params]
+        self.chunks = [math.prod(param.padded_sharded_param_size) for param in self.params]
+        self.device: torch.device = self._group.device
+        self._check()
+        self.process_group = _checked("mesh", self._group.mesh_info).shard_process_group
+        self.dtype = self._types().pop()
+
+    def _types(self) -> set[torch.dtype]:
+        given = self._group.mp_policy.param_dtype
+        floats = {given or param.sharded_param.dtype for param in self.params if _is_float(param)}
+        return floats | {param.sharded_param.dtype for param in self.params if not _is_float(param)}
+
+    def _check(self) -> None:
+        types, group = self._types(), self._group
+        if type(group.mesh_info).__name__ != "FSDPMeshInfo":
+            raise self.refusal(
+                "mesh of replicas (HSDP)",
+                "a mesh of one dimension over all ranks; hzero keeps copies in the node itself",
+            )
+        if len(types) > 1 or not types <= set(FLOATS):
+            listed = ", ".join(sorted(map(str, types)))
+            raise self.refusal(
+                f"gathered parameters of {listed}", "one of float32, bfloat16 and float16 (mp_policy, or a module each)"
+            )
+        if any(hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather") for param in self.params):
+            raise self.refusal("parameters with fsdp_pre_all_gather, as of float8 gathers", "parameters without it")
+        if group._all_reduce_hook is not None:
+            raise self.refusal("set_all_reduce_hook, which would see no gradients", "no hook")
+        for comm in self._stock:
+            if not type(comm).__module__.startswith("torch."):
+                found = "hzero.fsdp.apply already; close the state that it has returned first"
+                if not type(comm).__module__.startswith("hzero."):
+                    found = f"a collective of its own, {type(comm).__name__}"
+                raise self.refusal(found, "FSDP2's collectives")
+
+    def refusal(self, found: str, expected: str) -> ConfigError:
+        """The error of something that hzero does not support in this module."""
+        return ConfigError(f"hzero.fsdp.apply: module {self.name}: found {found}; expected {expected}")
+
+    def attach(self, gather: Any, reduce: Any) -> None:
+        """Makes FSDP2 gather and reduce by these; unused parameters get zero gradients.
+
+        Else nothing tells which parameters a reduction holds: torch before 2.12 leaves unused ones out of it.
+        """
+        module = self.module
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+        # Sums are divided when they are delivered. Gloo has no PREMUL_SUM, and AVG is slow on AMD.
+        module.set_force_sum_reduction_for_comms(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def detach(self) -> None:
+        """Gives FSDP2 its collectives back."""
+        self._group._all_gather_comm, self._group._reduce_scatter_comm = self._stock
+        self.module.set_force_sum_reduction_for_comms(False)
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def stock_gather(self, **how: Any) -> Any:
+        """FSDP2's own all-gather."""
+        return self._stock[0](**how)
+
+    def shard(self, members: Sequence[int]) -> torch.Tensor:
+        """This rank's shards of some parameters, one after the other, ``[sum of chunks]``, in the type of gathers."""
+        shards = [self.params[place]._sharded_param_data for place in members]
+        return torch.cat([shard.detach().to(self.device, self.dtype) for shard in shards])
+
+    def writes(self, members: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Changes whenever some parameters are written or replaced, but for writes through ``.data``; the same on all ranks.
+
+        Local tensors have counters of their own, which writes to ``to_local()`` move. They count only if all ranks have a part of
+        the parameter: others have nothing to write to, and all ranks must refresh alike.
+        """
+        others, found = self.process_group.size() - 1, []
+        for place in members:
+            weight = self.params[place].sharded_param
+            everywhere = self.chunks[place] * others < self.params[place]._orig_size.numel()
+            found.append((id(weight), weight._version, weight._local_tensor._version if everywhere else 0))
+        return found
+
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each parameter requires a gradient."""
+        return tuple(param.sharded_param.requires_grad for param in self.params)
+
+    def optimized(self, ids: set[int]) -> list[bool]:
+        """Whether each parameter is among those with these ids."""
+        return [id(param.sharded_param) in ids for param in self.params]
+
+    def nbytes(self) -> int:
+        """Memory of the primary shards, in bytes."""
+        return sum(param._sharded_param_data.nbytes for param in self.params)
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether FSDP2 has begun a backward of this module's root and not ended it."""
+        return bool(self._state._state_ctx.post_backward_final_callback_queued)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the user's flags say that no other backward of this window follows."""
+        return bool(self._state._state_ctx.is_last_backward and self._group.all_reduce_grads)
+
+    def divisor(self, dtype: torch.dtype) -> float:
+        """What FSDP2 divides sums of this type by. It has divided the gradients of float16 by a part of it before."""
+        factor = self._group.gradient_divide_factor
+        _, divisor, _, _ = _divide_factors(self.process_group, None, dtype, self.device.type, factor, True)
+        return float(divisor)
+
+    def steps_in_backward(self, members: Sequence[int]) -> bool:
+        """Whether a hook reads gradients as soon as FSDP2 has them, as an optimizer in backward does."""
+        return any(getattr(self.params[place].sharded_param, "_post_accumulate_grad_hooks", None) for place in members)
+
+    def gradients(self, members: Sequence[int]) -> list[torch.Tensor]:
+        """This rank's shards of the gradients that are there, without padding."""
+        found = [self.params[place].sharded_param.grad for place in members]
+        return [gradient._local_tensor for gradient in found if gradient is not None]
+
+    def add_gradients(self, members: Sequence[int], shards: torch.Tensor) -> None:
+        """Adds this rank's padded shards of gradients, one after the other, where FSDP2 has put zeros."""
+        parts = shards.split([self.chunks[place] for place in members])
+        for param, part in zip((self.params[place] for place in members), parts):
+            if param.grad_offload_event is not None:  # the zeros are on their way to the host
+                param.grad_offload_event.synchronize()
+            local = param.sharded_param.grad._local_tensor
+            local += part[: local.numel()].view(local.shape).to(local.device, local.dtype)
+
+    def drop_gradients(self, members: Sequence[int]) -> None:
+        """Discards gradients."""
+        for place in members:
+            self.params[place].sharded_param.grad = None
+
+    def gradient_writes(self) -> list[tuple[int, int]]:
+        """Changes when gradients are zeroed or dropped, as by ``zero_grad``."""
+        found = [param.sharded_param.grad for param in self.params]
+        return [(id(one), -1 if one is None else one._version) for one in found]
+
+
+def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
+    """The modules of a model that ``fully_shard`` has been called for and that have parameters, from the outside in.
+
+    Raises:
+        ConfigError: There are none, they are used in a way that hzero does not support, or torch is not a release that it
+            supports.
+    """
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < OLDEST or _divide_factors is None:
+        raise ConfigError(f"torch: found {torch.__version__}; expected 2.10 or newer, tested is {TESTED}")
+    found: dict[Any, ShardedModule] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward may have left whole parameters in the place of shards
+            state = module._get_fsdp_state()
+            groups = _groups_of(state)
+            if len(groups) > 1:
+                raise ConfigError(
+                    f"hzero.fsdp.apply: module {name}: found {len(groups)} parameter groups (shard_placement_fn with several "
+                    "meshes); expected one"
+                )
+            if groups and state not in found:
+                found[state] = ShardedModule(name, module)
+    if not found:
+        raise ConfigError(
+            f"hzero.fsdp.apply: found {type(model).__name__} without fully_shard; call fully_shard for its layers and for the "
+            "model first"
+        )
+    return list(found.values())
+
+
+def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:
+    """Makes ``set_requires_gradient_sync(False)`` mean: reduce over the inner tiers, and do not cross the outer ones.
+
+    FSDP2 would keep whole gradients until the next reduction. Sums over the inner tiers need less memory.
+
+    Returns:
+        A function that ends this.
+    """
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def keep(module: Any) -> None:
+        def set_requires_gradient_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+            module.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
+
+        module.set_requires_gradient_sync = set_requires_gradient_sync
+
+    def end() -> None:
+        for module in modules:
+            del module.set_requires_gradient_sync
+
+    for module in modules:
+        keep(module)
+    return end
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls a function when the backward that runs now ends, after what FSDP2 does then.
+
+    Raises:
+        ConfigError: None runs: the schedules of torch.distributed.pipelining reduce outside of backward.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    except RuntimeError:
+        raise ConfigError(
+            "hzero.fsdp: found a reduction outside of backward, as of torch.distributed.pipelining; expected no pipeline stages"
+        ) from None
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Its parameter groups; torch before 2.12 has one or none."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) is not None else []
+    return list(groups)
+
+
+def _checked(kind: str, found: Any) -> Any:
+    """One of FSDP2's objects, which has all that is read."""
+    if kind == "state":
+        _checked("context", getattr(found, "_state_ctx", None))
+    for name in _READ[kind]:
+        if not hasattr(found, name):
+            raise ConfigError(
+                f"torch: found {torch.__version__}, whose {type(found).__name__} has no {name}; tested is {TESTED}"
+            )
+    return found
+
+
+def _is_float(param: Any) -> bool:
+    return bool(param.sharded_param.dtype.is_floating_point)

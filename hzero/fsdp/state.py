@@ -1,0 +1,504 @@
+"""FSDP2 over the tiers of a machine: gathers from resident weights, and gradients that cross nodes once per step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hzero.comm import lasting, shared_watchdog
+from hzero.config import HZeroConfig, parse_config
+from hzero.engine.engine import Engine, Partition, ranks_of
+from hzero.engine.parameter import Parameter, Route, routes_of
+from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules
+from hzero.plan.shards import ShardPlan
+from hzero.validation import ConfigError, is_rank_0, on_all_ranks
+
+logger = logging.getLogger("hzero")
+
+#: Keys of the block that say something of DeepSpeed's modules and checkpoints.
+_OF_DEEPSPEED = ("unit", "unit_numel", "checkpoint")
+
+
+def apply(
+    model: torch.nn.Module, preset: str = "topo", topology: Any = "discover", accumulation: int = 1, **block: Any
+) -> FsdpState:
+    """Makes a model that ``fully_shard`` has sharded gather and reduce tier by tier, each tier with its codec.
+
+    FSDP2 keeps its shards, so its optimizers, clipping and checkpoints work as before. The weights are also resident over the
+    preset's scope, such as a package or a node: forward and backward gather from there, and a refresh crosses the outer tiers
+    once per optimizer step. Gradients are summed over the node in every backward, and cross nodes after the last one of a step.
+
+    Which backward is the last one of a step:
+
+    - the one with ``set_is_last_backward(True)``, ``set_requires_all_reduce(True)`` or ``set_requires_gradient_sync(True)`` after
+      some with False, as Accelerate and Trainer set them;
+    - else every ``accumulation``-th.
+
+    Parameters that a backward does not use get zero gradients, as with ``set_reduce_scatter_unused_params(True)``.
+
+    Args:
+        model: The model, after ``fully_shard`` for its layers and for itself, on meshes of one dimension or on one dimension
+            of a mesh with tensor parallelism. All ranks call this alike.
+        preset: Shard degrees and codecs (docs/presets.md).
+        topology: Places of the ranks: ``discover``, a preset, a file, or a dictionary such as
+            ``{"gpus_per_node": 4, "gcds_per_gpu": 2}``.
+        accumulation: Backwards per optimizer step, if nothing sets FSDP2's flags.
+        block: Other keys of the block (docs/configuration.md), such as ``codecs`` or ``error_feedback``.
+
+    Returns:
+        The state, with plan, wire log and measured memory.
+
+    Raises:
+        ConfigError: A wrong key, ranks that do not fill the tiers evenly, or a use of FSDP2 that hzero does not support.
+    """
+    with on_all_ranks():
+        if not dist.is_initialized():
+            raise ConfigError("hzero.fsdp.apply: torch.distributed is not initialised; call init_process_group first")
+        if type(accumulation) is not int or accumulation < 1:
+            raise ConfigError(f"hzero.fsdp.apply: accumulation: found {accumulation!r}; expected a positive integer")
+        for key in _OF_DEEPSPEED:
+            if key in block:
+                raise ConfigError(f"hzero.fsdp.apply: {key}: found {block[key]!r}; this key has no effect under FSDP2")
+        config = parse_config({"preset": preset, "topology": topology, **block}, "hzero.fsdp.apply")
+        return FsdpState(model, config, accumulation)
+
+
+@dataclass(eq=False)
+class Piece:
+    """Parameters of one module that travel in one way.
+
+    Attributes:
+        unit: The module.
+        members: Their places in it.
+        weight: The engine's parameter that stands for all of them.
+        writes: Those of its shards that are known, see `ShardedModule.writes`.
+    """
+
+    unit: Unit
+    members: list[int]
+    weight: Parameter
+    writes: Any = None
+
+
+@dataclass(eq=False)
+class Unit:
+    """One module of FSDP2 in the engine.
+
+    Attributes:
+        module: The module.
+        routes: The route of each parameter.
+        layouts: Its pieces for each set of trained parameters that there has been.
+        trains: Which parameters are trained now.
+        divisor: What the sums of gradients are divided by.
+        left: The gradients that the last backward has left, see `ShardedModule.gradient_writes`.
+    """
+
+    module: ShardedModule
+    routes: list[Route]
+    layouts: dict[tuple[bool, ...], list[Piece]] = field(default_factory=dict)
+    trains: tuple[bool, ...] = ()
+    divisor: float = 1.0
+    left: Any = None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Its parameters: those of one route that are trained, or frozen, are one piece."""
+        return self.layouts[self.trains]
+
+    def lay_out(self, keys: Iterator[int]) -> None:
+        """Follows which parameters are trained; ``keys`` are for the engine."""
+        self.trains = self.module.trained()
+        if self.trains in self.layouts:
+            return
+        module, alike = self.module, dict[tuple[int, bool], list[int]]()
+        for place, (route, trained) in enumerate(zip(self.routes, self.trains)):
+            alike.setdefault((route.number, trained), []).append(place)
+        made = self.layouts[self.trains] = []
+        for (_, trained), members in sorted(alike.items()):
+            count = f"{len(members)} of {len(self.routes)}" if len(alike) > 1 else f"{len(members)}"
+            weight = Parameter(
+                next(keys),
+                f"{module.name} ({count} parameters)",
+                module.process_group.size() * sum(module.chunks[place] for place in members),
+                module.dtype,
+                self.routes[members[0]],
+                partial(module.shard, members),
+                trained,
+            )
+            made.append(Piece(self, members, weight))
+
+    def trained(self) -> list[Piece]:
+        """The pieces that the optimizer changes."""
+        return [piece for piece in self.pieces if piece.weight.trained]
+
+    def parts(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Each piece's part ``[rank][member]`` of a buffer of FSDP2 that holds all ``pieces``."""
+        if len(pieces) == 1:
+            return [buffer]
+        return [torch.cat(columns, dim=1).view(-1) for columns in self._columns(buffer, pieces)]
+
+    def fill(self, buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Puts such parts of all pieces into a buffer."""
+        for columns, part in zip(self._columns(buffer, self.pieces), parts):
+            widths = [column.shape[1] for column in columns]
+            torch._foreach_copy_(columns, list(part.view(len(columns[0]), -1).split(widths, dim=1)))
+
+    def _columns(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
+        places = sorted(place for piece in pieces for place in piece.members)
+        chunks = [self.module.chunks[place] for place in places]
+        columns = dict(zip(places, buffer.view(self.module.process_group.size(), -1).split(chunks, dim=1)))
+        return [[columns[place] for place in piece.members] for piece in pieces]
+
+
+class FsdpState(Engine):
+    """What hzero keeps for one model under FSDP2; `apply` makes it.
+
+    Attributes:
+        accumulation: Backwards per optimizer step, if nothing sets FSDP2's flags.
+
+    Args:
+        model: The model.
+        config: The block.
+        accumulation: As above.
+
+    Raises:
+        ConfigError: As `apply`.
+    """
+
+    ADVICE = (
+        "change weights through the parameters and not through .data, or call mark_stale() of the state that hzero.fsdp.apply "
+        "returns, on all ranks, afterwards"
+    )
+
+    def __init__(self, model: torch.nn.Module, config: HZeroConfig, accumulation: int) -> None:
+        modules = sharded_modules(model)
+        first, self.accumulation = modules[0], accumulation
+        ranks = ranks_of(first.process_group)
+        for module in modules:
+            if ranks_of(module.process_group) != ranks:
+                raise module.refusal("another mesh than that of " + first.name, "one mesh for all modules")
+        partition = Partition.of(first.process_group, config.topology)
+        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
+        routes, _ = routes_of(model, plan)
+        self._keys = itertools.count()
+        self._units = [Unit(one, [routes[param.sharded_param] for param in one.params]) for one in modules]
+        self._pieces: dict[int, Piece] = {}  # by the engine's keys
+        for unit in self._units:
+            _check_types(unit)
+            self._lay_out(unit)
+        weights = [piece.weight for piece in self._pieces.values()]
+        accelerator = torch.cuda if first.device.type == "cuda" else None
+        # One refresh for each module: they are as large as FSDP2's own messages.
+        super().__init__(config, plan, partition, model, weights, 0, first.device, accelerator)
+        self.gradients.divisor = 1  # FSDP2 has a divisor for each module
+        self._backwards = 0  # of this window that have ended
+        self._in_backward = self._crosses = self._flagged = False
+        self._windows = 0  # since the last optimizer step
+        self._discarded = self._warned = False
+        for unit in self._units:
+            unit.module.attach(_Gather(self, unit), _Reduce(self, unit))
+        self._hooks: list[Callable[[], None]] = [
+            keep_reducing(model),
+            register_optimizer_step_pre_hook(_weakly(self._before_step)).remove,
+            register_optimizer_step_post_hook(_weakly(self._after_step)).remove,
+            model.register_load_state_dict_post_hook(_weakly(self._loaded)).remove,
+        ]
+        if is_rank_0():
+            kinds = Counter(type(one.module).__name__.removeprefix("FSDP") for one in modules)
+            named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
+            self.announce(f"{self.described()}; gathers by module of FSDP2 ({named})")
+            self.warn_of_plan()
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit, output: torch.Tensor) -> Callable[[], None]:
+        """Starts to gather a module's parameters into FSDP2's buffer; the result waits for them."""
+        self._notice_cut_short()
+        # Refreshes go ahead of gathers, so the first gather notes the writes of all modules before any begins.
+        for one in self._units if unit.pieces[0].writes is None else (unit,):
+            self._follow(one)
+        weights = [piece.weight for piece in unit.pieces]
+        if (output.dtype, output.numel()) != (unit.module.dtype, sum(weight.numel for weight in weights)):
+            raise unit.module.refusal(
+                f"a gather of {output.numel():,} elements of {output.dtype}",
+                f"{sum(weight.numel for weight in weights):,} of {unit.module.dtype}, as when apply was called",
+            )
+        whole = {weights[0].key: output} if len(weights) == 1 else None
+        started = self.resident.unshard(weights, whole)
+
+        def wait() -> None:
+            arrived = {param.key: flat for params, wait_whole in started for param, flat in zip(params, wait_whole())}
+            if whole is None:
+                unit.fill(output, [arrived[weight.key] for weight in weights])
+
+        return wait
+
+    def _lay_out(self, unit: Unit) -> None:
+        unit.lay_out(self._keys)
+        self._pieces |= {piece.weight.key: piece for piece in unit.pieces}
+
+    def _follow(self, unit: Unit) -> None:
+        """Marks what has been written outside of optimizer steps, or is trained from now on, or no more."""
+        if unit.trains != unit.module.trained():
+            for piece in unit.pieces:
+                self.resident.remove(piece.weight)
+            self._lay_out(unit)
+            for piece in unit.pieces:
+                self.resident.parameters[piece.weight.key] = piece.weight
+                piece.writes = None
+        for piece in unit.pieces:
+            writes = unit.module.writes(piece.members)
+            if writes != piece.writes:
+                piece.writes = writes
+                self.resident.mark_edited(piece.weight)
+
+    def mark_stale(self) -> None:
+        """The weights have been changed in a way that hzero cannot see, such as through ``.data``. On all ranks."""
+        self.resident.mark_stale()
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def _reduce(self, unit: Unit, gradients: torch.Tensor) -> None:
+        """Starts to reduce a module's whole gradients; the sums arrive at the end of a backward."""
+        module, trained = unit.module, unit.trained()
+        self._notice_cut_short()
+        if not self._in_backward:
+            self._begin_backward()
+        numel = sum(piece.weight.numel for piece in trained)
+        if gradients.numel() != numel:
+            raise module.refusal(
+                f"gradients of {gradients.numel():,} elements",
+                f"those of all trained parameters, {numel:,}; parameters that a backward does not use need torch 2.12",
+            )
+        members = [place for piece in trained for place in piece.members]
+        if module.steps_in_backward(members):
+            raise module.refusal("a post-accumulate-grad hook, as of an optimizer in backward", "a step after backward")
+        unit.divisor = module.divisor(gradients.dtype)
+        self._flagged |= not module.is_last
+        last = module.is_last and (self._flagged or self._backwards + 1 >= self.accumulation)
+        self._crosses |= last
+        weights = [piece.weight for piece in trained]
+        flats = unit.parts(gradients, trained)
+        self.gradients.accumulate(weights, flats, gradients.dtype, 1.0, last=last, deliver=self._deliver)
+
+    def _begin_backward(self) -> None:
+        if self._backwards and any(unit.left != unit.module.gradient_writes() for unit in self._units):
+            self._new_window()  # zero_grad has dropped what the last backwards have left
+        at_end_of_backward(self._end_backward)
+        self._in_backward, self._crosses = True, False
+        shared_watchdog().micro += 1
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """After a backward: the outer hops if it is the last one of its window."""
+        self._in_backward = False
+        self._backwards += 1
+        if self._crosses:
+            self.gradients.boundary(torch.float32, 1.0, self._deliver)
+            self._windows += 1
+            if self._windows > 1 and not self._flagged and not self._warned:
+                self._warn_of_crossings()
+            self._backwards, self._flagged = 0, False
+        for unit in self._units if self._backwards else ():
+            unit.left = unit.module.gradient_writes()
+        self.lanes.place()
+
+    def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
+        for weight, shard in zip(weights, shards):
+            piece = self._pieces[weight.key]
+            piece.unit.module.add_gradients(piece.members, shard.div_(piece.unit.divisor))
+
+    def _new_window(self) -> None:
+        self.gradients.clear()
+        self._backwards, self._flagged = 0, False
+
+    def _notice_cut_short(self) -> None:
+        """An exception has ended a backward, and FSDP2 has been reset: its window is lost."""
+        if self._in_backward and not any(unit.module.in_backward for unit in self._units):
+            self._in_backward = False
+            self._new_window()
+
+    def _warn_of_crossings(self) -> None:
+        self._warned = True
+        moved = 0.0
+        for weight in (piece.weight for unit in self._units for piece in unit.trained()):
+            chunks, itemsize = (weight.numel // self.plan.grid.world_size,), torch.float32.itemsize
+            crossings = weight.route.programs.boundary.crossings
+            moved += sum(cross.received * cross.message_bytes(chunks, itemsize) for cross in crossings)
+        if moved and is_rank_0():
+            logger.warning(
+                "hzero: several backwards per optimizer step, and each crosses all tiers, with %.1f MB more into each rank; set "
+                "accumulation in hzero.fsdp.apply, or call set_is_last_backward(False) before all backwards but the last",
+                moved / 1e6,
+            )
+
+    # ---- the optimizer step --------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        pieces = self._pieces_in(optimizer)
+        if not pieces:
+            return
+        if self.gradients.waiting:
+            raise RuntimeError(
+                f"hzero: optimizer.step() after {self._backwards} backwards of a window of {self.accumulation}, whose gradients "
+                "have not crossed all tiers; call set_is_last_backward(True) before the last backward of a short window"
+            )
+        weights = [piece.weight for piece in pieces]
+
+        def gradient_of(weight: Parameter) -> torch.Tensor:
+            piece = self._pieces[weight.key]
+            flat = [one.flatten().float() for one in piece.unit.module.gradients(piece.members)]
+            return torch.cat(flat) if flat else torch.empty(0)
+
+        self.before_step(weights, gradient_of)
+        # A loss scaler that tells the optimizer itself finds its scale by steps like these.
+        guarded = self.config.guard.discarded_steps and getattr(optimizer, "found_inf", None) is None
+        if guarded and not self._finite(pieces):
+            if not self.lost():
+                self.guard.discarded(None, weights, gradient_of)
+            for piece in pieces:
+                piece.unit.module.drop_gradients(piece.members)
+            self._discarded = True
+
+    def _finite(self, pieces: Sequence[Piece]) -> bool:
+        """Whether the gradients of all ranks are finite; a step with others would spoil the weights."""
+        locals_ = [one for piece in pieces for one in piece.unit.module.gradients(piece.members) if one.numel()]
+        found = torch.zeros((), dtype=torch.uint8, device=self.device)
+        if locals_:
+            largest = torch.stack(torch._foreach_norm(locals_, float("inf")))
+            found = (~largest.isfinite().all()).to(self.device, torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return not int(found)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Fused optimizers write without moving version counters."""
+        pieces = self._pieces_in(optimizer)
+        if not pieces:
+            return
+        if not self._discarded:
+            self.resident.mark_stale([piece.weight for piece in pieces])
+            for piece in pieces:
+                piece.writes = piece.unit.module.writes(piece.members)
+        self.after_step(done=not self._discarded)
+        self._discarded, self._windows = False, 0
+        watchdog = shared_watchdog()
+        watchdog.step, watchdog.micro = watchdog.step + 1, 0
+
+    def _pieces_in(self, optimizer: torch.optim.Optimizer) -> list[Piece]:
+        """The trained pieces that an optimizer changes."""
+        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        found = []
+        for unit in self._units:
+            optimized = unit.module.optimized(ids)
+            found += [piece for piece in unit.trained() if any(optimized[place] for place in piece.members)]
+        return found
+
+    # ---- checkpoints, and the end --------------------------------------------------------------------------------
+
+    def _loaded(self, *_: Any) -> None:
+        """``load_state_dict`` has replaced the weights."""
+        self._new_window()
+        self.replaced()
+        self.load_state_dict(None)  # says that residuals start at zero
+
+    def memory(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+        """As of `Engine`, and of the primary shards and the optimizer."""
+        states = [value for state in optimizer.state.values() for value in state.values()] if optimizer else []
+        local = [getattr(one, "_local_tensor", one) for one in states if isinstance(one, torch.Tensor)]
+        primary = sum(unit.module.nbytes() for unit in self._units)
+        return {"primary weights": primary, **super().memory(), "optimizer": sum(one.nbytes for one in local)}
+
+    def close(self) -> None:
+        """Gives FSDP2 its collectives back, and frees resident weights and accumulators. On all ranks."""
+        if not self._hooks:
+            return
+        for remove in self._hooks:
+            remove()
+        self._hooks.clear()
+        for unit in self._units:
+            unit.module.detach()
+        super().close()
+
+
+# ---- what FSDP2 calls ---------------------------------------------------------------------------------------------------
+
+
+class _Comm:
+    """A collective of one module, as FSDP2 calls it."""
+
+    def __init__(self, state: FsdpState, unit: Unit) -> None:
+        self._of, self._unit = state, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with lasting():  # evaluations in inference mode gather too, and lanes write from other threads
+            return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Comm):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        module = self._unit.module
+        # With an integer reshard_after_forward backward gathers over a smaller mesh what forward has gathered.
+        again = group.size() != module.process_group.size()
+        if again or (self._of.config.exact_evaluation and not module.module.training):
+            return module.stock_gather(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
+            )
+        return _Gathering(self._of._gather(self._unit, output_tensor))
+
+
+class _Gathering(dist.Work):
+    """A gather under way: FSDP2 waits for it before it copies the parameters out, so gathers overlap."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._wait()
+        return True
+
+
+class _Reduce(_Comm):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.zero_()  # FSDP2 reads it at once; the sums are added when the backward ends
+        self._of._reduce(self._unit, input_tensor)
+
+
+# ---- helpers ------------------------------------------------------------------------------------------------------------
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that lives longer than the state, and does nothing then."""
+    weak = WeakMethod(method)
+
+    def hook(*arguments: Any) -> None:
+        own = weak()
+        if own is not None:
+            own(*arguments)
+
+    return hook
+
+
+def _check_types(unit: Unit) -> None:
+    """Refuses codecs of bfloat16 for weights of another type."""
+    for route in dict.fromkeys(unit.routes):
+        narrow = next((hop for hop in route.plan.gather_hops() if hop.codec.traits.narrow), None)
+        if narrow is not None and unit.module.dtype != torch.bfloat16:
+            raise unit.module.refusal(
+                f"codec {narrow.codec.codec!r} on tier {narrow.tier} with weights of {unit.module.dtype}",
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16), or codec none",
+            )

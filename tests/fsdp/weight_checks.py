@@ -1,0 +1,233 @@
+"""Weights are read as they were written last, and what hzero cannot do is refused. Run by test_fsdp.py on 8 ranks."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import hzero.fsdp
+from hzero import ConfigError, StaleWeightsError
+from tests.fsdp.training import Case, Net, applied, backward, build, case, mesh_of, relative, train
+
+SMALL = Case((2, 1, 2))
+LOSSLESS: dict[str, Any] = {"preset": "lossless", "guard": {"every": 1}}
+
+
+def _folder() -> Path:
+    found = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(found)
+    return Path(found[0])
+
+
+def check_writes_outside_of_steps_are_read() -> None:
+    """Each way to replace the weights after a step gives what FSDP2 alone reads; the audit finds no stale weight."""
+    folder = _folder()
+
+    def load(step: int, model: Net, _: Any) -> None:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+    def assign(step: int, model: Net, _: Any) -> None:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+    def set_whole(step: int, model: Net, _: Any) -> None:
+        set_model_state_dict(model, {name: value * 0.5 for name, value in get_model_state_dict(model).items()})
+
+    def scale(step: int, model: Net, _: Any) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+
+    def scale_local(step: int, model: Net, _: Any) -> None:
+        with torch.no_grad():
+            model.blocks[1].up.weight.to_local().mul_(0.5)
+
+    def in_place(step: int, model: Net, optimizer: torch.optim.Optimizer) -> None:
+        path = folder / f"in_place {step} {dist.get_rank() // 4}"
+        group = mesh_of(4).get_group()
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path, process_group=group)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        model(torch.zeros(1, 4, dtype=torch.int64))  # makes resident copies of what is spoilt
+        read = model.state_dict()
+        dcp.load({"model": read}, checkpoint_id=path, process_group=group)
+        model.load_state_dict(read)  # the load moves no version counter
+
+    def with_optimizer(step: int, model: Net, optimizer: torch.optim.Optimizer) -> None:
+        weights, states = get_state_dict(model, optimizer)
+        path, group = folder / f"both {step} {dist.get_rank() // 4}", mesh_of(4).get_group()
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path, process_group=group)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        model(torch.zeros(1, 4, dtype=torch.int64))
+        model.reshard()
+        read = {"model": weights, "optimizer": states}
+        dcp.load(read, checkpoint_id=path, process_group=group)
+        set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+
+    ways: list[Callable[..., None]] = [load, assign, set_whole, scale, scale_local, in_place, with_optimizer]
+    for way in ways:
+        found, wanted = train(SMALL, LOSSLESS, between=way), train(SMALL, None, between=way)
+        assert relative(found.losses, wanted.losses) < 1e-6, (way, found.losses, wanted.losses)
+        assert found.state is not None
+        found.state.close()
+
+
+def check_fused_optimizers_are_followed() -> None:
+    what = Case((2, 1, 2), optimizer="fused")
+    found, wanted = train(what, LOSSLESS, 4), train(what, None, 4)
+    assert relative(found.losses, wanted.losses) < 1e-6, (found.losses, wanted.losses)
+    assert wanted.losses[-1] != wanted.losses[0]
+    assert found.state is not None
+    found.state.close()
+
+
+def check_writes_through_data_are_found_by_the_audit() -> None:
+    with applied(SMALL, LOSSLESS) as (model, state, optimizer, mesh):
+        for step in range(2):
+            backward(SMALL, model, mesh, step, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(SMALL, model, mesh, 2, 0)
+        model.blocks[1].up.weight.data.mul_(0.5)
+        with pytest.raises(StaleWeightsError, match=r"blocks\.1.*mark_stale"):
+            optimizer.step()
+        state.mark_stale()
+        backward(SMALL, model, mesh, 3, 0)
+        optimizer.step()
+
+
+def check_parameters_that_are_frozen_and_trained_again() -> None:
+    def toggle(step: int, model: Net, _: Any) -> None:
+        model.blocks[1].up.weight.requires_grad_(step % 2 == 1)
+
+    found, wanted = train(SMALL, LOSSLESS, 4, toggle), train(SMALL, None, 4, toggle)
+    assert relative(found.losses, wanted.losses) < 1e-6, (found.losses, wanted.losses)
+    assert found.state is not None
+    found.state.close()
+
+
+def check_frozen_weights_are_refreshed_once() -> None:
+    with applied(case("frozen"), {"preset": "lossless", "guard": 0}) as (model, state, optimizer, mesh):
+        refreshed = []
+        for step in range(3):
+            state.wire_log.reset()
+            backward(SMALL, model, mesh, step, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            state.settle()
+            refreshed.append(state.wire_log.wire_bytes("node", "weights"))
+        assert refreshed[0] > refreshed[1] == refreshed[2] > 0
+
+
+def check_evaluation() -> None:
+    """Without gradients, in inference mode, and exact where the block says so."""
+    coarse = {"preset": "topo", "codecs": {"weights": "int4"}, "exact_evaluation": True}
+    tokens = torch.arange(18).view(2, 9)
+    with applied(SMALL, coarse) as (model, _, optimizer, mesh):
+        backward(SMALL, model, mesh, 0, 0)
+        optimizer.step()
+        with torch.inference_mode():
+            read = float(model(tokens))
+            model.eval()
+            exact = float(model(tokens))
+        model.train()
+        backward(SMALL, model, mesh, 1, 0)
+        optimizer.step()
+        whole = Net()
+        whole.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+        model.eval()
+        with torch.no_grad():
+            assert float(model(tokens)) == pytest.approx(float(whole(tokens)), rel=1e-6)
+    assert read != exact
+
+
+def check_close_gives_fsdp2_back() -> None:
+    with applied(SMALL, LOSSLESS) as (model, state, optimizer, mesh):
+        backward(SMALL, model, mesh, 0, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.close()
+        hops = sum(entry.hops for entry in state.wire_log.entries())
+        losses = []
+        for step in (1, 2):
+            losses.append(float(backward(SMALL, model, mesh, step, 0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert hops == sum(entry.hops for entry in state.wire_log.entries())
+        again = hzero.fsdp.apply(model, "lossless", SMALL.topology)
+        backward(SMALL, model, mesh, 3, 0)
+        again.close()
+
+
+def check_refusals() -> None:
+    mesh = mesh_of(8)
+
+    def sharded(**how: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard(model, **{"mesh": mesh, **how})
+        return model
+
+    def mixed() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.bfloat16))
+        model[1].requires_grad_(False)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def hooked() -> nn.Module:
+        model = sharded()
+        model.set_all_reduce_hook(lambda _: None)  # type: ignore[operator]
+        return model
+
+    def twice() -> nn.Module:
+        model = sharded()
+        hzero.fsdp.apply(model, "lossless", {"gpus_per_node": 2, "gcds_per_gpu": 2})
+        return model
+
+    two = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    where = {"gpus_per_node": 2, "gcds_per_gpu": 2}
+    cases: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+        (lambda: nn.Linear(2, 2), {}, "found Linear without fully_shard"),
+        (lambda: sharded(mesh=two), {}, r"found mesh of replicas \(HSDP\)"),
+        (mixed, {}, "found gathered parameters of torch.bfloat16, torch.float32"),
+        (hooked, {}, "found set_all_reduce_hook"),
+        (twice, {}, "found hzero.fsdp.apply already"),
+        (sharded, {"preset": "tpo"}, "did you mean 'topo'"),
+        (sharded, {"accumulation": 0}, "accumulation: found 0"),
+        (sharded, {"unit": "layer"}, "unit: found 'layer'"),
+        (sharded, {"nonsense": 1}, "nonsense"),
+        (sharded, {"codecs": {"weights": "exp"}}, "codec 'exp' on tier .* with weights of torch.float32"),
+        (sharded, {"codecs": {"except": {"*nothing*": "none"}}}, "matches no parameter"),
+        (sharded, {"topology": {"gpus_per_node": 3}}, "expected a multiple"),
+    ]
+    for make, words, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            hzero.fsdp.apply(make(), **{"topology": where, **words})
+    model = build(frozenset(), mesh)
+    hzero.fsdp.apply(model, "lossless", where)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ConfigError, match="post-accumulate-grad hook"):
+        backward(Case(), model, mesh, 0, 0)
+    with mock.patch.object(torch, "__version__", "2.9.1"), pytest.raises(ConfigError, match=re.escape("found 2.9.1")):
+        hzero.fsdp.apply(sharded(), topology=where)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    hzero.fsdp.apply(sharded(mp_policy=policy), "topo", where, codecs={"weights": "exp"}).close()

@@ -1,0 +1,231 @@
+"""When gradients cross, what a step sends, and what ends a window. Run by test_fsdp.py on 8 ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+import hzero.fsdp
+from hzero import DivergenceError
+from hzero.plan.collectives import step_traffic
+from tests.fsdp.training import Case, applied, backward, build, case, mesh_of, optimizer_of, plain, relative, train
+from tests.rank_main import same_on_all_ranks
+
+LOSSLESS: dict[str, Any] = {"preset": "lossless"}
+
+
+def check_signs_of_the_last_backward() -> None:
+    for flags, accumulation in (("sync", 3), ("all_reduce", 2), ("count", 3)):
+        what = Case(accumulation=accumulation, flags=flags)
+        found, wanted = train(what, LOSSLESS), plain(what)
+        assert relative(found.losses, wanted.losses) < 1e-6, (flags, found.losses, wanted.losses)
+        assert relative(found.norms, wanted.norms) < 1e-6, (flags, found.norms, wanted.norms)
+        assert found.state is not None
+        hops = {(entry.role, entry.tier): entry.hops for entry in found.state.wire_log.entries()}
+        modules = 4  # the model and its blocks
+        assert hops["gradients", "node"] == 3 * modules, (flags, hops)
+        assert hops["gradients", "gcd"] == hops["gradients", "gpu"] == 3 * modules * accumulation
+        assert hops["weights", "node"] == hops["weights", "gpu"] == 3 * modules, hops
+        found.state.close()
+
+
+def check_without_a_sign_every_backward_crosses() -> None:
+    """The result is right, and one line says what it costs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hzero").addHandler(handler)
+    what = Case(accumulation=3, flags="none")
+    try:
+        found, wanted = train(what, LOSSLESS), plain(what)
+    finally:
+        logging.getLogger("hzero").removeHandler(handler)
+    assert relative(found.losses, wanted.losses) < 1e-6 and relative(found.norms, wanted.norms) < 1e-6
+    assert found.state is not None
+    hops = {(entry.role, entry.tier): entry.hops for entry in found.state.wire_log.entries()}
+    assert hops["gradients", "node"] == hops["gradients", "gcd"] == 3 * 4 * 3
+    warned = [line for line in lines if "each crosses all tiers" in line]
+    assert len(warned) == (1 if torch.distributed.get_rank() == 0 else 0), lines
+    found.state.close()
+
+
+def check_bytes_are_those_of_the_plan() -> None:
+    for preset, accumulation in (("lossless", 1), ("lossless", 4), ("topo", 4)):
+        what = case("kept", accumulation=accumulation)
+        with applied(what, {"preset": preset}) as (model, state, optimizer, mesh):
+            for step in range(3):
+                if step == 1:
+                    state.settle()
+                    state.wire_log.reset()
+                for micro in range(accumulation):
+                    backward(what, model, mesh, step, micro)
+                optimizer.step()
+                optimizer.zero_grad()
+            state.settle()
+            logged = Counter({(one.role, one.tier): one.wire_bytes for one in state.wire_log.entries()})
+            numels = [weight.numel for weight in state.resident.parameters.values()]
+            planned = step_traffic(state.plan, state.plan.grid, numels, itemsize=4, accumulation=accumulation)
+            for row in planned:
+                if row.role == "gradients" or row.tier in ("node", "gpu"):
+                    assert logged[row.role, row.tier] == 2 * row.wire_bytes, (preset, accumulation, row, logged)
+
+
+def check_zero_grad_drops_what_has_been_accumulated() -> None:
+    what = Case((2, 1, 2), 2, "count")
+    for to_none in (True, False):
+        with applied(what, LOSSLESS) as (model, state, optimizer, mesh):
+            backward(what, model, mesh, 7, 0)
+            optimizer.zero_grad(set_to_none=to_none)
+            assert state.gradients.waiting
+            for micro in range(2):
+                backward(what, model, mesh, 0, micro)
+            found = [param.grad.full_tensor() for param in model.parameters()]
+        with applied(what, LOSSLESS) as (model, _, _, mesh):
+            for micro in range(2):
+                backward(what, model, mesh, 0, micro)
+            for got, param in zip(found, model.parameters(), strict=True):
+                assert torch.equal(got, param.grad.full_tensor()), to_none
+
+
+def check_a_step_inside_a_window_is_refused() -> None:
+    what = Case((2, 1, 2), 2, "count")
+    with applied(what, LOSSLESS) as (model, _, optimizer, mesh):
+        backward(what, model, mesh, 0, 0)
+        with pytest.raises(RuntimeError, match="after 1 backwards of a window of 2"):
+            optimizer.step()
+        backward(what, model, mesh, 0, 1)
+        optimizer.step()
+
+
+def check_an_error_in_backward_loses_its_window_alone() -> None:
+    """As with FSDP2 alone, which keeps what the modules before the error had not reduced yet."""
+    what, losses = Case((2, 1, 2)), []
+    for on in (False, True):
+        mesh = mesh_of(4)
+        model = build(what.options, mesh)
+        state = hzero.fsdp.apply(model, topology=what.topology, **LOSSLESS) if on else None
+        optimizer = optimizer_of("adamw", model)
+        handle = model.blocks[0].register_full_backward_pre_hook(_fail)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            backward(what, model, mesh, 5, 0)
+        handle.remove()
+        model.reset_iter_state()
+        optimizer.zero_grad()
+        losses.append([])
+        for step in range(2):
+            losses[-1].append(float(backward(what, model, mesh, step, 0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if state is not None:
+            assert not state.gradients.waiting
+            state.close()
+    assert relative(*losses) < 1e-6, losses
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def check_gradients_that_are_not_finite_change_no_weight() -> None:
+    what = Case((2, 1, 2))
+    with applied(what, {"preset": "topo", "guard": 2}) as (model, _, optimizer, mesh):
+        backward(what, model, mesh, 0, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = [param.full_tensor() for param in model.parameters()]
+        for attempt in range(2):
+            backward(what, model, mesh, 1, 0)
+            for param in model.blocks[1].parameters():
+                param.grad.to_local().fill_(math.nan)
+            if attempt:
+                with pytest.raises(DivergenceError, match=r"not finite in 2 steps in a row.*blocks\.1"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(one, param.full_tensor()) for one, param in zip(before, model.parameters(), strict=True))
+
+
+def check_error_feedback_keeps_what_codecs_lose() -> None:
+    """Its mean error over many steps with one gradient vanishes; a load drops residuals."""
+    what = Case((2, 1, 2))
+    errors = {}
+    for tiers in ((), ("node",)):
+        block = {"preset": "topo", "codecs": {"gradients": {"gcd": "none", "node": "int4"}, "weights": "none"}}
+        with applied(what, {**block, "error_feedback": list(tiers)}) as (model, state, _, mesh):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            total: list[torch.Tensor] = []
+            for _ in range(16):
+                backward(what, model, mesh, 0, 0)
+                found = [param.grad.full_tensor() for param in model.parameters()]
+                total = [one + other for one, other in zip(total, found)] if total else found
+                optimizer.step()
+                optimizer.zero_grad()
+            if tiers:
+                assert state.memory()["error feedback"] > 0
+                model.load_state_dict(model.state_dict())
+                assert state.memory()["error feedback"] == 0
+        exact = [param.grad for param in _exact_gradients(what)]
+        errors[tiers] = math.sqrt(
+            sum(float((one / 16 - other.full_tensor()).square().sum()) for one, other in zip(total, exact, strict=True))
+        )
+    assert errors["node",] < errors[()] / 4, errors
+
+
+def _exact_gradients(what: Case) -> list[torch.nn.Parameter]:
+    with applied(what, LOSSLESS) as (model, _, _, mesh):
+        backward(what, model, mesh, 0, 0)
+        return list(model.parameters())
+
+
+def check_all_ranks_hold_the_same_bits() -> None:
+    """What forward reads, and the gradients' sums, under every codec."""
+    at_random = {"codec": "int8", "rounding": "stochastic", "block_size": 64}
+    for codec, options in (("bf16", ()), ("int8", ()), ("int4", ("bf16",)), (at_random, ()), ("exp", ("bf16",))):
+        sums = "int4" if codec == "exp" else codec
+        what = case(*options)
+        with applied(what, {"preset": "topo", "codecs": {"weights": codec, "gradients": sums}}) as parts:
+            model, state, optimizer, mesh = parts
+            for step in range(2):
+                backward(what, model, mesh, step, 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            seen: list[torch.Tensor] = []
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    seen += [
+                        param.detach().clone() for param in module.parameters() if not hasattr(param, "placements")
+                    ]
+                    module.reshard()
+            assert len(seen) >= 20 and same_on_all_ranks(seen), codec
+            name = codec["codec"] if isinstance(codec, dict) else codec
+            assert {entry.codec for entry in state.wire_log.entries()} == {name, sums if sums == "int4" else name}
+
+
+def check_training_with_codecs_stays_near_the_exact_one() -> None:
+    found, wanted = train(Case(accumulation=2), {"preset": "mild"}, 6), plain(Case(accumulation=2), 6)
+    assert relative(found.losses, wanted.losses) < 2e-2, (found.losses, wanted.losses)
+    assert wanted.losses[-1] < wanted.losses[0]
+    assert found.state is not None
+    memory = found.state.memory(optimizer_of("sgd", torch.nn.Linear(1, 1)))
+    assert memory["resident weights"] > 0 and memory["gradient accumulators"] > 0
+    found.state.close()
+
+
+def check_the_examples_run() -> None:
+    from examples import fsdp, hsdp
+
+    losses = fsdp.train(10)
+    assert losses[-1] < losses[0] - 0.3, losses
+    exact, _ = hsdp.train(8, "none")
+    coarse, log = hsdp.train(8)
+    assert relative(coarse, exact) < 1e-3 and exact[-1] < exact[0], (coarse, exact)
+    assert {entry.tier for entry in log} == {"node"}
+    assert 3.7 < sum(entry.raw_bytes for entry in log) / sum(entry.wire_bytes for entry in log) < 4
