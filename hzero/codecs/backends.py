@@ -132,10 +132,8 @@ class KernelBackend:
 
     def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
         """Decodes a message into tensors in shard order, or adds it to them."""
-        if not self._has(fmt):
+        if not self._has(fmt) or (add and not fmt.traits.codes):
             return reference.decoder(rows, fmt, dtype, add)
-        if add and not fmt.traits.codes:
-            return functools.partial(_decode_and_add, self.decoder(rows, fmt, torch.float32, False))
         call = Call(rows, fmt, dtype, _DECODED[add])
         launch = Launch(self.launcher, f"decode_{fmt.codec}_{NAMES[dtype]}", call)
         return lambda payload, tensors: launch(payload, tensors, added=tensors)
@@ -160,13 +158,6 @@ class KernelBackend:
 
     def _has(self, fmt: RecordFormat) -> bool:
         return fmt.traits.compiled == "all" or (fmt.traits.compiled == "cpu" and not self.launcher.on_device)
-
-
-def _decode_and_add(decode: Callable[..., None], payload: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    parts = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in tensors]
-    decode(payload, parts)
-    for tensor, part in zip(tensors, parts):
-        tensor.copy_(part.add_(tensor.view(-1)).view(tensor.shape))
 
 
 #: What a call fills in for each tensor: addresses, and the elements at the first one.

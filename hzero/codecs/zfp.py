@@ -72,18 +72,15 @@ def values_of(bits: int, present: int, seen: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _writing(device: torch.device) -> torch.Tensor:
-    """int64 ``[3, 5 * 16]``: `plane` by ``seen`` and values. The copy to a device ends before this returns."""
-    return torch.tensor([plane(values, seen) for seen in range(5) for values in range(16)]).t().contiguous().to(device)
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`plane` by ``seen`` and values, int64 ``[3, 5 * 16]``, and `values_of` by ``seen``, bits present and bits.
 
-
-@functools.cache
-def _reading(device: torch.device) -> torch.Tensor:
-    """int64 ``[3, 5 * 8 * 128]``: `values_of` by ``seen``, bits present, up to 7, and bits."""
-    every = [
-        values_of(bits, n, seen) for seen in range(5) for n in range(_LONGEST + 1) for bits in range(1 << _LONGEST)
-    ]
-    return torch.tensor(every).t().contiguous().to(device)
+    The copy to a device ends before this returns.
+    """
+    writing = [plane(values, seen) for seen in range(5) for values in range(16)]
+    present, bits = range(_LONGEST + 1), range(1 << _LONGEST)
+    reading = [values_of(every, n, seen) for seen in range(5) for n in present for every in bits]
+    return torch.tensor(writing).t().contiguous().to(device), torch.tensor(reading).t().contiguous().to(device)
 
 
 def encode(values: torch.Tensor, fmt: RecordFormat) -> list[torch.Tensor]:
@@ -104,7 +101,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat) -> list[torch.Tensor]:
     stream[:, :_HEAD] = (1 | plain + 1 << 1).unsqueeze(-1) >> torch.arange(_HEAD, device=device) & 1
     at, seen = torch.full_like(plain, _HEAD, dtype=torch.int64), torch.zeros_like(plain, dtype=torch.int64)
     table, each, places = (
-        _writing(device),
+        _tables(device)[0],
         torch.arange(ZFP_BLOCK, device=device),
         torch.arange(_LONGEST, device=device),
     )
@@ -162,7 +159,7 @@ def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor
     at, seen = torch.full_like(exponents, _HEAD), torch.zeros_like(exponents)
     digits = stream.new_zeros(len(stream), ZFP_BLOCK)
     table, each, places = (
-        _reading(device),
+        _tables(device)[1],
         torch.arange(ZFP_BLOCK, device=device),
         torch.arange(_LONGEST, device=device),
     )
