@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.terminal import keep_streams, lost_output
-from hzero.validation import ConfigError, Parser, one_of, printable, report
+from hzero.validation import ConfigError, Parser, one_of, report
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
@@ -26,12 +26,10 @@ COMMANDS = {
     "topology": ("hzero.commands.topology:run_topology", "show the packages, links and NICs of a node"),
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
 }
-#: The extra that each command needs, and its packages. They are looked up before the work, at the end of which some are used.
+#: Packages of the extra ``train`` that commands need. They are looked up before the work, at the end of which some are used.
 NEEDS = {
-    "train": ("train", ("hydra", "transformers", "accelerate", "datasets", "matplotlib")),
-    "plan": ("train", ("hydra", "transformers", "rich")),
-    "doctor": ("tools", ("rich",)),
-    "topology": ("tools", ("rich",)),
+    "train": ("hydra", "transformers", "accelerate", "datasets", "matplotlib"),
+    "plan": ("hydra", "transformers", "rich"),
 }
 _EXAMPLES = """examples:
   hzero train                                             the main job: 8 ranks on this machine
@@ -48,25 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status; input that cannot be used is one line on stderr and status 2."""
     keep_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv[:1] == ["run"]:
+        from hzero.run import run_script
+
+        return run_script(argv[1:])  # what a user's script raises is not of this command
     commands = "\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items())
     about = "A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine."
     parser = Parser("hzero", about, f"commands:\n{commands}\n\n{_EXAMPLES}")
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=" | ".join(COMMANDS))
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
-    try:
-        parsed = parser.parse_args(argv)
-    except ConfigError as error:
-        report(error)
-        return 2
-    if parsed.command is None:
-        parser.print_help()
-        return 2
-    if parsed.command == "run":
-        from hzero.run import run_script
-
-        return run_script(parsed.rest)  # what a user's script raises is not of this command
-    signalled = arguments is None and parsed.command == "train"
+    signalled = arguments is None and argv[:1] == ["train"]
     if signalled:
         from hzero.launch import UNFINISHED
 
@@ -74,14 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # At once, since an exception could come inside a destructor, which swallows it. Nothing is lost.
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
     try:
+        parsed = parser.parse_args(argv)
+        if parsed.command is None:
+            parser.print_help()
+            return 2
         if parsed.command not in COMMANDS:
             raise one_of("", parsed.command, COMMANDS, "command")
-        extra, packages = NEEDS.get(parsed.command, ("", ()))
-        if missing := next((name for name in packages if importlib.util.find_spec(name) is None), None):
-            fix = f'pip install "hzero[{extra}]"'
-            raise ConfigError(f"{parsed.command} needs {missing}, which is not installed; {fix}")
-        command = pkgutil.resolve_name(COMMANDS[parsed.command][0])
-        status = int(command(parsed.rest))
+        missing = [name for name in NEEDS.get(parsed.command, ()) if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f'{parsed.command} needs {missing[0]}, which is not installed; pip install "hzero[train]"'
+            )
+        status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         if why := lost_output():
             print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)
             # A run writes its results elsewhere. Of the other commands the output is the result.
@@ -94,15 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(
-            f"hzero: error: {printable(os.fsdecode(error.filename))}: {(error.strerror or '').lower()}", file=sys.stderr
-        )
+        report(ConfigError(f"{os.fsdecode(error.filename)}: {(error.strerror or '').lower()}"))
         return 2
     except KeyboardInterrupt:
         return 130
     finally:
         # The process ends, which takes a second. A batch system's signal that comes now must not change the status.
-        if arguments is None:
+        if signalled:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 

@@ -191,7 +191,7 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
     near = nearest(value, names)
     hint = f"; did you mean {near!r}?" if near else "."
     return ConfigError(
-        f"{key}{': ' if key else ''}unknown {what} {reprlib.repr(value)}{hint} Possible: {', '.join(names)}"
+        f"{key}{': ' if key else ''}unknown {what} {reprlib.repr(value)}{hint} Possible: {some(names, 30)}"
     )
 
 

@@ -19,7 +19,7 @@ from hzero.commands.train import IMPORTS
 from hzero.launch import die_with_parent, renew_thread_pool
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.commands.probe", *IMPORTS])
+_SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.commands.links", *IMPORTS])
 
 
 def fork(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import line_of, read_rows
 from hzero import block
-from hzero.commands.ds_config import examine_config, read_config
+from hzero.commands.doctor import examine_config, read_config
 from hzero.commands.experiment import Experiment, compose
 from hzero.config import PRESETS, parse_config
 from hzero.plan.links_file import read_links

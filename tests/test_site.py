@@ -49,7 +49,7 @@ def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
 def test_site_has_every_key_and_every_function(site: Path) -> None:
     text = (site / "configuration.html").read_text()
     block = ("preset", "shard.weights", "codecs.ROLE.TIER.rounding", "node_all_gather.below_bytes", "topology.order")
-    for key in (*block, "model.zero_init", "data.path", "train.steps", "checkpoint.keep", "sample.prompt"):
+    for key in (*block, "model.seq_length", "data.path", "train.steps", "checkpoint.keep", "sample.prompt"):
         assert f"<td><code>{key}</code></td>" in text, key
     for name in {*hzero.__all__} - {"__version__"}:
         assert f'id="hzero.{name}"' in (site / "api.html").read_text(), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
 import os
@@ -154,8 +153,11 @@ def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Ca
         made = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token=END, eos_token=END, pad_token=END)
         with refusing("data.cache_dir", folder), tempfile.TemporaryDirectory(dir=cache) as work:
             made.save_pretrained(f"{work}/{folder.name}")
-            with contextlib.suppress(FileExistsError):  # another run was faster
+            try:
                 os.rename(f"{work}/{folder.name}", folder)
+            except OSError:
+                if not folder.is_dir():  # no other run was faster
+                    raise
     try:
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds, by the tokenizer's class

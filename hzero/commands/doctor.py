@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import inspect
 import itertools
 import json
+import logging
+import math
 import os
 import platform
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from hzero import __version__
-from hzero.bootstrap import rank_variables
-from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
-from hzero.mpi import import_mpi
-from hzero.terminal import console, show_table
-from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
-from hzero.topology.machine import Device, Link, Machine, packages_of, product
-from hzero.topology.sources import PRESETS, machine_of
-from hzero.validation import ConfigError, Parser, positive
+import yaml
 
-#: Verdicts by exit status.
+from hzero import __version__, autoload
+from hzero.block import KEY, PARENT, find, lifted
+from hzero.block import read_text as parse_text
+from hzero.bootstrap import rank_variables
+from hzero.config import HERE, TopologyConfig, parse_config
+from hzero.files import read_text
+from hzero.mpi import import_mpi
+from hzero.topology import Grid, declared_grid, resolve_grid
+from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
+from hzero.topology.machine import Device, Link, Machine, grid_of_nodes, packages_of, product
+from hzero.topology.sources import PRESETS, machine_of
+from hzero.validation import ConfigError, Frozen, Parser, one_of, positive, printable
+
+#: Verdicts; the exit status is the worst one.
+GOOD, DEGRADED, UNUSABLE = range(3)
 STATES = ("good", "degraded", "unusable")
+#: A verdict and what was found, on one line.
+Finding = tuple[int, str]
+WHERE = f"{KEY}.topology"
 #: A link or NIC that reaches this share of its expected bandwidth is good: sources round.
 ENOUGH = 0.9
 #: Products of an architecture, for sources that name no product.
 _PRODUCTS = {"gfx90a": ("MI250X",), "gfx942": ("MI300X", "MI300A")}
-#: Rows of the table of ranks and of nodes; `--json` has all.
+#: Ranks and nodes that are shown; `--json` has all.
 _ROWS = 16
 _EPILOG = f"""exit status: 0 good, 1 degraded (works, but more slowly than this machine could), 2 unusable or wrong arguments
 
@@ -57,7 +71,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
     add("--nodes", type=positive(int, 1e6), metavar="N", help="nodes of the run for which CONFIG is meant")
     wait = "longest wait for other ranks (%(default)g)"
     add("--timeout", type=positive(float, 1e6), default=TIMEOUT_S, metavar="S", help=wait)
-    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
     found = examine(parsed)
     if found is None:
@@ -212,9 +226,8 @@ OTHER = "other"
 SITES = ("frontier", "lumi", OTHER)
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A variable that RCCL or libfabric reads.
+class Variable(Frozen):
+    """A variable that RCCL or libfabric reads: a row of ``environment.yaml``.
 
     Attributes:
         name: Its name.
@@ -226,39 +239,14 @@ class Variable:
     """
 
     name: str
-    good: tuple[str, ...]
+    good: list[str]
     reason: str
-    fatal: tuple[str, ...] = ()
-    sites: tuple[str, ...] = ("frontier", OTHER)
+    fatal: list[str] = []
+    sites: list[str] = ["frontier", OTHER]
 
 
-#: The OLCF user guide's settings for RCCL on Frontier (July 2026), with what each avoids, which other machines with Slingshot
-#: mostly share; the last four are hzero's own, by AMD's guides, and not measured. LUMI's guides name few, and leave
-#: libfabric's to the container. ``slurm/SITE.env`` sets them.
-VARIABLES = (
-    Variable("NCCL_NET", ("OFI", "AWS Libfabric"), "else RCCL may fall back to TCP in silence"),
-    Variable("NCCL_CROSS_NIC", ("1",), "rings may change NICs between nodes"),
-    Variable("NCCL_NET_GDR_LEVEL", ("PHB", "3"), "NICs read GCD memory directly", sites=("frontier",)),
-    # lumi-ai-factory/laifs-container-recipes#28, #30; removed from LUMI's guide by LUMI-AI-Guide#97 (2026-05-04).
-    Variable("NCCL_NET_GDR_LEVEL", (), "starts on several nodes hang in LUMI's ROCm 7.0 container", sites=("lumi",)),
-    Variable("NCCL_SOCKET_IFNAME", ("hsn0,hsn1,hsn2,hsn3", "hsn0", "hsn"), "RCCL starts over the fabric", sites=SITES),
-    Variable("FI_MR_CACHE_MONITOR", ("kdreg2", "userfaultfd", "disabled"), "memhooks deadlocks", ("memhooks",)),
-    Variable("FI_CXI_RDZV_PROTO", ("alt_read",), "with #SBATCH --network=disable_rdzv_get"),
-    Variable("FI_CXI_RDZV_EAGER_SIZE", ("0",), "of the guide's rendezvous settings"),
-    Variable("FI_CXI_RDZV_THRESHOLD", ("0",), "of the guide's rendezvous settings"),
-    Variable("FI_CXI_RDZV_GET_MIN", ("0",), "of the guide's rendezvous settings"),
-    Variable("FI_CXI_RX_MATCH_MODE", ("hybrid",), "matching spills to software, else fails"),
-    Variable("FI_CXI_DEFAULT_CQ_SIZE", ("131072",), "many ranks overflow smaller queues"),
-    Variable("FI_CXI_DEFAULT_TX_SIZE", ("2048",), "bounds the messages under way (fi_cxi)"),
-    Variable("FI_CXI_DISABLE_HOST_REGISTER", ("1",), "registering host buffers can deadlock"),
-    Variable("HSA_FORCE_FINE_GRAIN_PCIE", ("1",), "NICs and devices see each other's writes"),
-    Variable("MIOPEN_USER_DB_PATH", ("/tmp/*",), "its locks fail on shared file systems", sites=SITES),
-    Variable("MIOPEN_CUSTOM_CACHE_DIR", ("/tmp/*",), "its locks fail on shared file systems", sites=SITES),
-    Variable("GPU_MAX_HW_QUEUES", ("8", "*"), "streams of tiers share queues, 4 by default"),
-    Variable("NCCL_MIN_NCHANNELS", ("16", "[1-9]", "[1-5][0-9]", "6[0-4]"), "RCCL does not tune groups of a tier"),
-    Variable("NCCL_LAUNCH_ORDER_IMPLICIT", ("1",), "collectives of several communicators can deadlock", sites=SITES),
-    Variable("HIP_FORCE_DEV_KERNARG", ("1",), "kernels read arguments from device memory"),
-)
+#: What ``slurm/SITE.env`` sets, with what each variable avoids.
+VARIABLES = [Variable(**row) for row in yaml.safe_load(Path(__file__).with_name("environment.yaml").read_text())]
 #: RCCL's transport on one node, which has no fabric to use (OLCF user guide).
 _ONE_NODE = ("NCCL_NET", "Socket")
 
@@ -289,11 +277,11 @@ def examine_environment(findings: list[Finding], site: str, nodes: int = 1) -> s
         good = any(fnmatch.fnmatchcase(found, value) for value in variable.good) if found else not variable.good
         if good or ((variable.name, found) == _ONE_NODE and nodes == 1):
             continue
-        state, wanted = f"is {found!r}" if found is not None else "is not set", (*variable.good, "not set")[0]
+        state, wanted = f"is {found!r}" if found is not None else "is not set", [*variable.good, "not set"][0]
         text = f"{variable.name} {state}, expected {wanted}: {variable.reason}"
         findings.append((UNUSABLE if found in variable.fatal else DEGRADED, text))
     net = os.environ.get("NCCL_NET")
-    if site != "lumi" and rccl_plugin() is None and net != "Socket":  # LUMI's container brings it
+    if site != "lumi" and not has_rccl_plugin() and net != "Socket":  # LUMI's container brings it
         required = net in ("OFI", "AWS Libfabric")
         then = "RCCL stops, as NCCL_NET asks" if required else "RCCL falls back to TCP sockets"
         text = f"RCCL's network plug-in is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
@@ -301,16 +289,15 @@ def examine_environment(findings: list[Finding], site: str, nodes: int = 1) -> s
     return f"{len(findings) - before or 'no'} differences from the settings for {site}"
 
 
-def rccl_plugin() -> str | None:
-    """Path of the network plug-in that RCCL would load; None if the library path has none.
+def has_rccl_plugin() -> bool:
+    """Whether RCCL finds a network plug-in.
 
     ``NCCL_NET_PLUGIN`` names another one, by its path, its file or the middle of its file's name; ``none`` means none.
     """
     named = os.environ.get("NCCL_NET_PLUGIN", "")
     names = (named, f"librccl-net-{named}.so", f"libnccl-net-{named}.so") if named else _PLUGINS
-    folders = [""] if "/" in named else os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    paths = (Path(folder, name) for folder in folders for name in names if folder or "/" in name)
-    return next((str(path) for path in paths if path.is_file()), None)
+    folders = [""] if "/" in named else filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    return any(Path(folder, name).is_file() for folder in folders for name in names)
 
 
 # ---- software ---------------------------------------------------------------------------------------------------------
@@ -328,7 +315,7 @@ def examine_software(findings: list[Finding], devices: int) -> dict[str, Any]:
             findings.append((DEGRADED, f"device {a} has no peer access to device {b}: traffic goes through the host"))
     return {
         "codecs": examine_codecs(findings),
-        "mpi": examine_mpi(findings),
+        "mpi": examine_mpi(),
         "deepspeed": examine_deepspeed(findings),
         "versions": f"hzero {__version__}, python {platform.python_version()}, torch {torch.__version__}",
     }
@@ -378,15 +365,14 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     return [payload, *decoded, *codec.summer(2, chunks, inner=2, dtype=dtype, device=payload.device)(payload)]
 
 
-def examine_mpi(findings: list[Finding]) -> str | None:
-    """The MPI library; None for a process that MPI has not started."""
+def examine_mpi() -> str | None:
+    """The MPI library, or why there is none; None for a process that MPI has not started."""
     if not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK")):
         return None
     try:  # only rank 0 comes here
         return " ".join(import_mpi(initialize=False).Get_library_version().splitlines()[0].split())
     except ConfigError as error:
-        findings.append((GOOD, str(error)))
-        return None
+        return str(error)
 
 
 def examine_deepspeed(findings: list[Finding]) -> str:
@@ -403,17 +389,216 @@ def examine_deepspeed(findings: list[Finding]) -> str:
     return versions.describe()
 
 
+# ---- a DeepSpeed configuration ----------------------------------------------------------------------------------------
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A DeepSpeed configuration file.
+
+    Raises:
+        ConfigError: It cannot be read; the message names the file and the place.
+    """
+    text = read_text(path)
+    try:
+        config = parse_text(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: found no JSON object, expected a DeepSpeed configuration")
+    return config
+
+
+def source_of(config: Mapping[str, Any]) -> str:
+    """The source from which a run discovers its grid; ``auto`` where it declares one, and for a wrong block, named later."""
+    with contextlib.suppress(ConfigError):
+        topology = parse_config(find(config) or {}).topology
+        if declared_grid(topology, WHERE) is None:
+            return topology.source
+    return "auto"
+
+
+def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, discovered: Grid | None) -> Grid | None:
+    """The grid of a run; None where nothing says how many ranks there will be.
+
+    Args:
+        topology: The block's.
+        machine: The node that a discovery would find.
+        nodes: The number of such nodes; None if it is not known.
+        discovered: The grid of the ranks that a launcher has started; None for one process.
+
+    Raises:
+        ConfigError: A file cannot be read, packages are ambiguous, or the ranks do not form the grid.
+    """
+    declared = declared_grid(topology, WHERE)
+    if declared is None:
+        if discovered is not None:
+            return discovered.grouped(topology.nodes_per_group)
+        if topology.source not in HERE:
+            machine = machine_of(topology.source, where=WHERE)
+        if not machine.devices:
+            return None
+        declared = grid_of_nodes(machine, WHERE, nodes_per_group=topology.nodes_per_group)
+    ranks = (declared.gpus_per_node or 0) * declared.gcds_per_gpu * (nodes or declared.nodes or 0)
+    ranks = discovered.world_size if discovered is not None else ranks
+    return resolve_grid(declared, ranks, WHERE) if ranks else None
+
+
+def examine_config(
+    path: Path, config: Mapping[str, Any], machine: Machine, nodes: int | None, discovered: Grid | None
+) -> tuple[str, list[Finding]]:
+    """What a configuration does, on one line, and all that keeps a run from it.
+
+    Args:
+        path: The file, for messages.
+        config: Its content.
+        machine: As for `grid_of`.
+        nodes: As for `grid_of`.
+        discovered: As for `grid_of`.
+    """
+    with quiet():
+        from hzero.deepspeed import autotp
+        from hzero.deepspeed.refusals import check_written, partition_of_autotp
+        from hzero.plan.shards import ShardPlan
+    findings: list[Finding] = []
+    block = parsed = grid = None
+    effect, beside = f"{path}: not in effect", ""
+    with _reported(path, findings):
+        block = find(config)
+        parsed = parse_config(block) if block is not None else None
+    with _reported(path, findings):
+        grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), machine, nodes, discovered)
+    if block is not None and parsed is None:  # a wrong block hides no other fault
+        config = {key: value for key, value in lifted(config, block).items() if key != KEY}
+    with _reported(path, findings):
+        read = check_written(config, _data_parallel_ranks(config, grid))
+        build(read)
+        if parsed is not None and (size := read.tensor_parallel_config.autotp_size) > 1:
+            partition = partition_of_autotp(size, grid, 0) if grid is not None else None
+            autotp.check(read, parsed, grid)
+            grid, beside = (partition.grid, str(partition)) if partition is not None else (None, "")
+    if parsed is None:
+        findings += [(DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')] if block is None else []
+        return effect, findings
+    effect = f"{path}: {parsed.preset}, on the grid of the ranks that are started"
+    if config.get(PARENT, {}).get("stage") == 1:
+        effect = f"{path}: codecs of {parsed.preset} with ZeRO-1, of a PipelineModule only"
+    else:
+        for dimension in sorted({"pipeline", "optimizer"} & set(parsed.written_dimensions)):
+            text = f"{path}: {KEY}.codecs.{dimension} has no effect but for a PipelineModule, with stage 1"
+            findings.append((DEGRADED, text))
+        with _reported(path, findings):
+            if grid is not None:
+                plan = ShardPlan.from_config(parsed, grid, 0)
+                effect = f"{path}: {parsed.preset} on {plan}{beside}"
+                findings += [(GOOD, f"{path}: {remark}") for remark in (*plan.adaptations, *plan.notes)]
+    if state := autoload_off():
+        findings.append((DEGRADED, f"autoload is {state}: start the script with `hzero run`, or import hzero in it"))
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+        findings.append((UNUSABLE, "ACCELERATE_USE_CPU is set: Accelerate trains DDP then, without DeepSpeed"))
+    return effect, findings
+
+
+@contextlib.contextmanager
+def _reported(path: Path, findings: list[Finding]) -> Iterator[None]:
+    """Inside, an error is a finding; the same one is reported once."""
+    try:
+        with quiet():
+            yield
+    except ConfigError as error:
+        if (finding := (UNUSABLE, f"{path}: {error}")) not in findings:
+            findings.append(finding)
+    except Exception as error:  # of many types, by the key
+        findings.append((UNUSABLE, f"{path}: DeepSpeed refuses it: {' '.join(str(error).split())}"))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, DeepSpeed is imported without a search for absent accelerators, and logs errors only, to stderr."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _data_parallel_ranks(config: Mapping[str, Any], grid: Grid | None) -> int:
+    """The ranks that share a batch. Without a grid, the number that the batch sizes imply, otherwise 1."""
+    if grid is not None:
+        tensor, ranks = config.get("tensor_parallel"), grid.world_size
+        tensor_size = tensor.get("autotp_size") if isinstance(tensor, Mapping) else 1
+        for size in (tensor_size, config.get("sequence_parallel_size")):
+            ranks //= size if type(size) is int and size > 0 else 1
+        return max(ranks, 1)
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch, micro, steps = (config.get(key, 0) for key in keys)
+    if not all(type(value) is int and value > 0 for value in (batch, micro, steps)):
+        return 1
+    return max(int(batch // (micro * steps)), 1)
+
+
+#: What DeepSpeed's Adam takes and torch's does not.
+_OF_KERNELS = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
+
+
+def build(config: Any) -> None:
+    """Builds optimizer and schedule on one weight, so that they raise what they would in a run.
+
+    Values that are ``auto`` are Trainer's. Optimizers that torch lacks are not built, since they need DeepSpeed's kernels.
+
+    Args:
+        config: A ``DeepSpeedConfig``.
+
+    Raises:
+        ConfigError: DeepSpeed does not find the optimizer or the scheduler; names the key and what is possible.
+    """
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from torch import optim, zeros
+
+    adam = {"adam": optim.AdamW, "adamw": optim.AdamW}
+    optimizers = {**dict.fromkeys(DEEPSPEED_OPTIMIZERS), **adam, **_classes(optim)}
+    schedulers = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+    schedulers |= _classes(optim.lr_scheduler)
+    name, schedule = config.optimizer_name or "AdamW", config.scheduler_name
+    if name not in optimizers:
+        raise one_of("optimizer.type", name, optimizers, "optimizer")
+    if schedule is not None and schedule not in schedulers:
+        raise one_of("scheduler.type", schedule, schedulers, "scheduler")
+    given, kind = config.optimizer_params or {}, optimizers[name]
+    kept = {key: value for key, value in given.items() if value != "auto" and key not in _OF_KERNELS}
+    made = kind([zeros(1)], **kept) if kind is not None else optim.AdamW([zeros(1)])
+    if schedule is not None and "auto" not in (given := config.scheduler_params or {}).values():
+        schedulers[schedule](made, **given)
+
+
+def _classes(module: Any) -> dict[str, Any]:
+    """The classes that a module or its parts define, by name."""
+    found = vars(module).items()
+    return {name: one for name, one in found if inspect.isclass(one) and one.__module__.startswith(module.__name__)}
+
+
+def autoload_off() -> str:
+    """``off`` with the reason, if torch does not load hzero by itself; else empty."""
+    if not any(entry.name == "hzero" for entry in entry_points(group="torch.backends")):
+        return "off, since hzero is not installed as a package"
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return f"off by TORCH_DEVICE_BACKEND_AUTOLOAD={os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD']}"
+    off = os.environ.get(autoload.VARIABLE, "1").strip().lower() in ("0", "false", "no", "off")
+    return f"off by {autoload.VARIABLE}" if off else ""
+
+
 # ---- output -----------------------------------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what `examine` has found: lists as tables, texts as lines, then the remarks and the verdict."""
-    out = console()
-    for name, section in found.items():
-        if isinstance(section, list) and section and isinstance(section[0], dict):
-            more = f" (the first {_ROWS} of {len(section):,}; --json has all)" if len(section) > _ROWS else ""
-            show_table(out, list(section[0]), [list(row.values()) for row in section[:_ROWS]], name + more)
-        elif isinstance(section, str) and name != "verdict":
-            out.print(f"{name}: {section}", soft_wrap=True)
+    """Prints what `examine` has found: sections as YAML, then the remarks and the verdict."""
+    sections = {key: value for key, value in found.items() if key not in ("remarks", "verdict", "status") and value}
+    for name, rows in sections.items():
+        if isinstance(rows, list) and len(rows) > _ROWS:
+            print(f"# {name}: the first {_ROWS} of {len(rows):,}; --json has all")
+            sections[name] = rows[:_ROWS]
+    print(yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=math.inf), end="")
     for text in (*found["remarks"], f"verdict: {found['verdict']}"):
-        out.print(text, soft_wrap=True)
+        print(printable(text))

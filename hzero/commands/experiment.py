@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,8 @@ from hzero.config import Tier, TopologyConfig, parse_config
 from hzero.files import expanded, read_json
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid
-from hzero.topology.discovery import foreseen_grid
-from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError, Frozen, nearest, one_of, seconds_of, validated
+from hzero.topology.discovery import foreseen_grid, ranks_here
+from hzero.validation import ConfigError, Frozen, one_of, seconds_of, validated
 
 #: Short names of keys.
 SHORT = {
@@ -35,15 +34,6 @@ SHORT = {
     "gcds_per_gpu": "topology.gcds_per_gpu",
     "preset": "zero.preset",
     "accumulation": "train.grad_accumulation",
-}
-#: DeepSpeed's keys that follow from other groups. Trainer replaces what is ``auto``.
-OF_DEEPSPEED: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto"},
-    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
 }
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -70,7 +60,6 @@ class ModelGroup(Frozen):
     path: Name | None
     config: dict[str, Any] | None
     seq_length: int = Field(ge=2, le=10_000_000)
-    zero_init: Literal["auto", True, False]
     allow_other_weights: bool
     hidden_size: Width | None = None
     num_layers: int | None = Field(None, ge=1, le=1000)
@@ -146,9 +135,19 @@ class SampleBlock(Frozen):
     tokens: Positive
 
 
+class ZeroGroup(BaseModel, extra="allow"):
+    """A preset, or none for stock ZeRO-3. `hzero.config` checks the other keys, and the group ``topology`` has that key."""
+
+    preset: str | None
+    topology: None = None
+
+
 class ZeroOptimization(BaseModel, extra="allow"):
     """Sizes, in elements, that a plan has to know, with DeepSpeed's defaults. DeepSpeed checks the other keys."""
 
+    stage: Literal[3]
+    stage3_gather_16bit_weights_on_model_save: Literal[True]
+    hzero: None = None  # the group zero
     stage3_prefetch_bucket_size: Elements = 50_000_000
     stage3_max_live_parameters: Elements = 1_000_000_000
     stage3_max_reuse_distance: Elements = 1_000_000_000
@@ -164,11 +163,23 @@ class TensorParallel(BaseModel, extra="allow"):
     autotp_size: Positive = 1
 
 
-class DeepSpeedGroup(BaseModel, extra="allow"):
-    """Keys of DeepSpeed on top of `OF_DEEPSPEED`."""
+class Precision(BaseModel, extra="allow"):
+    """``train.dtype`` says which one is enabled."""
 
+    enabled: Literal["auto"]
+
+
+class DeepSpeedGroup(BaseModel, extra="allow"):
+    """The configuration of DeepSpeed. Trainer replaces what is ``auto`` by what follows from the group ``train``."""
+
+    train_batch_size: None = None  # follows
+    train_micro_batch_size_per_gpu: Literal["auto"]
+    gradient_accumulation_steps: Literal["auto"]
+    gradient_clipping: Literal["auto"]
+    bf16: Precision
+    fp16: Precision
     tensor_parallel: TensorParallel = TensorParallel()
-    zero_optimization: ZeroOptimization = ZeroOptimization()
+    zero_optimization: ZeroOptimization
     data_types: dict[str, Any] = {}
 
 
@@ -178,7 +189,7 @@ class Configuration(Frozen):
     model: ModelGroup
     data: DataGroup
     topology: TopologyGroup
-    zero: dict[str, Any]
+    zero: ZeroGroup
     launcher: LauncherGroup
     resume: Any
     run: RunBlock
@@ -196,12 +207,11 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "conf"
 
 
-def compose(overrides: Sequence[str], world_size: int | None = None) -> Experiment:
+def compose(overrides: Sequence[str]) -> Experiment:
     """The experiment that overrides of ``conf/train.yaml`` describe.
 
     Args:
         overrides: ``KEY=VALUE``; keys may be `SHORT`.
-        world_size: Ranks that a launcher has started; None if the experiment may choose.
 
     Raises:
         ConfigError: Names the key, what was found and what is expected.
@@ -211,7 +221,7 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Experime
             config = hydra_compose("train", for_hydra(overrides))
     except (HydraException, OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(one_line(error)) from None
-    return Experiment(plain(config), world_size)
+    return Experiment(plain(config))
 
 
 def full_names(overrides: Sequence[str]) -> list[str]:
@@ -282,13 +292,11 @@ class Experiment:
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
         self.deepspeed = validated(Configuration, config, "").deepspeed
         self.config = {**config, "model": _named(config["model"])}
-        owned = {**OF_DEEPSPEED, "zero_optimization": {**OF_DEEPSPEED["zero_optimization"], "hzero": None}}
-        owned["train_batch_size"] = None
-        _refuse_owned("deepspeed", config["deepspeed"], owned)
-        _refuse_owned("zero", config["zero"], {"topology": None})
-        self._check_trainer(config["trainer"])
-        declared = self._declared()
-        self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
+        places = {key: value for key, value in config["topology"].items() if key != "bandwidth_gb_s"}
+        declared = validated(TopologyConfig, places, "topology")
+        self.world_size: int = world_size or config["launcher"]["world_size"] or ranks_here(declared, "topology")
+        if not self.world_size:
+            raise ConfigError("launcher.world_size: found null without topology.nodes and GPUs; expected one of them")
         resolved = foreseen_grid if world_size is None else resolve_grid
         self.grid: Grid = resolved(declared, self.world_size, "topology")
         self.block = self._block(declared)
@@ -338,105 +346,22 @@ class Experiment:
         return list(self.architecture.numels)
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. Trainer fills values that are ``auto``, and makes optimizer and schedule."""
-        # Stock keeps small matrices whole by default; a comparison of what is sharded needs all of them sharded.
-        own = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if self.block is None else {}
-        config: Any = OmegaConf.to_container(OmegaConf.merge(OF_DEEPSPEED, own, self["deepspeed"]))
-        if self.block is not None:
+        """DeepSpeed's configuration with the block. Trainer fills values that are ``auto``, and makes optimizer and schedule."""
+        if self.block is None:
+            # Stock keeps small matrices whole by default; a comparison of what is sharded needs all of them sharded.
+            own: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
+        else:
             # A run may go on with other ranks, and an evaluation is of the weights that are saved.
-            config["zero_optimization"]["hzero"] = {"checkpoint": {}, "exact_evaluation": True, **self.block}
-        return {str(key): value for key, value in config.items()}
-
-    def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of transformers' ``TrainingArguments`` that follow from the groups ``train`` and ``checkpoint``."""
-        train, checkpoint = self["train"], self["checkpoint"]
-        return {
-            "max_steps": train["steps"],
-            "per_device_train_batch_size": train["micro_batch"],
-            "per_device_eval_batch_size": train["micro_batch"],
-            "gradient_accumulation_steps": train["grad_accumulation"],
-            "learning_rate": train["lr"],
-            "lr_scheduler_type": "cosine_with_min_lr",
-            "lr_scheduler_kwargs": {"min_lr_rate": train["min_lr_ratio"]},
-            "warmup_steps": train["warmup_steps"],
-            "weight_decay": train["weight_decay"],
-            "adam_beta1": train["betas"][0],
-            "adam_beta2": train["betas"][1],
-            "max_grad_norm": train["grad_clip"],
-            "seed": train["seed"],
-            "bf16": self.dtype == "bf16",
-            "fp16": self.dtype == "fp16",
-            "gradient_checkpointing": train["activation_checkpointing"],
-            "eval_strategy": "steps" if train["eval_every"] else "no",
-            "eval_steps": train["eval_every"] or None,
-            "save_strategy": "steps" if checkpoint["every"] else "no",
-            "save_steps": checkpoint["every"] or 1,
-            "save_total_limit": checkpoint["keep"],
-            "ddp_timeout": int(train["timeout_s"]),
-        }
-
-    def _check_trainer(self, written: dict[str, Any]) -> None:
-        if not written:
-            return
-        from transformers import TrainingArguments
-
-        _refuse_owned(
-            "trainer", written, {**self.trainer_arguments(), **dict.fromkeys(("output_dir", "deepspeed", "fsdp"))}
-        )
-        fields = TrainingArguments.__dataclass_fields__
-        for key, value in written.items():
-            if key not in fields:
-                raise _unknown(f"trainer.{key}", value, key, fields, "an argument of TrainingArguments")
-
-    def _declared(self) -> TopologyConfig:
-        keys = {key: value for key, value in self["topology"].items() if key != "bandwidth_gb_s"}
-        # Null is no groups there, not a missing key.
-        given = {key: value for key, value in keys.items() if value is not None or key == "nodes_per_group"}
-        return validated(TopologyConfig, given, "topology")
+            own = {"hzero": {"checkpoint": {}, "exact_evaluation": True, **self.block}}
+        return {**self["deepspeed"], "zero_optimization": {**own, **self["deepspeed"]["zero_optimization"]}}
 
     def _block(self, declared: TopologyConfig) -> dict[str, Any] | None:
-        zero = without_nulls(self.config["zero"])
-        if "preset" not in zero:
-            if zero:
-                raise ConfigError(f"zero.{next(iter(zero))}: found without zero.preset; expected one, as in zero=topo")
-            return None
-        if declared.gpus_per_node is not None:
-            return {**zero, "topology": self.grid.declaration()}
-        source = "discover" if declared.source == "auto" else declared.source  # the block's word for it
-        return {**zero, "topology": {**declared.model_dump(exclude_unset=True), "source": source}}
-
-
-def without_nulls(value: Any) -> Any:
-    """A nested dictionary without its null leaves and the blocks that are empty then."""
-    if not isinstance(value, dict):
-        return value
-    kept = {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return {key: item for key, item in kept.items() if item != {}}
-
-
-def _ranks_to_start(declared: TopologyConfig) -> int:
-    if declared.gpus_per_node is None:
-        ranks = len(machine_of(declared.source).devices)
-    else:
-        ranks = (declared.nodes or 0) * declared.gpus_per_node * declared.gcds_per_gpu
-    if not ranks:
-        raise ConfigError("launcher.world_size: found null without topology.nodes and GPUs; expected one of them")
-    return ranks
-
-
-def _refuse_owned(group: str, written: dict[str, Any], owned: dict[str, Any]) -> None:
-    """Refuses keys that other groups set: if one thing is said twice, one is ignored."""
-    for key in owned.keys() & written.keys():
-        if isinstance(owned[key], dict) and isinstance(written[key], dict):
-            _refuse_owned(f"{group}.{key}", written[key], owned[key])
-        else:
-            owners = "the groups run, topology, train, checkpoint and zero"
-            raise ConfigError(f"{group}.{key}: found {written[key]!r}; expected {owners}")
-
-
-def _unknown(key: str, value: Any, name: Any, possible: Iterable[str], expected: str) -> ConfigError:
-    near = nearest(name, possible)
-    return ConfigError(f"{key}: found {value!r}; expected {expected}{f' (did you mean {near!r}?)' if near else ''}")
+        zero = self["zero"]
+        if zero.get("preset") is not None:
+            return {**zero, "topology": declared.model_dump(exclude_unset=True)}
+        if more := [key for key in zero if key != "preset"]:
+            raise ConfigError(f"zero.{more[0]}: found without zero.preset; expected one, as in zero=topo")
+        return None
 
 
 @dataclass(frozen=True)
@@ -472,16 +397,14 @@ class Architecture:
 
 def checkpoint_folder(model: dict[str, Any]) -> Path | None:
     """The folder whose weights a ``model=hf`` starts from; None for random weights."""
-    path = Path(model["path"]) if model.get("path") else None
-    return path if path is not None and path.is_dir() else None
+    return Path(model["path"]) if model["path"] and Path(model["path"]).is_dir() else None
 
 
 def _named(model: dict[str, Any]) -> dict[str, Any]:
     """The group ``model`` with a full path and a name: its folder's, or else its type."""
-    path = expanded(model["path"]).resolve() if model["path"] else None
-    model = {**model, "path": path and str(path)}
-    folder = path.name if path is not None and path.is_dir() else None
-    return {**model, "name": model["name"] or folder or _written(model).get("model_type")}
+    model = {**model, "path": model["path"] and str(expanded(model["path"]).resolve())}
+    folder = checkpoint_folder(model)
+    return {**model, "name": model["name"] or (folder.name if folder else _written(model).get("model_type"))}
 
 
 def _written(model: dict[str, Any]) -> dict[str, Any]:
@@ -509,8 +432,7 @@ def transformers_config(model: dict[str, Any]) -> Any:
 
     kind = str(written.get("model_type") or "")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        expected = "a causal language model of transformers, or model.path=FOLDER"
-        raise _unknown("model.config.model_type", kind, kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, expected)
+        raise one_of("model.config.model_type", kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model")
     for key, value in written.items():
         if key.endswith(("_size", "_layers", "_heads", "_dim")) and isinstance(value, int):
             limit = 1000 if key.endswith("_layers") else 10_000_000
@@ -522,9 +444,9 @@ def transformers_config(model: dict[str, Any]) -> Any:
         known, config = CONFIG_MAPPING[kind](), CONFIG_MAPPING[kind].from_dict(written)
     except Exception as error:  # whatever an architecture's own checks raise
         raise _refused_by_transformers(error) from None
-    for key, value in (model["config"] or {}).items():
+    for key in model["config"] or {}:
         if hasattr(config, key) and not hasattr(known, key):  # transformers keeps it, and nothing reads it
-            raise _unknown(f"model.config.{key}", value, key, known.to_dict(), f"an argument of {type(known).__name__}")
+            raise one_of("model.config", key, known.to_dict(), "key")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or model["seq_length"]
     if model["seq_length"] > longest:
         raise ConfigError(f"model.seq_length: found {model['seq_length']}; expected at most {longest} for this model")

@@ -1,38 +1,61 @@
-"""``hzero links``: measures bandwidth and latency of every tier, and the time of each hop with and without codecs."""
+"""``hzero links``: measures bandwidth and latency of every tier, by all-gathers."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import itertools
 import json
 import os
 import platform
 import re
 import shutil
+import statistics
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from hzero import __version__
 from hzero.bootstrap import launched
-from hzero.codecs.formats import SUMMED
-from hzero.config import TRANSPORTS, TopologyConfig
+from hzero.comm import Transport
+from hzero.comm.transport import Pending
+from hzero.comm.wirelog import HopTimer
+from hzero.comm.wires import STAGE
+from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, Algorithm, Tier, TopologyConfig, parse_config
 from hzero.launch import run_launched, run_ranks
-from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
-from hzero.topology import declared_grid, resolve_grid
-from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError, Parser, from_rank_0, of_all_ranks, one_of, positive, printable, validated
+from hzero.plan.links_file import (
+    SCHEMA,
+    LinkRow,
+    LinksFile,
+    algorithm_bandwidth,
+    bus_bandwidth,
+    node_all_gather,
+    tier_rate,
+    write_links,
+)
+from hzero.plan.shards import ShardPlan
+from hzero.topology import resolve_grid
+from hzero.topology.discovery import ranks_here
+from hzero.validation import ConfigError, Parser, from_rank_0, positive, printable, validated
 
 #: Maximum number of ranks that the command starts on one machine.
 MAX_RANKS = 256
-#: How long the ranks may take to import torch and meet, in seconds; collectives wait for --timeout.
+#: How long the ranks may take to meet, in seconds; collectives wait for --timeout.
 START_TIMEOUT_S = 300.0
+#: A part of a message is a multiple of this many bytes, as the records of payloads are.
+_ALIGNMENT = 16
+#: Untimed iterations before each measurement; the first connects the ranks.
+_WARMUP = 3
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HEAD = (
-    "#      size      count      type  op                     time         min         max      algbw      busbw\n"
-    "#       (B)                                              (us)        (us)        (us)     (GB/s)     (GB/s)"
+    "#      size  algorithm          time         min         max      algbw      busbw\n"
+    "#       (B)                     (us)        (us)        (us)     (GB/s)     (GB/s)"
 )
 _ABOUT = (
     "Measures bandwidth and latency of every tier. Under srun, torchrun or mpiexec every process is a rank; otherwise the "
@@ -40,40 +63,13 @@ _ABOUT = (
 )
 _EPILOG = """Sizes and rates are those of rccl-tests (its doc/PERFORMANCE.md): size is the whole array over one group, and busbw =
 size / time x (n - 1) / n for groups of n ranks. Time is the median over the iterations, each of its slowest rank. All
-groups of a tier run at once, as in training. doubling and pairs are all-gathers by another algorithm. weights/CODEC and
-gradients/CODEC are hops as in training (encode, gather or reduce, decode), whose size is the one before encoding.
+groups of a tier run at once, as in training. Of the algorithms of an all-gather, library is that
+of RCCL, NCCL, gloo or MPI; doubling and pairs are ours, for tiers between nodes.
 
 examples:
   hzero links --topology 2x2x2      8 ranks on this machine as 2 nodes x 2 GPUs x 2 GCDs
   mpiexec -n 8 hzero links --topology 2x2x2 --transport mpi
   srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero links --max-bytes 1G --out frontier.json"""
-
-
-def _topology(text: str) -> TopologyConfig:
-    if not re.fullmatch(r"[\dx]+", text, re.ASCII):
-        return TopologyConfig(source=text)
-    factors = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", text)
-    if factors is None:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected nodes x GPUs x GCDs, as in 2x2x2")
-    values = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), map(int, factors.groups())))
-    try:
-        return validated(TopologyConfig, values, "")
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"([1-9]\d{0,14})([KMG]?)(?:i?B)?", text, re.IGNORECASE | re.ASCII)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected bytes, such as 512, 4K, 16M or 1G (powers of 1024)")
-    return int(found[1]) * _UNITS[found[2].upper()]
-
-
-def _codecs(text: str) -> list[str]:
-    for name in text.split(","):
-        if name not in SUMMED:
-            raise argparse.ArgumentTypeError(str(one_of("", name, SUMMED, "codec")))
-    return list(dict.fromkeys(text.split(",")))
 
 
 def run_links(arguments: Sequence[str]) -> int:
@@ -88,10 +84,9 @@ def run_links(arguments: Sequence[str]) -> int:
     parser = Parser("hzero links", _ABOUT, _EPILOG)
     add = parser.add_argument
     where = "nodes x GPUs per node x GCDs per GPU, a file with the keys of a declared topology, or auto (default): discover it"
-    add("--topology", type=_topology, default="auto", metavar="NxPxG|FILE|auto", help=where)
+    add("--topology", default="auto", metavar="NxPxG|FILE|auto", help=where)
     add("--min-bytes", type=_size, default="4K", metavar="SIZE", help="smallest size, such as 512 or 4K (default 4K)")
     add("--max-bytes", type=_size, default="16M", metavar="SIZE", help="largest size, such as 1G (default 16M)")
-    add("--codecs", type=_codecs, default="none,int8,int4", help=f"codecs of {', '.join(SUMMED)} (default %(default)s)")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto (GPUs if torch has them) or cpu")
     add("--transport", choices=TRANSPORTS, default="torch", help="what carries the messages; mpi under mpiexec or srun")
     timed = "timed iterations per measurement (default 20)"
@@ -103,43 +98,40 @@ def run_links(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.max_bytes < parsed.min_bytes:
         raise ConfigError(f"--max-bytes: found {parsed.max_bytes:,}, less than --min-bytes {parsed.min_bytes:,}")
+    keys: dict[str, Any] = {"source": parsed.topology}
+    if factors := re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", parsed.topology, re.ASCII):
+        keys = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), map(int, factors.groups())))
+    parsed.topology = validated(TopologyConfig, keys, "--topology")
     if launched():
         run_launched(partial(measure, parsed))
     check_output(parsed)
-    if parsed.transport == "mpi":
-        raise ConfigError("--transport: found 'mpi', whose ranks mpiexec or srun starts; expected torch")
-    ranks = ranks_to_start(parsed.topology)
+    ranks = ranks_here(parsed.topology, "--topology")
     if not 1 < ranks <= MAX_RANKS:
-        raise ConfigError(f"--topology: found {ranks:,} ranks for this machine, expected 2 to {MAX_RANKS}")
+        raise ConfigError(f"--topology: found {ranks:,} ranks for this machine; expected 2 to {MAX_RANKS}, as in 2x2x2")
     logs = Path(tempfile.mkdtemp(prefix="hzero-links-"))
-    status = run_ranks(partial(measure, parsed, "hzero"), ranks, logs=logs, imports=("hzero.commands.probe",))
+    status = run_ranks(partial(measure, parsed), ranks, logs=logs)
     if status != 1:
         shutil.rmtree(logs, ignore_errors=True)
     return status
 
 
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([1-9]\d{0,14})([KMG]?)(?:i?B)?", text, re.IGNORECASE | re.ASCII)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected bytes, such as 512, 4K, 16M or 1G (powers of 1024)")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
 def check_output(parsed: argparse.Namespace) -> None:
     """Refuses a file that could not be written: ranks measure for minutes before they write it. Raises `ConfigError`."""
     out: Path = parsed.out
-    if out.suffix != ".json":
-        raise ConfigError(f"--out: found {str(out)!r}, expected a name that ends in .json")
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+    if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out: found {str(out)!r}, expected a file in a folder that you can write to")
     if out.is_dir() or (out.exists() and not parsed.overwrite):
         raise ConfigError(f"--out: {str(out)!r} exists; --overwrite replaces a file, --out FILE writes elsewhere")
 
 
-def ranks_to_start(topology: TopologyConfig) -> int:
-    """The number of ranks that a topology has on this machine. Raises `ConfigError` where it does not say."""
-    declared = declared_grid(topology, "--topology")
-    if declared is not None:
-        return (declared.nodes or 1) * (declared.gpus_per_node or 0) * declared.gcds_per_gpu
-    if ranks := len(machine_of(topology.source).devices):
-        return ranks
-    raise ConfigError("--topology: found no GPUs on this machine; expected nodes x GPUs x GCDs to start, as in 2x2x2")
-
-
-def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
+def measure(parsed: argparse.Namespace) -> None:
     """Measures together with all other ranks; rank 0 prints each row and writes the file. Collective.
 
     Raises:
@@ -147,68 +139,95 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
         PlainError: A collective failed or timed out.
     """
     warnings.simplefilter("ignore")  # torch's, about its own calls
-    import torch
-    import torch.distributed as dist
-
-    from hzero.codecs.backends import choice
-    from hzero.commands.probe import Probe, measurements
-
-    use_gpu = parsed.device == "auto" and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpu else torch.device("cpu")
-    if use_gpu:
+    device, name = torch.device("cpu"), "cpu"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if parsed.device == "auto" and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=max(parsed.timeout, START_TIMEOUT_S))
-    dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout)
+        memory, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
+    if (needed := 4 * parsed.max_bytes) > memory:  # of all ranks' parts, received and copied
+        found = f"found {parsed.max_bytes:,}, which needs {needed:,} bytes per rank"
+        raise ConfigError(f"--max-bytes: {found}; a rank has {memory:,}")
+    timeout = timedelta(seconds=max(parsed.timeout, START_TIMEOUT_S))
+    dist.init_process_group("gloo" if name == "cpu" else "nccl", timeout=timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     from_rank_0(lambda: check_output(parsed))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    least = torch.tensor(torch.cuda.mem_get_info(device)[0] if use_gpu else memory, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    memory, needed = int(least), 4 * parsed.max_bytes  # messages are sent and received, encoded and decoded
-    if needed > memory:
-        found = f"found {parsed.max_bytes:,}, which needs {needed:,} bytes per rank"
-        raise of_all_ranks(ConfigError(f"--max-bytes: {found}; a rank has {memory:,}"))
     grid = resolve_grid(parsed.topology, world_size, "--topology")
     backend = "mpi" if parsed.transport == "mpi" else dist.get_backend()
-    name, codecs = torch.cuda.get_device_name(device) if use_gpu else "cpu", choice(device.type).name
-    if rank == 0:
-        print(f"# hzero links: {world_size:,} ranks, {grid}; {backend} on {name}, codecs by {codecs}", flush=True)
+    say = partial(print, flush=True) if rank == 0 else lambda *_: None
+    say(f"# hzero links: {world_size:,} ranks, {grid}; {backend} on {name}")
     sizes = [parsed.min_bytes * 4**step for step in range(25) if parsed.min_bytes * 4**step <= parsed.max_bytes]
+    config = parse_config({"preset": "lossless", "transport": parsed.transport})
+    transport = Transport(ShardPlan.from_config(config, grid, rank), timedelta(seconds=parsed.timeout))
     rows: list[LinkRow] = []
-    probe = Probe(grid, device, parsed.transport, parsed.iterations, parsed.timeout)
-    for one in measurements(grid, sizes, parsed.codecs, torch.bfloat16 if use_gpu else torch.float32):
-        if rank == 0 and (not rows or rows[-1].tier != one.tier):
-            print(f"# tier {one.tier}: {world_size // one.ranks} x {one.ranks} ranks, all at once", _HEAD, sep="\n")
-        rows.append(probe.measure(one))
-        if rank == 0:
-            print(line(rows[-1]), flush=True)
+    for tier in grid.crossed:
+        ranks, lane = grid.size(tier), (STAGE, tier)
+        say(f"# tier {tier}: {world_size // ranks} x {ranks} ranks, all at once\n{_HEAD}")
+        algorithms = ALGORITHMS if tier in NET_TIERS else ALGORITHMS[:1]  # inside a node there is the library's only
+        for algorithm, part in itertools.product(algorithms, parts_of(sizes, ranks)):
+            message = torch.ones(part, dtype=torch.uint8, device=device)
+            start = partial(transport.start, lane, "all_gather", message, "a probe", algorithm=algorithm)
+            rows.append(row_of(tier, ranks, algorithm, part, times_of(start, parsed.iterations, device)))
+            say(line(rows[-1]))
     if rank == 0:
         links = LinksFile(
             schema=SCHEMA,
-            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             machine={"host": platform.node(), "processor": platform.processor() or platform.machine()},
             versions={"python": platform.python_version(), "hzero": __version__, "torch": torch.__version__},
             backend=backend,
             device=name,
-            codecs=codecs,
-            launcher=launcher or "other",
             grid={tier: grid.size(tier) for tier in grid.tiers},
-            settings={"sizes": sizes, "iterations": parsed.iterations},
             tiers={tier: tier_rate([row for row in rows if row.tier == tier]) for tier in grid.crossed},
             rows=rows,
         )
         write_links(parsed.out, links)
         out = printable(str(parsed.out))
-        print(summary(links), f"written: {out}, for `hzero plan ... --links {out}`", sep="\n")
+        say(f"{summary(links)}\nwritten: {out}, for `hzero plan ... --links {out}`")
     dist.barrier()  # mpiexec ends all ranks with the first that leaves
+
+
+def parts_of(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Bytes of one rank's part of arrays over a group: aligned, and at least the least that there is."""
+    return sorted({max(size // ranks // _ALIGNMENT, 1) * _ALIGNMENT for size in sizes})
+
+
+def times_of(start: Callable[[], Pending], iterations: int, device: torch.device) -> list[float]:
+    """Seconds of each iteration of a collective, of its slowest rank."""
+    for _ in range(_WARMUP):
+        start().wait()
+    dist.barrier()
+    timers = []
+    for _ in range(iterations):
+        timers.append(HopTimer(device))
+        start().wait()
+        timers[-1].stop()
+    measured = torch.tensor([timer.seconds() for timer in timers], dtype=torch.float64, device=device)
+    dist.all_reduce(measured, dist.ReduceOp.MAX)
+    return [max(time, 1e-9) for time in measured.tolist()]  # a device's clock may not resolve less
+
+
+def row_of(tier: Tier, ranks: int, algorithm: Algorithm, part: int, times: Sequence[float]) -> LinkRow:
+    """The row of an all-gather of ``part`` bytes of each rank, from its times in seconds."""
+    seconds, size = statistics.median(times), part * ranks
+    return LinkRow(
+        tier=tier,
+        ranks=ranks,
+        algorithm=algorithm,
+        size_bytes=size,
+        median_us=seconds * 1e6,
+        min_us=min(times) * 1e6,
+        max_us=max(times) * 1e6,
+        algbw_gb_s=algorithm_bandwidth(size, seconds),
+        busbw_gb_s=bus_bandwidth(size, seconds, ranks),
+    )
 
 
 def line(row: LinkRow) -> str:
     """A row under the columns' heads."""
-    op = row.op if row.codec is None else f"{row.op}/{row.codec}"
     times = " ".join(f"{value:11.1f}" for value in (row.median_us, row.min_us, row.max_us))
     rates = " ".join(f"{value:10.4g}" for value in (row.algbw_gb_s, row.busbw_gb_s))
-    return f"{row.size_bytes:11} {row.count:10} {row.type:>9}  {op:15} {times} {rates}"
+    return f"{row.size_bytes:11}  {row.algorithm:11} {times} {rates}"
 
 
 def summary(links: LinksFile) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
+from transformers import Trainer
 
 from hzero.commands.experiment import Experiment
 from hzero.config import NET_TIERS, TIERS
@@ -24,11 +24,7 @@ WINDOW = 10
 
 def summary_of(
     experiment: Experiment,
-    state: TrainerState,
-    *,
-    stopped: bool,
-    accumulation: int,
-    numels: Sequence[int],
+    trainer: Trainer,
     step_seconds: Sequence[float],
     ranks: Sequence[tuple[Sequence[dict[str, Any]], dict[str, int]]],
     eval_loss: float | None,
@@ -37,32 +33,29 @@ def summary_of(
 
     Args:
         experiment: The experiment.
-        state: Trainer's state, which has the losses of all steps, also of those before a resume.
-        stopped: Whether the run has stopped before its last step.
-        accumulation: Micro-steps per step, which a resume on other ranks adapts.
-        numels: Elements of every parameter on a rank; a tensor group divides some.
+        trainer: The trainer. Its state has the losses of all steps, also of those before a resume. Its model has the parameters
+            of a rank, of which a tensor group divides some. A resume on other ranks adapts its accumulation.
         step_seconds: Seconds of each step since the start or the resume; bytes are of these steps too.
         ranks: Wire log, and bytes of every state, of every rank.
-        eval_loss: Loss of the evaluation at the end, with exact weights.
+        eval_loss: Loss of the evaluation at the end, with exact weights; None if the run has stopped before.
     """
-    train, here, world = experiment["train"], len(step_seconds), experiment.world_size
-    losses = [row["loss"] for row in state.log_history if "loss" in row]
+    train, here, world, itemsize = experiment["train"], len(step_seconds), experiment.world_size, experiment.itemsize
+    accumulation, numels = trainer.args.gradient_accumulation_steps, [p.ds_numel for p in trainer.model.parameters()]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     traffic = _per_step([log for log, _ in ranks], max(here, 1))
-    whole = sum(numels) * experiment.itemsize * world
-    fetches = _fetches(experiment.plan, whole, traffic, accumulation)
-    grid, itemsize = experiment.data_parallel, experiment.itemsize
+    fetches = _fetches(experiment.plan, sum(numels) * itemsize * world, traffic, accumulation)
     about: Any = {"itemsize": itemsize, "accumulation": accumulation, "fetches": fetches}
-    plain = step_traffic(Scheme("deepspeed"), grid, numels, **about)
+    plain = step_traffic(Scheme("deepspeed"), experiment.data_parallel, numels, **about)
     window = max(min(WINDOW, len(losses) // 2), 1)
     tokens = train["micro_batch"] * accumulation * world // experiment.tensor * experiment["model"]["seq_length"]
     return {
-        "status": "stopped" if stopped else "finished",
+        "status": "stopped" if eval_loss is None else "finished",
         "model": experiment["model"]["name"],
         "parameters": sum(experiment.numels),
         "preset": experiment.preset,
         "world_size": world,
         "grid": {tier: experiment.grid.size(tier) for tier in experiment.grid.tiers},
-        "steps": state.global_step,
+        "steps": trainer.state.global_step,
         "steps_here": here,
         "loss_first": statistics.fmean(losses[:window]) if losses else None,
         "loss_last": statistics.fmean(losses[-window:]) if losses else None,

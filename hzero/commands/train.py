@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,9 @@ from hzero.commands.experiment import (
     for_hydra,
     one_line,
     plain,
-    transformers_config,
 )
 from hzero.files import expanded, read_json, refusing, replacing
 from hzero.launch import INTERRUPTED, REFUSED, UNFINISHED, run_launched, run_ranks
-from hzero.terminal import size_text
 from hzero.validation import ConfigError, from_rank_0, printable, report, validated
 
 #: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
@@ -77,7 +75,7 @@ def run_train(arguments: Sequence[str]) -> int:
         ordered = sorted(arguments, key=lambda one: one.startswith("-") or "=" not in one)
         sys.argv = ["hzero train", *for_hydra(ordered)]
         if "--cfg" in arguments:  # Hydra shows values without a check
-            compose([one for one in ordered if "=" in one])
+            compose([one for one in ordered if "=" in one or one.startswith("~")])
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException, TypeError, ValueError) as error:
         if running:  # Hydra raises the last two as well, for an option that is no name, as in zero=null
@@ -93,13 +91,10 @@ def run_train(arguments: Sequence[str]) -> int:
 def _train(config: dict[str, Any]) -> int:
     _prepare_process(validated(Configuration, config, "").launcher.threads)
     if launched():
-        run_launched(functools.partial(_launched, config))
+        run_launched(partial(_launched, config))
     experiment = Experiment(config)
-    if experiment.plan is not None and experiment.plan.transport == "mpi":
-        command = f"mpiexec -n {experiment.world_size} hzero train zero.transport=mpi"
-        raise ConfigError(f"zero.transport: found mpi; expected ranks of mpiexec or srun, as in {command}, or torch")
     text, folder, resume = _begin(experiment)
-    work, threads = functools.partial(_started, experiment, text, folder, resume), experiment["launcher"]["threads"]
+    work, threads = partial(_started, experiment, text, folder, resume), experiment["launcher"]["threads"]
     status = run_ranks(work, experiment.world_size, logs=folder / "logs", threads=threads, imports=IMPORTS)
     if status == REFUSED and {path.name for path in folder.iterdir()} <= {"experiment.yaml", "logs"}:
         shutil.rmtree(folder, ignore_errors=True)
@@ -120,7 +115,7 @@ def _prepare_process(threads: int) -> None:
 
 
 def _started(experiment: Experiment, text: corpus.Corpus, folder: Path, resume: str | None) -> int:
-    from hzero.commands.trainer import run_rank
+    from hzero.commands.trainer import run_rank  # with the variables of this rank, where ranks do not fork
 
     return run_rank(experiment, text, folder, resume)
 
@@ -146,11 +141,10 @@ def _begin(experiment: Experiment) -> tuple[corpus.Corpus, Path, str | None]:
     Raises:
         ConfigError: This machine cannot train it, the text cannot be read, or there is no such checkpoint.
     """
-    _check_machine(experiment)
-    text = corpus.prepare(experiment, _say)
     from hzero.commands.trainer import check
 
-    check(experiment, text)
+    check(experiment)
+    text = corpus.prepare(experiment, _say)
     folder, resume = _folder(experiment)
     if resume is not None:
         _check_checkpoint(experiment, text, Path(resume))
@@ -165,23 +159,6 @@ def _begin(experiment: Experiment) -> tuple[corpus.Corpus, Path, str | None]:
     elif experiment["resume"] == "auto":
         _say("no complete checkpoint to resume from: starting at the first step")
     return text, folder, resume
-
-
-def _check_machine(experiment: Experiment) -> None:
-    """Refuses a type that this machine cannot train in, and a model whose states exceed its memory."""
-    import torch
-
-    if torch.cuda.is_available():
-        return
-    if experiment.dtype == "fp16":
-        raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on accelerators only; expected fp32 or bf16")
-    # Weights, gradients, and AdamW's float32 weights and moments.
-    needed, there = 16 * sum(experiment.numels), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there and not launched():
-        raise ConfigError(
-            f"model: found states of {size_text(needed)} for {experiment['model']['name']}; expected at most "
-            f"{size_text(there)}, the memory of this machine (`hzero plan` shows what needs it)"
-        )
 
 
 def _folder(experiment: Experiment) -> tuple[Path, str | None]:
@@ -210,18 +187,13 @@ def _folder(experiment: Experiment) -> tuple[Path, str | None]:
 
 
 def _check_checkpoint(experiment: Experiment, text: corpus.Corpus, path: Path) -> None:
-    """Refuses to go on from a checkpoint of another model or tokenizer, or from one that has done all steps."""
+    """Refuses to go on from a checkpoint of another tokenizer, or from one that has done all steps."""
     steps = experiment["train"]["steps"]
     done = read_json(path / "trainer_state.json").get("global_step", 0)
     # A run writes its summary before its model. If that save has failed, the run is not complete.
     last = "model/tokenizer.json" if experiment["checkpoint"]["model"] else "summary.json"
     if done > steps or (done == steps and (path.parent / last).is_file()):
         raise ConfigError(f"train.steps: found {steps}; expected more than the {done} that {str(path)!r} has done")
-    saved = read_json(path / "config.json")
-    for key, value in transformers_config(experiment["model"]).to_dict().items():
-        shape = key.startswith(("hidden_", "num_", "vocab_", "intermediate_", "model_type"))
-        if shape and saved.get(key, value) != value:
-            raise ConfigError(f"model: found {key} {value!r}; expected {saved[key]!r}, as in {str(path)!r}")
     if read_json(path / "tokenizer.json")["model"] != json.loads(text.tokenizer.backend_tokenizer.to_str())["model"]:
         expected = "the text of that run, or a model.path with a tokenizer"
         raise ConfigError(f"data.path: {text.source} gives another tokenizer than {str(path)!r}; expected {expected}")

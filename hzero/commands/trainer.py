@@ -26,15 +26,15 @@ import hzero
 from hzero.comm import blaming
 from hzero.commands import summary
 from hzero.commands.corpus import Corpus
-from hzero.commands.ds_config import build, check_names
+from hzero.commands.doctor import build
 from hzero.commands.experiment import Experiment, checkpoint_folder, transformers_config
-from hzero.deepspeed import StageState
 from hzero.deepspeed.clients import save_together
 from hzero.deepspeed.refusals import check_written
 from hzero.launch import UNFINISHED
-from hzero.validation import ConfigError, from_rank_0, some
+from hzero.terminal import size_text
+from hzero.validation import ConfigError, from_rank_0, one_of, printable, some
 
-#: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
+#: From this many parameters on, each layer is partitioned as it is built, so that no rank holds the whole model.
 ZERO_INIT_FROM = 500_000_000
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,7 +45,6 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 def join(timeout_s: float) -> None:
     """Joins the world of the ranks, quietly. A collective may take ``timeout_s`` seconds."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.utils.logger.setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -69,13 +68,12 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     if not dist.is_initialized():
         join(experiment["train"]["timeout_s"])
     stop = hzero.StopAndSave(experiment["train"]["time_limit"])
-    partition = experiment["model"]["zero_init"]
-    if partition == "auto":
-        # Once Trainer has its arguments, transformers would also partition the model that is counted.
-        partition = sum(experiment.numels) >= ZERO_INIT_FROM
-    arguments = TrainingArguments(**_arguments(experiment, folder))
-    model = build_model(experiment, arguments, corpus.tokenizer, partition)
-    trainer = ShardTrainer(model, arguments, **_data(corpus))
+    # As soon as there are arguments of Trainer, transformers builds and loads each layer under zero.Init.
+    whole = build_model(experiment, corpus.tokenizer) if sum(experiment.numels) < ZERO_INIT_FROM else None
+    arguments = TrainingArguments(**_arguments(experiment, folder), **experiment["trainer"])
+    model = build_model(experiment, corpus.tokenizer) if whole is None else whole
+    text = {"train_dataset": corpus.train, "eval_dataset": corpus.evaluation}
+    trainer = ShardTrainer(model, arguments, _batch, **text, processing_class=corpus.tokenizer)
     trainer.remove_callback(PrinterCallback)
     meter = _Meter(trainer)
     for callback in (meter, _Progress(), _Sample(experiment, trainer), stop):
@@ -91,52 +89,61 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         eval_loss = None if status else trainer.evaluate()["eval_loss"]
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
-    if dist.get_rank() == 0:
-        found = summary.summary_of(
-            experiment,
-            trainer.state,
-            stopped=bool(status),
-            accumulation=trainer.args.gradient_accumulation_steps,
-            numels=[param.ds_numel for param in trainer.model.parameters()],
-            step_seconds=meter.seconds,
-            ranks=everyones,
-            eval_loss=eval_loss,
-        )
-        summary.write(found, folder)
-        lines = ["", *summary.lines(found), "", summary.closing_line(found), f"run folder: {folder}"]
-        if status:
-            lines.append(f"stopped after a save: the same command with resume=auto run.dir={folder} goes on")
-        print("\n".join(lines), flush=True)
-    if not status and experiment["checkpoint"]["model"]:  # last, since it may fail
-        with blaming():
+        if dist.get_rank() == 0:
+            found = summary.summary_of(experiment, trainer, meter.seconds, everyones, eval_loss)
+            summary.write(found, folder)
+            lines = ["", *summary.lines(found), "", summary.closing_line(found), f"run folder: {folder}"]
+            if status:
+                lines.append(f"stopped after a save: the same command with resume=auto run.dir={folder} goes on")
+            print("\n".join(map(printable, lines)), flush=True)
+        if not status and experiment["checkpoint"]["model"]:  # last, since it may fail
             save_whole(trainer, folder / "model", _DTYPES[experiment["checkpoint"]["dtype"] or experiment.dtype])
     return status
 
 
-def check(experiment: Experiment, corpus: Corpus) -> None:
+def check(experiment: Experiment) -> None:
     """Builds what ranks build from the groups ``trainer`` and ``deepspeed``, around one weight, before ranks start.
 
     Raises:
-        ConfigError: Trainer or DeepSpeed refuses a value.
+        ConfigError: This machine cannot train it, Trainer or DeepSpeed refuses a value, or another group sets it.
     """
-    model = torch.nn.Linear(1, 1)
+    if not torch.cuda.is_available():
+        if experiment.dtype == "fp16":
+            raise ConfigError(
+                "train.dtype: found fp16, which DeepSpeed trains on accelerators only; expected fp32 or bf16"
+            )
+        # Weights, gradients, and AdamW's float32 weights and moments.
+        needed, there = 16 * sum(experiment.numels), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there and not dist.is_initialized():
+            raise ConfigError(
+                f"model: found states of {size_text(needed)} for {experiment['model']['name']}; expected at most "
+                f"{size_text(there)}, the memory of this machine (`hzero plan` shows what needs it)"
+            )
+    model, written = torch.nn.Linear(1, 1), experiment["trainer"]
     model.config = transformers_config(experiment["model"])
     with tempfile.TemporaryDirectory() as folder:
+        owned, fields = _arguments(experiment, Path(folder)), TrainingArguments.__dataclass_fields__
+        for key, value in written.items():
+            if key in owned or key == "fsdp":
+                raise ConfigError(
+                    f"trainer.{key}: found {value!r}; expected the groups run, topology, train and checkpoint"
+                )
+            if key not in fields:
+                raise one_of("trainer", key, fields, "key")
         # A jit checkpoint would take this process's signals, and a Linear uses no column of the text.
-        changes = {"deepspeed": None, "use_cpu": True, "fp16": False, "enable_jit_checkpoint": False}
+        changes = {"deepspeed": None, "use_cpu": True, "fp16": False}
+        changes |= {"enable_jit_checkpoint": False, "remove_unused_columns": False}
         with _refused("trainer"):
-            given = {**_arguments(experiment, Path(folder)), **changes, "remove_unused_columns": False}
-            arguments = TrainingArguments(**given)
-            trainer = Trainer(model, arguments, **_data(corpus))
+            arguments = TrainingArguments(**{**owned, **written, **changes})
+            text = [{"input_ids": [0]}]
+            trainer = Trainer(model, arguments, _batch, train_dataset=text, eval_dataset=text)
             trainer.get_train_dataloader()
             trainer.create_optimizer_and_scheduler(arguments.max_steps)
     with _refused("deepspeed"):
         filled = integration.HfTrainerDeepSpeedConfig(experiment.deepspeed_config())
         filled.trainer_config_process(arguments)
         filled.trainer_config_finalize(arguments, model, arguments.max_steps)
-        read = check_written(filled.config, experiment.data_parallel.world_size)
-        check_names(read)
-        build(read)
+        build(check_written(filled.config, experiment.data_parallel.world_size))
 
 
 @contextlib.contextmanager
@@ -151,28 +158,32 @@ def _refused(group: str) -> Iterator[None]:
 
 
 def _arguments(experiment: Experiment, folder: Path) -> dict[str, Any]:
-    """Arguments of ``TrainingArguments``."""
+    """Arguments of ``TrainingArguments`` that follow from other groups than ``trainer``."""
+    train, checkpoint = experiment["train"], experiment["checkpoint"]
     return {
-        **experiment.trainer_arguments(),
         "output_dir": str(folder),
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "report_to": "none",
-        "log_on_each_node": False,
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": experiment.deepspeed_config(),
-        **experiment["trainer"],
-    }
-
-
-def _data(corpus: Corpus) -> dict[str, Any]:
-    """Arguments of ``Trainer`` that are about the text."""
-    return {
-        "train_dataset": corpus.train,
-        "eval_dataset": corpus.evaluation,
-        "processing_class": corpus.tokenizer,
-        "data_collator": _batch,
+        "max_steps": train["steps"],
+        "per_device_train_batch_size": train["micro_batch"],
+        "per_device_eval_batch_size": train["micro_batch"],
+        "gradient_accumulation_steps": train["grad_accumulation"],
+        "learning_rate": train["lr"],
+        "warmup_steps": train["warmup_steps"],
+        "weight_decay": train["weight_decay"],
+        "adam_beta1": train["betas"][0],
+        "adam_beta2": train["betas"][1],
+        "max_grad_norm": train["grad_clip"],
+        "seed": train["seed"],
+        "bf16": experiment.dtype == "bf16",
+        "fp16": experiment.dtype == "fp16",
+        "gradient_checkpointing": train["activation_checkpointing"],
+        "eval_strategy": "steps" if train["eval_every"] else "no",
+        "eval_steps": train["eval_every"] or None,
+        "save_strategy": "steps" if checkpoint["every"] else "no",
+        "save_steps": checkpoint["every"] or 1,
+        "save_total_limit": checkpoint["keep"],
+        "ddp_timeout": int(train["timeout_s"]),
     }
 
 
@@ -181,7 +192,7 @@ def _batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def build_model(experiment: Experiment, arguments: TrainingArguments, tokenizer: Any, partition: bool) -> Any:
+def build_model(experiment: Experiment, tokenizer: Any) -> Any:
     """The model: random weights that depend on the seed, or those of ``model.path``. No code of its folder runs.
 
     Raises:
@@ -192,39 +203,35 @@ def build_model(experiment: Experiment, arguments: TrainingArguments, tokenizer:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     transformers.set_seed(experiment["train"]["seed"])
     source, dtype = checkpoint_folder(model), _DTYPES[experiment.dtype]
-    if not partition:
-        integration.unset_hf_deepspeed_config()  # or transformers would build under zero.Init
     if source is None:
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    else:
-        try:
-            built, loaded = AutoModelForCausalLM.from_pretrained(
-                str(source),
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=any(source.glob("*.safetensors")) or None,
-                weights_only=True,
-                ignore_mismatched_sizes=True,  # they are named below
-                output_loading_info=True,
-            )
-        except Exception as error:  # of many kinds, by the format of the weights
-            why = " ".join(str(error).split())[:300]
-            raise ConfigError(f"model.path: cannot load the weights in {str(source)!r}: {why}") from None
-        tied = set(getattr(built, "all_tied_weights_keys", ()) or ())
-        wrong = {
-            "lacks": sorted(set(loaded["missing_keys"]) - tied),
-            "has more than the architecture:": sorted(loaded["unexpected_keys"]),
-            "has other sizes of": sorted(str(key[0]) for key in loaded["mismatched_keys"]),
-        }
-        if any(wrong.values()) and not model["allow_other_weights"]:
-            found = "; ".join(f"{what} {len(keys)} weights ({some(keys, 2)})" for what, keys in wrong.items() if keys)
-            raise ConfigError(
-                f"model.path: {str(source)!r} {found}; expected the architecture's weights, or "
-                "model.allow_other_weights=true"
-            )
-    integration.set_hf_deepspeed_config(arguments.hf_deepspeed_config)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    try:
+        built, loaded = AutoModelForCausalLM.from_pretrained(
+            str(source),
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=any(source.glob("*.safetensors")) or None,
+            weights_only=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+        )
+    except Exception as error:  # of many kinds, by the format of the weights
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(f"model.path: cannot load the weights in {str(source)!r}: {why}") from None
+    tied = set(getattr(built, "all_tied_weights_keys", ()) or ())
+    wrong = {
+        "lacks": sorted(set(loaded["missing_keys"]) - tied),
+        "has more than the architecture:": sorted(loaded["unexpected_keys"]),
+        "has other sizes of": sorted(str(key[0]) for key in loaded["mismatched_keys"]),
+    }
+    if any(wrong.values()) and not model["allow_other_weights"]:
+        found = "; ".join(f"{what} {len(keys)} weights ({some(keys, 2)})" for what, keys in wrong.items() if keys)
+        raise ConfigError(
+            f"model.path: {str(source)!r} {found}; expected the architecture's weights, or "
+            "model.allow_other_weights=true"
+        )
     return built
 
 
@@ -236,20 +243,24 @@ class ShardTrainer(Trainer):
         num_batches = num_batches if self.state.global_step < self.state.max_steps else 0
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves configuration and tokenizer, for a checkpoint, whose shards hold the weights."""
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, weights: Any = None) -> None:
+        """Saves configuration and tokenizer, and ``weights`` if they are given. A checkpoint's shards hold its weights."""
 
         def save() -> None:
             if self.args.should_save:
                 os.makedirs(str(output_dir), exist_ok=True)
                 self.model.config.save_pretrained(output_dir)
                 self.processing_class.save_pretrained(output_dir)
+                if weights is not None:
+                    self.model.save_pretrained(output_dir, state_dict=weights)
+                for file in Path(str(output_dir)).glob("*.safetensors"):  # safetensors ignores the umask
+                    file.chmod(file.with_name("config.json").stat().st_mode)
 
         if output_dir is not None:
             save_together(output_dir, save)
 
 
-def save_whole(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
+def save_whole(trainer: ShardTrainer, folder: Path, dtype: torch.dtype) -> None:
     """Saves the model with its exact weights, for ``from_pretrained``. Collective.
 
     Raises:
@@ -257,31 +268,23 @@ def save_whole(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
     """
     with hzero.exact_weights(trainer.model_wrapped):
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if dtype == torch.float16:
-        from_rank_0(lambda: _check_float16(weights))
-
-    def save() -> None:
-        if trainer.args.should_save:
-            for name, tensor in weights.items():  # one after the other: a second copy may not fit
-                if tensor.is_floating_point():
-                    weights[name] = tensor.to(dtype)
-            trainer.model.config.dtype = dtype
-            trainer.model.save_pretrained(folder, state_dict=weights)
-            trainer.processing_class.save_pretrained(folder)
-            for file in folder.glob("*.safetensors"):
-                file.chmod((folder / "config.json").stat().st_mode)  # safetensors ignores the umask
-
-    save_together(str(folder), save)
+    from_rank_0(lambda: _convert(weights, dtype))
+    trainer.model.config.dtype = dtype
+    trainer.save_model(str(folder), weights=weights)
 
 
-def _check_float16(weights: dict[str, torch.Tensor]) -> None:
-    limit = torch.finfo(torch.float16).max
+def _convert(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Converts weights one after the other, since a second copy of all may not fit."""
+    limit = torch.finfo(dtype).max
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and not bool((tensor.abs() <= limit).all()):
+        if not tensor.is_floating_point():
+            continue
+        if dtype == torch.float16 and not bool((tensor.abs() <= limit).all()):
             raise ConfigError(
                 f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more than "
                 f"{limit:,.0f}; expected bf16 or fp32"
             )
+        weights[name] = tensor.to(dtype)
 
 
 class _Meter(TrainerCallback):
@@ -298,14 +301,12 @@ class _Meter(TrainerCallback):
         self.log: list[dict[str, Any]] = []
         self.memory: dict[str, int] = {}
 
-    def _settled(self) -> StageState | None:
+    def _settled(self) -> Any:
         """The stage's state, whose wire log holds whole steps: the refresh that follows a step is part of it."""
-        state = hzero.state(self._trainer.model_wrapped)
-        if isinstance(state, StageState):
-            state.weights.resident.refresh()
-            state.settle()
-            return state
-        return None
+        if (stage := hzero.state(self._trainer.model_wrapped)) is not None:
+            stage.weights.resident.refresh()
+            stage.settle()
+        return stage
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (stage := self._settled()) is not None:
@@ -313,9 +314,8 @@ class _Meter(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self._began)
-        self._began = now
+        began, self._began = self._began, time.perf_counter()
+        self.seconds.append(self._began - began)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (stage := self._settled()) is not None:
@@ -350,7 +350,7 @@ def say(line: str) -> None:
 
 
 class _Sample(TrainerCallback):
-    """Lets the model write text after every evaluation."""
+    """Lets the model write text after every evaluation: the most likely tokens."""
 
     def __init__(self, experiment: Experiment, trainer: Trainer) -> None:
         sample, length = experiment["sample"], experiment["model"]["seq_length"]
@@ -360,24 +360,13 @@ class _Sample(TrainerCallback):
             ids = trainer.processing_class(sample["prompt"])["input_ids"]
         self._prompt = torch.tensor([ids[self._tokens - length :]], device=trainer.args.device)
 
-    @torch.no_grad()
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine, tokenizer = self._trainer.model_wrapped, self._trainer.processing_class
-        with hzero.exact_weights(engine), torch.random.fork_rng(enabled=True):
-            torch.manual_seed(state.global_step)
-            # Ranks call forward equally often, since every one gathers; weights that are not finite end no run.
-            written = engine.module.generate(
-                self._prompt,
-                attention_mask=torch.ones_like(self._prompt),
-                synced_gpus=True,
-                remove_invalid_values=True,
-                do_sample=True,
-                temperature=0.8,
-                top_k=0,
-                max_new_tokens=self._tokens,
-                pad_token_id=tokenizer.pad_token_id or 0,
-            )
+        mask, pad = torch.ones_like(self._prompt), tokenizer.pad_token_id or 0
+        how = {"max_new_tokens": self._tokens, "do_sample": False, "pad_token_id": pad, "attention_mask": mask}
+        with hzero.exact_weights(engine):  # ranks call forward equally often, since every one gathers
+            ids = engine.module.generate(self._prompt, synced_gpus=True, **how)[0]
         if dist.get_rank() == 0:
-            prompt, answer = (tokenizer.decode(ids[0]) for ids in (self._prompt, written[:, self._prompt.shape[1] :]))
-            text = f"sample after step {state.global_step}: {prompt!r} -> {answer!r}"
-            say(textwrap.fill(text, 78, subsequent_indent="  "))
+            size = self._prompt.shape[1]
+            text = f"{tokenizer.decode(ids[:size])!r} -> {tokenizer.decode(ids[size:])!r}"
+            say(textwrap.fill(f"sample after step {state.global_step}: {text}", 78, subsequent_indent="  "))

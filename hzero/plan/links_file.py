@@ -10,19 +10,15 @@ import json
 import math
 import reprlib
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from hzero.config import ALGORITHMS, BASE_TIERS, TIERS, CodecName, NodeAllGather, Tier
+from hzero.config import ALGORITHMS, BASE_TIERS, TIERS, Algorithm, NodeAllGather, Tier
 from hzero.files import read_json, refusing, replacing
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
 
-#: A bare collective, an all-gather by an algorithm other than the library's, or the role of a hop.
-Operation: TypeAlias = Literal[
-    "all_gather", "doubling", "pairs", "all_to_all", "reduce_scatter", "weights", "gradients"
-]
 #: Value of the key ``schema`` in the files that this release writes and reads.
 SCHEMA: Final = "hzero-links-1"
 
@@ -47,25 +43,19 @@ class LinkRow(Frozen):
     Attributes:
         tier: The tier.
         ranks: Ranks of a group of that tier; all groups ran at once.
-        op: The collective; for a hop its role. On tier ``node`` also the algorithm of an all-gather.
-        codec: Codec of a hop, which is encoding, collective and decoding; None for a bare collective.
-        size_bytes: Bytes of the whole array over the group, for a hop those before encoding.
-        count: Elements of one rank's part of it.
-        type: Type of the elements.
+        algorithm: Of the all-gather.
+        size_bytes: Bytes of the whole array over the group.
         median_us: Median time of an iteration of its slowest rank, in microseconds.
         min_us: Shortest of these times.
         max_us: Longest of these times.
-        algbw_gb_s: By the median; for a hop it is an effective rate.
-        busbw_gb_s: By the median; for a hop it is an effective rate.
+        algbw_gb_s: By the median.
+        busbw_gb_s: By the median.
     """
 
     tier: Tier
     ranks: int = Field(ge=2, lt=2**31)
-    op: Operation
-    codec: CodecName | None
+    algorithm: Algorithm
     size_bytes: int = Field(ge=1, lt=2**63)
-    count: int = Field(ge=1, lt=2**63)
-    type: str
     median_us: FiniteFloat = Field(gt=0)
     min_us: FiniteFloat = Field(gt=0)
     max_us: FiniteFloat = Field(gt=0)
@@ -95,10 +85,7 @@ class LinksFile(Frozen):
         versions: Of Python, hzero and torch.
         backend: Of torch.distributed, or ``mpi``.
         device: The ranks' device type.
-        codecs: Backend of the codecs.
-        launcher: ``hzero``, or ``other`` for ranks of torchrun, srun or mpiexec.
         grid: Size of every tier that the machine has.
-        settings: Of the command.
         tiers: Summary of every tier of more than one rank.
         rows: All measurements, in order.
     """
@@ -109,10 +96,7 @@ class LinksFile(Frozen):
     versions: dict[str, str]
     backend: str
     device: str
-    codecs: str
-    launcher: str
     grid: dict[Tier, int]
-    settings: dict[str, Any]
     tiers: dict[Tier, TierRate]
     rows: list[LinkRow]
 
@@ -134,7 +118,7 @@ class LinksFile(Frozen):
 
 def tier_rate(rows: list[LinkRow]) -> TierRate:
     """The summary of one tier from its rows, an all-gather among them."""
-    gathers = sorted((row for row in rows if row.op == "all_gather"), key=lambda row: row.size_bytes)
+    gathers = sorted((row for row in rows if row.algorithm == "library"), key=lambda row: row.size_bytes)
     return TierRate(gb_s=gathers[-1].busbw_gb_s, latency_us=gathers[0].median_us)
 
 
@@ -147,8 +131,8 @@ def node_all_gather(rows: list[LinkRow]) -> NodeAllGather:
     times: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.tier == "node":
-            times.setdefault(row.op, {})[row.size_bytes // row.ranks] = row.median_us
-    library = times.get("all_gather", {})
+            times.setdefault(row.algorithm, {})[row.size_bytes // row.ranks] = row.median_us
+    library = times.get("library", {})
     sizes = sorted(library)
     best, least = NodeAllGather(), math.log(0.9)
     for algorithm in ALGORITHMS[1:]:

@@ -156,6 +156,14 @@ def discovered_grid(source: str, world_size: int) -> Grid:
     return grid
 
 
+def ranks_here(topology: TopologyConfig, where: str) -> int:
+    """The number of ranks that a topology has if all are started on this machine; 0 where it does not say."""
+    declared = declared_grid(topology, where)
+    if declared is None:
+        return len(machine_of(topology.source).devices)
+    return (declared.nodes or 0) * (declared.gpus_per_node or 0) * declared.gcds_per_gpu
+
+
 def foreseen_grid(topology: TopologyConfig, ranks: int, where: str) -> Grid:
     """As `resolve_grid`, for ``ranks`` ranks that will be started on this node only, with ``LOCAL_RANK`` from 0."""
     if declared_grid(topology, where) is not None:

@@ -10,30 +10,27 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from hzero.cli import main
-from hzero.commands.links import ranks_to_start
+from hzero.commands.links import parts_of
+from hzero.config import TopologyConfig
 from hzero.plan.links_file import algorithm_bandwidth, bus_bandwidth, read_links
-from hzero.topology import Grid
-from hzero.validation import ConfigError
+from hzero.topology.discovery import ranks_here
 from tests.forks import Command
 from tests.ranks import LONG, environment, mpiexec
+from tests.topology import trees
 
 WRONG = {
     "--max-bytes 1K": "--max-bytes: found 1,024, less than --min-bytes 4,096",
     "--min-bytes 4Q": "--min-bytes: found '4Q', expected bytes",
     "--iterations 0": "--iterations: found '0', expected more than 0",
     "--timeout nan": "--timeout: found 'nan'",
-    "--codecs none,int9": "--codecs: unknown codec 'int9'; did you mean 'int8'",
-    "--codecs none,exp": "--codecs: unknown codec 'exp'",
-    "--topology 1x1x2 --transport mpi": "--transport: found 'mpi', whose ranks mpiexec or srun starts",
     "--device gpu": "--device: invalid choice: 'gpu'",
-    "--topology 2x2": "--topology: found '2x2', expected nodes x GPUs x GCDs",
-    "--topology 0x2x2": "--topology: nodes: found 0",
+    "--topology 2x2": "--topology: no such file: '2x2'; expected ",
+    "--topology 0x2x2": "--topology.nodes: found 0",
     "--topology 9999x99x9": "--topology: found 8,909,109 ranks for this machine",
     "--topology nope": "--topology: no such file: 'nope'",
-    "--topology 1x1x2 --out links.txt": "expected a name that ends in .json",
+    "--topology frontier": "--topology: found 0 ranks for this machine; expected 2 to 256, as in 2x2x2",
     "--topology 1x1x2 --out no/such/links.json": "--out: found 'no/such/links.json', expected a file in a folder",
     "--topology 1x1x2 --out here.json": "'here.json' exists; --overwrite replaces a file",
     "--topology 1x1x2 --out folder.json --overwrite": "'folder.json' exists",
@@ -62,19 +59,14 @@ def test_wrong_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[s
 def test_a_topology_says_how_many_ranks_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "machine.yaml"
     file.write_text("{nodes: 3, gpus_per_node: 2, gcds_per_gpu: 1}")
-    assert ranks_to_start(str(file)) == 6 and ranks_to_start("frontier") == 8
-    monkeypatch.setenv("HZERO_SYSFS", str(tmp_path))
-    with pytest.raises(ConfigError, match="--topology: found no GPUs on this machine; expected nodes x GPUs x GCDs"):
-        ranks_to_start("auto")
+    monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path / "sys")))
+    for source, ranks in ((str(file), 6), ("frontier", 0), ("auto", 8)):
+        assert ranks_here(TopologyConfig(source=source), "--topology") == ranks
 
 
 def test_parts_are_equal_and_aligned() -> None:
     """Parts have whole 16 bytes; a size of less than a part per rank is the least that there is."""
-    from hzero.commands.probe import measurements
-
-    for ranks, dtype, counts in ((3, torch.float32, [84, 680]), (4096, torch.bfloat16, [8])):
-        found = measurements(Grid(1, 1, ranks), (1024, 8192), ("int8",), dtype)
-        assert [one.count for one in found if one.op == "gradients"] == counts
+    assert parts_of((1024, 8192), 3) == [336, 2720] and parts_of((1024, 8192), 4096) == [16]
 
 
 def start(folder: Path, topology: str, *arguments: str, **env: str) -> Command:
@@ -82,28 +74,24 @@ def start(folder: Path, topology: str, *arguments: str, **env: str) -> Command:
     return Command(["links", "--device", "cpu", "--topology", topology, *arguments], folder, folder / "output", env)
 
 
-def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_measures_all_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "links.json"
     sizes = ("--min-bytes", "1K", "--max-bytes", "4K", "--iterations", "2")
     status, output, errors = start(tmp_path, "2x2x2", *sizes, "--out", str(out)).finish()
     assert status == 0, errors
     links = read_links(out)
-    ops = [("all_gather", None), ("all_to_all", None), ("reduce_scatter", None)]
-    ops += [(role, codec) for role in ("weights", "gradients") for codec in ("none", "int8", "int4")]
-    between_nodes = [ops[0], ("doubling", None), ("pairs", None), *ops[1:]]
-    measured = {"gcd": ops, "gpu": ops, "node": between_nodes}
-    expected = [(tier, *op, size) for tier in measured for op in measured[tier] for size in (1024, 4096)]
-    assert [(row.tier, row.op, row.codec, row.size_bytes) for row in links.rows] == expected
+    measured = {"gcd": ["library"], "gpu": ["library"], "node": ["library", "doubling", "pairs"]}
+    expected = [(tier, name, size) for tier in measured for name in measured[tier] for size in (1024, 4096)]
+    assert [(row.tier, row.algorithm, row.size_bytes) for row in links.rows] == expected
     for row in links.rows:
         assert row.min_us <= row.median_us <= row.max_us
         assert row.algbw_gb_s == pytest.approx(algorithm_bandwidth(row.size_bytes, row.median_us / 1e6))
         assert row.busbw_gb_s == pytest.approx(bus_bandwidth(row.size_bytes, row.median_us / 1e6, 2))
-        assert row.count * 2 * {"uint8": 1, "float32": 4}[row.type] == row.size_bytes
-    assert links.grid == {"gcd": 2, "gpu": 2, "node": 2} and links.launcher == "hzero"
-    assert (links.backend, links.device, links.codecs) == ("gloo", "cpu", "reference")
+    assert links.grid == {"gcd": 2, "gpu": 2, "node": 2}
+    assert (links.backend, links.device) == ("gloo", "cpu")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["links.json", "output"]
     shown = [line.split() for line in output.splitlines() if line[:1] == " " and "GB/s" not in line]
-    assert sum(len(line) == 9 and line[0] in ("1024", "4096") for line in shown) == len(expected)
+    assert sum(len(line) == 7 and line[0] in ("1024", "4096") for line in shown) == len(expected)
     assert output.count(": 4 x 2 ranks, all at once") == 3
 
     assert main(["plan", "model=gpt_neox_1m", "topology=emulated_2x2x2", "--links", str(out)]) == 0
@@ -127,7 +115,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
 @LONG
 def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     """mpiexec ends all ranks with the first that leaves."""
-    arguments = "--topology 1x1x2 --device cpu --max-bytes 4K --iterations 1 --codecs none --out links.json"
+    arguments = "--topology 1x1x2 --device cpu --max-bytes 4K --iterations 1 --out links.json"
     done = subprocess.run(
         [mpiexec(), "-n", "2", sys.executable, "-m", "hzero", "links", *arguments.split()],
         env=environment(HZERO_BACKEND="reference"),
@@ -139,4 +127,4 @@ def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "written: links.json" in done.stdout
-    assert read_links(tmp_path / "links.json").launcher == "other"
+    assert read_links(tmp_path / "links.json").grid == {"gcd": 2, "gpu": 1, "node": 1}

@@ -25,15 +25,14 @@ from hzero.plan.scenario import read_scenario
 from hzero.validation import ConfigError
 
 
-def row(op: Any = "all_gather", size: int = 4096, us: float = 10.0, tier: Any = "gcd", codec: Any = None) -> LinkRow:
+def row(algorithm: Any = "library", size: int = 4096, us: float = 10.0, tier: Any = "gcd") -> LinkRow:
     times = {"median_us": us, "min_us": us / 2, "max_us": us * 2}
     rates = {"algbw_gb_s": algorithm_bandwidth(size, us / 1e6), "busbw_gb_s": bus_bandwidth(size, us / 1e6, 2)}
-    what = {"tier": tier, "ranks": 2, "op": op, "codec": codec, "size_bytes": size, "count": size // 2, "type": "uint8"}
-    return LinkRow(**what, **times, **rates)
+    return LinkRow(tier=tier, ranks=2, algorithm=algorithm, size_bytes=size, **times, **rates)
 
 
 def links(**changes: Any) -> LinksFile:
-    rows = [row(size=1 << 20, us=100.0), row(), row("weights", codec="int8"), row(tier="node", us=40.0)]
+    rows = [row(size=1 << 20, us=100.0), row(), row(tier="node", us=40.0)]
     values: dict[str, Any] = {
         "schema": "hzero-links-1",
         "date": "2025-11-21T14:00:00+00:00",
@@ -41,10 +40,7 @@ def links(**changes: Any) -> LinksFile:
         "versions": {"torch": "2.10"},
         "backend": "gloo",
         "device": "cpu",
-        "codecs": "host",
-        "launcher": "hzero",
         "grid": {"gcd": 2, "gpu": 1, "node": 2},
-        "settings": {"iterations": 2},
         "tiers": {tier: tier_rate([r for r in rows if r.tier == tier]) for tier in ("gcd", "node")},
         "rows": rows,
     }
@@ -79,9 +75,9 @@ def test_the_algorithm_between_nodes_is_the_one_that_gains_most(
     doubling: tuple[int, ...], pairs: tuple[int, ...], algorithm: str, below: int
 ) -> None:
     sizes = (256, 1024, 4096)  # over two ranks
-    times = {"all_gather": (50, 60, 90), "doubling": doubling, "pairs": pairs}
-    rows = [row(op, size, us, "node") for op, all_us in times.items() for size, us in zip(sizes, all_us)]
-    rows += [row(op, 256, us, "gcd") for op, us in (("all_gather", 100), ("pairs", 1))]
+    times = {"library": (50, 60, 90), "doubling": doubling, "pairs": pairs}
+    rows = [row(name, size, us, "node") for name, all_us in times.items() for size, us in zip(sizes, all_us)]
+    rows += [row(name, 256, us, "gcd") for name, us in (("library", 100), ("pairs", 1))]
     assert node_all_gather(rows) == NodeAllGather(algorithm=algorithm, below_bytes=below)  # type: ignore[arg-type]
     shown = summary(links(rows=[*links().rows, *rows])).partition('"hzero" block')[2]
     assert shown.endswith(f'"node_all_gather": {{"algorithm": "{algorithm}", "below_bytes": {below}}}' if below else "")
@@ -103,8 +99,8 @@ def test_round_trip(tmp_path: Path) -> None:
         ("tiers.gcd.gb_s", float("nan"), "tiers.gcd.gb_s: found nan"),
         ("tiers.gcd.latency_us", 10**400, "tiers.gcd.latency_us"),
         ("tiers", {}, "tiers: found none, expected those of the grid"),
-        ("grid.node", 4, "rows.3.ranks: found 2, but tier node has 4"),
-        ("rows.1.op", "broadcast", "rows.1.op: unknown value 'broadcast'"),
+        ("grid.node", 4, "rows.2.ranks: found 2, but tier node has 4"),
+        ("rows.1.algorithm", "broadcast", "rows.1.algorithm: unknown value 'broadcast'"),
         ("extra\nline", 1, "unknown key"),
     ],
 )

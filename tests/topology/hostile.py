@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import time
 from collections.abc import Callable
@@ -11,10 +9,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from hzero.commands.topology import as_json, show_machine
-from hzero.terminal import console
-from hzero.topology.machine import AmbiguousTopologyError, Machine
-from hzero.topology.sources import machine_of
+from hzero.commands.topology import text_of
+from hzero.topology.machine import Machine
 from hzero.validation import ConfigError
 
 #: What stands where a number was.
@@ -53,16 +49,12 @@ def accepts(read: Callable[[], object], *names: str) -> bool:
     return not refused
 
 
-def machine_or_error(path: Path) -> Machine | None:
-    """What `accepts` reads, which can be drawn and printed, too; else None."""
+def machine_or_error(read: Callable[[Path], Machine], path: Path) -> Machine | None:
+    """What `accepts` reads, which can be printed, too; else None."""
     found: list[Machine] = []
 
     def read_and_draw() -> None:
-        found.append(machine := machine_of(str(path)))
-        with (out := console()).capture() as shown:
-            show_machine(machine, out)
-        assert "\x1b" not in shown.get() and shown.get().encode(errors="backslashreplace")
-        with contextlib.suppress(AmbiguousTopologyError):
-            json.dumps(as_json(machine), allow_nan=False)
+        found.append(machine := read(path))
+        assert all(line.isprintable() for line in text_of(machine).split("\n"))
 
     return found[0] if accepts(read_and_draw, str(path)) else None
