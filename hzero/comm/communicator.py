@@ -56,6 +56,8 @@ from hzero.validation import ConfigError, Frozen, one_of, validated
 #: What has wires of its own: sums and copies on every tier, messages from rank to rank one for the whole group.
 Use: TypeAlias = Literal["sums", "copies", "messages"]
 USES: tuple[Use, ...] = ("sums", "copies", "messages")
+#: The program of an operation that has nothing to send.
+_NOTHING = Program(())
 #: What a reduction makes.
 Sum: TypeAlias = Literal["sum", "mean"]
 
@@ -223,7 +225,7 @@ class Communicator:
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
         self._narrow = next((hop.codec.codec for hop in (*copying, *reducing) if hop.codec.traits.narrow), None)
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
-        self._copying = self._again = gather_program(self.plan, copying) if copying else Program(())
+        self._copying = self._again = gather_program(self.plan, copying) if copying else _NOTHING
         if copying and copying[0].tier in settings.error_feedback:
             # The second half of an all-reduce encodes once more, what this rank owns of the sums.
             self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
@@ -264,7 +266,7 @@ class Communicator:
         chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
         sums, copies = (self._bucket("all_reduce", tensor, chunk, of, key) for of in (self._sums, self._copies))
         if not self._copying.steps or not flat.numel():
-            return _ended(self._local(flat, then), async_op)
+            return _ended(self._run(copies, self._again, flat, then), async_op)
         same, own = self._seeds()
         held: list[torch.Tensor] = []
         lost: list[Lost] = []  # the second half tells of it, since the hops of both are made on all ranks
@@ -458,8 +460,9 @@ class Communicator:
         **how: Any,
     ) -> Chain[Any]:
         """Starts a program that ends with ``then`` of its only tensor. ``lost`` is shared by the halves of an operation."""
-        if not program.steps or not flat.numel():
-            return self._local(flat, then)
+        read = read or (lambda: [flat])
+        if not program.steps or not flat.numel():  # nothing has to be sent
+            program, read = _NOTHING, lambda: [self._collectives.used(flat).clone()]
         # On a device the host does not wait for what is lost: `verify` tells.
         counts = None if self.streams is not None else [] if lost is None else lost
 
@@ -468,23 +471,13 @@ class Communicator:
                 _refuse(first_lost(counts))
             return then(left[0])
 
-        return self._collectives.run(program, bucket, read or (lambda: [flat]), end, lost=counts, **how)
-
-    def _local(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], Any]) -> Chain[Any]:
-        """A chain without hops, with ``then`` of a copy: nothing has to be sent."""
-
-        def hops() -> Any:
-            copy = self._collectives.used(tensor).clone()
-            yield None
-            return then(copy)
-
-        return self._collectives.lanes.submit(hops(), ())
+        return self._collectives.run(program, bucket, read, end, lost=counts, **how)
 
     def _program(self, make: Callable[..., Program], *ranks: int) -> Program:
         """A program of this group, made once."""
         key = make, ranks
         if key not in self._made:
-            self._made[key] = make(self.plan, *ranks) if self._copying.steps else Program(())
+            self._made[key] = make(self.plan, *ranks) if self._copying.steps else _NOTHING
         return self._made[key]
 
     def _seeds(self) -> tuple[int, int]:
@@ -549,10 +542,8 @@ def _shaped(dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor]
     return lambda left: left.to(dtype)[:numel].view(shape)
 
 
-def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Makes the buffer of a message that another rank sends."""
-    if not program.steps:
-        return None
     size = program.crossings[0].message_bytes(bucket.chunks, bucket.dtype.itemsize)
     return lambda: like.new_empty(size, dtype=torch.uint8)
 
