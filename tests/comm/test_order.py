@@ -31,7 +31,7 @@ from hzero.validation import ConfigError
 
 GRID = Grid(2, 2, 2)
 #: Of each preset and order; ``HZERO_SCHEDULES=1000`` for a long run.
-SCHEDULES = int(os.environ.get("HZERO_SCHEDULES", "40"))
+SCHEDULES = int(os.environ.get("HZERO_SCHEDULES", "27"))
 TIMEOUT_S = 20.0
 
 
