@@ -218,8 +218,6 @@ def _enter(work: Callable[[], int | None], log: Path | None, pipe: Connection, p
             os.dup2(file, 1)
             os.dup2(file, 2)
     keep_streams()
-    with contextlib.suppress(AttributeError):  # the stream is another object
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     renew_thread_pool()
     status = _work(work, lambda error: pipe.send(_failure(error)))
     atexit._run_exitfuncs()  # monitors write what they have

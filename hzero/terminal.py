@@ -57,7 +57,7 @@ def keep_streams() -> None:
             raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]  # as Python itself does
             encoding=getattr(stock, "encoding", "utf-8"),
             errors="backslashreplace",
-            line_buffering=getattr(stock, "line_buffering", True),
+            line_buffering=True,  # a log shows how far a run has come
             write_through=unbuffered,
         )
         setattr(sys, name, stream)
