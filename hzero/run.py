@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hzero import autoload
-from hzero.bootstrap import launched
+from hzero.launch import launched
 from hzero.terminal import keep_streams
 from hzero.validation import ConfigError, Parser
 

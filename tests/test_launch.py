@@ -175,7 +175,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path) -> None:
 #: A rank under torchrun.
 RANK = """
 import os, sys, time
-from hzero.bootstrap import launched
+from hzero.launch import launched
 assert launched()
 open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w"), time.sleep(60)
 """

@@ -13,7 +13,7 @@ from tests.ranks import ROOT, run_python
 #: before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
 LAYERS = [
     "hzero.validation", "hzero.files", "hzero.block", "hzero.terminal",
-    "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.manifest", "hzero.stop",
+    "hzero.launch", "hzero.manifest", "hzero.stop",
     "hzero.codecs.formats", "hzero.config",
     "hzero.topology", "hzero.plan.shards", "hzero.plan.program",
     "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.fsdp", "hzero.deepspeed",

@@ -24,10 +24,10 @@ import yaml
 from hzero import __version__, autoload
 from hzero.block import KEY, PARENT, find, lifted
 from hzero.block import read_text as parse_text
-from hzero.bootstrap import rank_variables
+from hzero.comm.mpi_wires import import_mpi
 from hzero.config import HERE, TopologyConfig, parse_config
 from hzero.files import read_text
-from hzero.mpi import import_mpi
+from hzero.launch import rank_variables
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
 from hzero.topology.machine import Device, Link, Machine, grid_of_nodes, packages_of, product

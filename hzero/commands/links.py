@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 
 from hzero import __version__
-from hzero.bootstrap import launched
 from hzero.comm import Transport
 from hzero.comm.transport import Pending
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE
 from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, Algorithm, Tier, TopologyConfig, parse_config
-from hzero.launch import run_launched, run_ranks
+from hzero.launch import launched, run_launched, run_ranks
 from hzero.plan.links_file import (
     SCHEMA,
     LinkRow,

@@ -23,7 +23,6 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import hzero
-from hzero.bootstrap import launched
 from hzero.commands import corpus
 from hzero.commands.experiment import (
     Configuration,
@@ -35,7 +34,7 @@ from hzero.commands.experiment import (
     plain,
 )
 from hzero.files import expanded, read_json, refusing, replacing
-from hzero.launch import INTERRUPTED, REFUSED, UNFINISHED, run_launched, run_ranks
+from hzero.launch import INTERRUPTED, REFUSED, UNFINISHED, launched, run_launched, run_ranks
 from hzero.validation import ConfigError, from_rank_0, printable, report, validated
 
 #: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.

@@ -30,7 +30,7 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hzero.comm import Communicator, HopError, watchdog
-from hzero.bootstrap import launched
+from hzero.launch import launched
 watchdog.PERIOD_S, watchdog._ANSWER_S = 0.3, 1.0
 launched()
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
