@@ -63,15 +63,10 @@ TierList: TypeAlias = Annotated[tuple[Tier, ...], BeforeValidator(_in_order)]
 
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
-DEFAULT_GUARD = 10
-DEFAULT_FULL_REFRESH = 1000
 #: Groups of nodes are chosen, see `hzero.topology.grid.chosen_group`.
 AUTOMATIC: Literal["automatic"] = "automatic"
 #: Codecs between groups where none is written: few bytes cross groups, so a coarse codec saves little time there.
 _BETWEEN_GROUPS: dict[Any, CodecName] = {"int4": "int8"}
-#: Max elements of a layer that is gathered as a whole: as many as DeepSpeed keeps live by default.
-DEFAULT_UNIT_NUMEL = 10**9
-
 
 #: A codec as it is written: its name, or `codec` with its settings.
 Written: TypeAlias = CodecName | dict[str, Any]
@@ -104,9 +99,7 @@ class Preset(NamedTuple):
         return _BETWEEN_GROUPS.get(codec, codec) if tier == "group" and isinstance(codec, str) else codec
 
 
-def _zfp(rate: int) -> dict[str, Any]:
-    return {"codec": "zfp", "rate": rate}
-
+_ZFP_16, _ZFP_8 = {"codec": "zfp", "rate": 16}, {"codec": "zfp", "rate": 8}
 
 PRESETS: dict[str, Preset] = {
     "zero1": Preset("device", "device", "none", "none"),
@@ -120,8 +113,8 @@ PRESETS: dict[str, Preset] = {
     "topo": Preset("package", "node", "int8", "int4"),
     "mild": Preset("package", "node", "int8", "int8"),
     # Those of arXiv 2409.02423, whose data-parallel ranks keep whole weights, as in ZeRO-1. Rates are ours.
-    "zhybrid": Preset("device", "device", _zfp(16), _zfp(8), _zfp(16), _zfp(16)),
-    "mzhybrid": Preset("device", "device", "none", _zfp(8), "mpc", "mpc"),
+    "zhybrid": Preset("device", "device", _ZFP_16, _ZFP_8, _ZFP_16, _ZFP_16),
+    "mzhybrid": Preset("device", "device", "none", _ZFP_8, "mpc", "mpc"),
     "hybrid": Preset("package", "node", "int8", "int4", {"codec": "int8", "rotation": 64}, "int8", "int8"),
 }
 
@@ -304,7 +297,7 @@ class GuardConfig(Frozen):
             (`hzero.state(engine).ratios`), without `codecs.except`. 0 makes none.
     """
 
-    discarded_steps: int = Field(default=DEFAULT_GUARD, ge=0)
+    discarded_steps: int = Field(default=10, ge=0)
     every: int = Field(default=100, ge=0)
 
 
@@ -416,11 +409,11 @@ class Block(Frozen):
     codecs: CodecsConfig
     resident: Literal["decoded", "payload"] | None = None
     unit: Literal["layer", "module"] = "layer"
-    unit_numel: int = Field(DEFAULT_UNIT_NUMEL, ge=0)
+    unit_numel: int = Field(10**9, ge=0)  # as many as DeepSpeed keeps live by default
     error_feedback: TierList = ()
     refresh_message_bytes: int = Field(0, ge=0)
     refresh_differences: bool = False
-    full_refresh_every: int = Field(DEFAULT_FULL_REFRESH, ge=1)
+    full_refresh_every: int = Field(1000, ge=1)
     node_all_gather: NodeAllGather = NodeAllGather()
     exact_evaluation: bool = False
     checksum: bool = False
