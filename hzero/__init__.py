@@ -13,12 +13,7 @@ from hzero import autoload as _autoload
 
 if TYPE_CHECKING:
     from hzero import comm, fsdp
-    from hzero.deepspeed.install import (  # not the module zero.state
-        enable,
-        exact_weights,
-        initialize,
-        state,
-    )
+    from hzero.deepspeed import enable, exact_weights, initialize, state
     from hzero.engine.guard import DivergenceError, StaleWeightsError
     from hzero.manifest import SaveError, newest_checkpoint
     from hzero.stop import StopAndSave
@@ -42,7 +37,7 @@ __all__ = [
     "state",
 ]
 
-#: Names of modules that do not import DeepSpeed, which takes seconds.
+#: Where names are that need no DeepSpeed, which takes seconds to import.
 _LIGHT = {
     "ConfigError": "hzero.validation",
     "DivergenceError": "hzero.engine.guard",
@@ -55,15 +50,11 @@ _LIGHT = {
 
 def __getattr__(name: str) -> Any:
     # torch imports this package with every `import torch`.
+    if name not in __all__:
+        raise AttributeError(f"module 'hzero' has no attribute {name!r}")
     if name in ("comm", "fsdp"):
         return importlib.import_module(f"hzero.{name}")
-    if name in _LIGHT:
-        return getattr(importlib.import_module(_LIGHT[name]), name)
-    if name in __all__:
-        from hzero import deepspeed
-
-        return getattr(deepspeed, name)
-    raise AttributeError(f"module 'hzero' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LIGHT.get(name, "hzero.deepspeed")), name)
 
 
 _autoload.autoload()
