@@ -1,21 +1,11 @@
-"""Standard streams that never end a run, consoles whose text cannot command the terminal, and figures as people read them."""
+"""Standard streams that never end a run, and sizes as people read them."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
-
-from hzero.validation import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-#: Columns of tables in a file or pipe.
-WIDTH = 116
+from typing import Any, TextIO
 
 
 class _Output(io.FileIO):
@@ -71,21 +61,6 @@ def lost_output() -> str:
     return "" if reason is None or isinstance(reason, BrokenPipeError) else reason.strerror or str(reason)
 
 
-def console() -> Console:
-    """A console for tables, as wide as the terminal; a file or pipe has room for a table.
-
-    Text is no markup, and what it holds of characters that command a terminal is written as escapes.
-    """
-    from rich.console import Console
-
-    class Escaping(Console):
-        def render_str(self, text: str, **options: Any) -> Any:
-            return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
-
-    wide = None if "COLUMNS" in os.environ or Console().is_terminal else WIDTH
-    return Escaping(markup=False, emoji=False, highlight=False, width=wide)
-
-
 def size_text(count: float) -> str:
     """Bytes with a decimal unit, such as 1.50 kB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -93,33 +68,3 @@ def size_text(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
         count /= 1000
     raise AssertionError("unreachable")
-
-
-def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table; columns whose name begins with * are aligned to the right. Cells cannot command the terminal."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for name in head:
-        table.add_column(name.lstrip("*"), justify="right" if name.startswith("*") else "left")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    return table
-
-
-def show_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Prints a table without the columns in which no row states anything; nothing without rows."""
-    from rich import box
-    from rich.table import Table
-
-    kept = [column for column in range(len(heads)) if any(row[column] not in (None, "") for row in rows)]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=title or None, title_justify="left")
-    for column in kept:
-        numbers = all(isinstance(row[column], (int, float, type(None))) for row in rows)
-        table.add_column(heads[column], justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        cells = ("-" if row[column] in (None, "") else row[column] for column in kept)
-        table.add_row(*(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    if rows:
-        console.print(table)
-        console.print()

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from hzero.commands.experiment import SHORT, full_names, key_of
 from hzero.config import PRESETS, TIERS
@@ -48,8 +49,8 @@ from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, draw, fit, node_counts, sweep, tune
 from hzero.plan.shards import Hop, ShardPlan
 from hzero.plan.step import predict
-from hzero.terminal import size_text, table_of
-from hzero.validation import ConfigError, Parser
+from hzero.terminal import size_text
+from hzero.validation import ConfigError, Parser, printable
 
 #: Of `KEYS` how many each mode reads, and keys, or blocks of keys, that it varies itself.
 _MODES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -115,7 +116,13 @@ def _say(text: str) -> None:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    Console().print(table_of(title, head, rows))
+    """Prints a table; columns whose name begins with * are aligned to the right. Cells cannot command the terminal."""
+    table = Table(title=title)
+    for name in head:
+        table.add_column(name.lstrip("*"), justify="right" if name.startswith("*") else "left")
+    for row in rows:
+        table.add_row(*map(printable, row))
+    Console().print(table)
 
 
 # ---- a plan -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hzero.commands.topology import text_of
 from hzero.topology.machine import Machine
+from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError
 
 #: What stands where a number was.
@@ -49,12 +50,12 @@ def accepts(read: Callable[[], object], *names: str) -> bool:
     return not refused
 
 
-def machine_or_error(read: Callable[[Path], Machine], path: Path) -> Machine | None:
+def machine_or_error(path: Path) -> Machine | None:
     """What `accepts` reads, which can be printed, too; else None."""
     found: list[Machine] = []
 
     def read_and_draw() -> None:
-        found.append(machine := read(path))
+        found.append(machine := machine_of(str(path)))
         assert all(line.isprintable() for line in text_of(machine).split("\n"))
 
     return found[0] if accepts(read_and_draw, str(path)) else None
