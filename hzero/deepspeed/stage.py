@@ -384,7 +384,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if self._stepping:
             self.hzero.weights.mark_stale(self.fp16_groups[sub_group_id])
             if not get_accelerator().is_synchronized_device():
-                self.hzero.resident.refresh(())
+                self.hzero.resident.refresh_stepped(self.hzero.weights.of(self.fp16_groups[sub_group_id]))
 
     def _restore_from_bit16_weights(self) -> None:
         """The last call of stock's load without optimizer states: the weights have been replaced."""

@@ -159,8 +159,16 @@ class Weights:
             if param.key in self._stale:
                 self._start_refresh(self._stale[param.key])
         while self._stale and len(self._ahead) < IN_FLIGHT:
-            bucket = next(iter(self._stale.values()))
-            self._ahead.append((self._start_refresh(bucket), bucket[-1].key))
+            self._refresh_ahead(next(iter(self._stale.values())))
+
+    def refresh_stepped(self, stepped: Iterable[Parameter]) -> None:
+        """Starts to rebuild copies of parameters whose step is done, while others are stepped, which may be stale too."""
+        for param in stepped:
+            if param.key in self._stale and len(self._ahead) < IN_FLIGHT:
+                self._refresh_ahead(self._stale[param.key])
+
+    def _refresh_ahead(self, bucket: list[Parameter]) -> None:
+        self._ahead.append((self._start_refresh(bucket), bucket[-1].key))
 
     def _in_buckets(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
         in_order = sorted(params, key=lambda param: param.key)
