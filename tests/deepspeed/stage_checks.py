@@ -18,6 +18,7 @@ import hzero
 from hzero.codecs import backends
 from hzero.comm import HopError
 from hzero.comm.wires import shared_groups, world_timeout
+from hzero.config import TopologyConfig
 from hzero.deepspeed.parameters import GatherHandle
 from hzero.engine.engine import Partition
 from hzero.validation import ConfigError
@@ -176,7 +177,7 @@ def check_a_world_in_another_order_is_refused() -> None:
     ranks = [1, 0, *range(2, dist.get_world_size())]
     permuted = shared_groups.get(("permuted", "node"), ranks, world_timeout())
     with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
-        Partition.of(permuted, "auto")
+        Partition.of(permuted, TopologyConfig())
 
 
 def _plain(masters: dict[str, torch.Tensor]) -> AwkwardNet:
