@@ -57,7 +57,6 @@ def text_of(machine: Machine) -> str:
         "packages": packages,
         "buses": buses if all(buses) else None,
         "numa": None if None in numa else numa,
-        "tier_gb_s": machine.tier_gb_s,
         "switch_nodes": machine.switch_nodes,
     }
     links = [dict(zip(("kind", "count", "gb_s", "pairs"), (*key, found))) for key, found in pairs.items()]

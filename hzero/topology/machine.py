@@ -10,7 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hzero.config import TIERS, Tier, TopologyConfig
@@ -124,7 +124,6 @@ class Machine:
         nics: As the source orders them.
         packages: Groups of device numbers that the source declares to be packages; None where they follow from
             modules and links.
-        tier_gb_s: Bandwidth per device by tier that the source declares, GB/s each way.
         remarks: What was missing in the source or left out.
         switch_nodes: Nodes of one switch group of the network that the source declares.
 
@@ -137,7 +136,6 @@ class Machine:
     links: tuple[Link, ...] = ()
     nics: tuple[Nic, ...] = ()
     packages: tuple[tuple[int, ...], ...] | None = None
-    tier_gb_s: dict[str, float] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     switch_nodes: int | None = None
 
@@ -267,8 +265,7 @@ def tiers_of(machine: Machine) -> tuple[NodeTier, ...]:
         for number, place in places.items():
             groups.setdefault(place._replace(package=0, **{name: 0}), []).append(number)
         members = _sorted(groups.values())
-        rate = machine.tier_gb_s.get(name, _bandwidth(machine, name, members))
-        tiers.append(NodeTier(name, max(map(len, members), default=1), members, rate))
+        tiers.append(NodeTier(name, max(map(len, members), default=1), members, _bandwidth(machine, name, members)))
     return tuple(tiers)
 
 

@@ -4,8 +4,8 @@
   shows the devices that a task's cgroup hides. rocm-smi and amdsmi read the same files.
 - nvidia-smi is the one source of a live NVIDIA node: it has no KFD, and a dump of NCCL needs a job that runs.
 - A dump of RCCL or NCCL shows what KFD does not: NVLinks and NVSwitches, and a node that is not at hand.
-- A declared file adds what the others do not state: the packages of a machine whose links can be read in two ways, bandwidths of
-  tiers, and a machine that is not at hand (the presets). It may also declare the grid of all ranks.
+- A declared file adds what the others do not state: the packages of a machine whose links can be read in two ways, and a machine
+  that is not at hand (the presets). It may also declare the grid of all ranks.
 """
 
 from __future__ import annotations
@@ -496,7 +496,6 @@ class DeclaredMachine(Frozen):
           - {kind: nvswitch, pairs: all}   # every pair of devices
         nics:
           - {name: hsn0, kind: cxi, gb_s: 25}
-        tier_gb_s: {gcd: 200, gpu: 50, node: 12.5}
         switch_nodes: 128                  # nodes of one switch group of the network
     """
 
@@ -508,7 +507,6 @@ class DeclaredMachine(Frozen):
     numa: list[Number] | None = None
     links: Annotated[list[DeclaredLinks], Field(max_length=1000)] = []
     nics: list[DeclaredNic] = []
-    tier_gb_s: dict[Literal["gcd", "hive", "gpu", "node", "cluster"], Rate] = {}
     switch_nodes: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -552,7 +550,6 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
         tuple(links),
         tuple(Nic(nic.name, nic.kind, nic.gb_s) for nic in declared.nics),
         None if declared.packages is None else tuple(map(tuple, declared.packages)),
-        tier_gb_s={level: rate for level, rate in declared.tier_gb_s.items()},
         switch_nodes=declared.switch_nodes,
     )
 

@@ -20,7 +20,7 @@ from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, discovery, resolve_grid
 from hzero.topology.discovery import RankReport, assemble
 from hzero.topology.grid import chosen_group
-from hzero.topology.machine import Device
+from hzero.topology.machine import Device, tiers_of
 from hzero.topology.sources import PRESETS, machine_of, preset
 from hzero.validation import ConfigError
 
@@ -182,5 +182,5 @@ def test_the_plan_makes_the_groups_of_the_run() -> None:
 def test_presets_are_options_of_the_trainer_and_the_plan(name: str) -> None:
     experiment = compose([f"topology={name}", "topology.nodes=2"])
     assert experiment.grid == resolve_grid(TopologyConfig(source=name), experiment.world_size)
-    rates = {tier: rate for tier, rate in preset(name).tier_gb_s.items() if rate is not None}
+    rates = {tier.name: tier.gb_s for tier in tiers_of(preset(name)) if tier.gb_s is not None}
     assert experiment.config["topology"]["bandwidth_gb_s"].items() >= rates.items()

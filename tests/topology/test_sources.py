@@ -6,7 +6,6 @@ import importlib.resources
 import json
 import stat
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -269,7 +268,6 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         (Link(0, 1, "xgmi", 4, 200.0), Link(0, 2, "xgmi"), Link(2, 3, "xgmi", 4, 200.0)),
         (Nic("hsn0", "cxi", 25.0), Nic("hsn1")),
         ((0, 1), (2, 3)),
-        {"gcd": 200.0, "gpu": 50.0},
         switch_nodes=12,
     )
     assert read(tmp_path, NODE) == machine
@@ -294,7 +292,6 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ("devices: 2\nlinks: [{pairs: [[0, 2]]}]", "link 0-2: expected two of the devices 0, 1"),
         ("devices: 2\nlinks: [{kind: xgm, pairs: all}]", "unknown value 'xgm'; did you mean 'xgmi'? Possible: xgmi, nvlink"),
         ("devices: 2\nlinks: [{gb_s: .inf, pairs: all}]", "links.0.gb_s: found inf"),
-        ("devices: 2\ntier_gb_s: {gdc: 1}", "unknown value 'gdc'; did you mean 'gcd'? Possible: gcd, hive, gpu, node, cluster"),
         ("gpus_per_node: 2", "declares a grid (gpus_per_node), expected a node"),
         ("poem: Shall I compare thee", "is of no known kind; expected an XML dump of RCCL or NCCL"),
         ("devices: &a 2\nnuma: *a", "line 1: is neither YAML nor JSON that can be used: found a reference"),
@@ -336,6 +333,14 @@ def test_any_file_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) ->
 # Presets
 
 SIZES = {"frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8), "dgx_h200": (1, 1, 8)}
+#: GB/s by tier, which follow from links and NICs.
+RATES = {
+    "frontier": {"gcd": 200, "gpu": 50, "node": 12.5},
+    "lumi": {"gcd": 200, "gpu": 50, "node": 12.5},
+    "el_capitan": {"gpu": 128},
+    "mi300x": {"gpu": 64},
+    "dgx_h200": {"gpu": 450, "node": 50},
+}
 
 
 def test_presets() -> None:
@@ -347,9 +352,7 @@ def test_presets() -> None:
         machine = preset(name)
         tiers = {tier.name: tier for tier in tiers_of(machine)}
         assert (machine.source, *(tiers[tier].size for tier in ("gcd", "hive", "gpu"))) == (f"preset {name}", *sizes)
-        # What is declared by tier is what follows from links and NICs.
-        for tier in tiers_of(replace(machine, tier_gb_s={})):
-            assert tier.gb_s == machine.tier_gb_s.get(tier.name, tier.gb_s)
+        assert {tier: found.gb_s for tier, found in tiers.items() if found.gb_s is not None} == RATES[name]
     frontier = preset("frontier")
     assert [device.bus[5:7] for device in frontier.devices] == list(trees.FRONTIER_BUSES)
     assert {(link.a, link.b): link.count for link in frontier.links} == trees.FRONTIER_LINKS
