@@ -21,6 +21,7 @@ from hzero.comm import for_dimension
 from hzero.files import replacing
 from hzero.topology import Grid
 
+TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
 GRID = Grid(2, 2, 2)
 #: Share of the tokens, at the end, that evaluations read.
 EVALUATION = 0.02
@@ -60,7 +61,7 @@ class _Run:
         ids = np.load(work.tokens, mmap_mode="r")
         cut = len(ids) - int(len(ids) * EVALUATION)
         self._ids, self._held_out = ids[:cut], ids[cut:]
-        block = {**work.config["block"], "topology": GRID.declaration()}
+        block = {**work.config["block"], "topology": TOPOLOGY}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self._train["micro_batch"],
             "gradient_accumulation_steps": self._train["grad_accumulation"],

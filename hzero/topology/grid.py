@@ -164,12 +164,6 @@ class Grid:
         places = np.ravel_multi_index([by_tier[tier] for tier in self._axes], sizes)
         return places if self.ranks is None else self._listed[0][places]
 
-    def declaration(self) -> dict[str, Any]:
-        """The block `hzero.config.TopologyConfig` that declares it, where ranks are numbered in some order."""
-        values = dataclasses.asdict(self)
-        groups = AUTOMATIC if self.automatic else self.nodes_per_group
-        return {key: values[key] for key in values if key not in ("ranks", "automatic")} | {"nodes_per_group": groups}
-
     def grouped(self, nodes_per_group: int | Literal["automatic"] | None) -> Grid:
         """The same ranks in other groups of nodes, as `hzero.config.TopologyConfig` declares them."""
         if nodes_per_group == AUTOMATIC:
