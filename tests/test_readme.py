@@ -25,7 +25,7 @@ SHORTER = {
     "make train": "ARGS='train.steps=2 topology=single_node topology.gcds_per_gpu=2 model.num_layers=1 data.max_bytes=500000"
     " train.eval_batches=1 run.dir={run}'",
     "make test": "ARGS='--collect-only -q tests/test_config.py'",
-    "hzero links": "--min-bytes 16K --codecs int8 --out {run}.json",
+    "hzero links": "--min-bytes 16K --out {run}.json",
     "hzero train": "train.steps=2 topology=single_node topology.gcds_per_gpu=2 model.num_layers=1 data.max_bytes=500000"
     " train.eval_batches=1 run.dir={run}",
 }
