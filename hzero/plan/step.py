@@ -251,26 +251,21 @@ def speeds(usages: Sequence[Mapping[Any, float]]) -> list[float]:
     Returns:
         Speeds such that the shares of no resource add up to more than 1.
     """
-    found = [1.0] * len(usages)
-    growing, left = set(range(len(usages))), {}
-    for usage in usages:
-        left.update(dict.fromkeys(usage, 1.0))
-    level = 0.0
+    found, growing, level = [1.0] * len(usages), set(range(len(usages))), 0.0
+    left: dict[Any, float] = defaultdict(lambda: 1.0)
     while growing:
-        demand: dict[Any, float] = {}
+        demand: dict[Any, float] = defaultdict(float)
         for index in growing:
             for resource, share in usages[index].items():
-                demand[resource] = demand.get(resource, 0.0) + share
-        step, full = 1.0 - level, None
-        for resource, total in demand.items():
-            if total > 0 and left[resource] / total < step:
-                step, full = left[resource] / total, resource
+                demand[resource] += share
+        full = min(demand, key=lambda resource: left[resource] / demand[resource], default=None)
+        if full is None or level + left[full] / demand[full] >= 1.0:
+            break
+        step = left[full] / demand[full]
         level += step
-        if full is None:
-            return found
         for resource, total in demand.items():
             left[resource] = max(left[resource] - step * total, 0.0)
-        for index in [index for index in growing if usages[index].get(full, 0.0) > 0]:
+        for index in [index for index in growing if full in usages[index]]:
             found[index] = level
             growing.remove(index)
     return found
