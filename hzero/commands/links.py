@@ -29,13 +29,9 @@ from hzero.comm.wires import STAGE
 from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, Algorithm, Tier, TopologyConfig, parse_config
 from hzero.launch import launched, run_launched, run_ranks
 from hzero.plan.links_file import (
-    SCHEMA,
     LinkRow,
     LinksFile,
-    algorithm_bandwidth,
-    bus_bandwidth,
     node_all_gather,
-    tier_rate,
     write_links,
 )
 from hzero.plan.shards import ShardPlan
@@ -170,14 +166,13 @@ def measure(parsed: argparse.Namespace) -> None:
             say(line(rows[-1]))
     if rank == 0:
         links = LinksFile(
-            schema=SCHEMA,
+            schema="hzero-links-1",
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             machine={"host": platform.node(), "processor": platform.processor() or platform.machine()},
             versions={"python": platform.python_version(), "hzero": __version__, "torch": torch.__version__},
             backend=backend,
             device=name,
             grid={tier: grid.size(tier) for tier in grid.tiers},
-            tiers={tier: tier_rate([row for row in rows if row.tier == tier]) for tier in grid.crossed},
             rows=rows,
         )
         write_links(parsed.out, links)
@@ -208,17 +203,14 @@ def times_of(start: Callable[[], Pending], iterations: int, device: torch.device
 
 def row_of(tier: Tier, ranks: int, algorithm: Algorithm, part: int, times: Sequence[float]) -> LinkRow:
     """The row of an all-gather of ``part`` bytes of each rank, from its times in seconds."""
-    seconds, size = statistics.median(times), part * ranks
     return LinkRow(
         tier=tier,
         ranks=ranks,
         algorithm=algorithm,
-        size_bytes=size,
-        median_us=seconds * 1e6,
+        size_bytes=part * ranks,
+        median_us=statistics.median(times) * 1e6,
         min_us=min(times) * 1e6,
         max_us=max(times) * 1e6,
-        algbw_gb_s=algorithm_bandwidth(size, seconds),
-        busbw_gb_s=bus_bandwidth(size, seconds, ranks),
     )
 
 

@@ -145,7 +145,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     own, other = (footprint(one, grid, job) for one in (plan, Scheme("deepspeed")))
     rates, source = experiment["topology"].get("bandwidth_gb_s") or {}, "nominal rates, not measured"
     if links := scenario.links:
-        rates = {tier: links.tiers[tier].gb_s for tier in grid.crossed}
+        rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
         source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
     by_tier = [
         {**asdict(row), "seconds": link_seconds([row], rates).get(row.tier), "zero3_bytes": flat.wire_bytes}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, FiniteFloat, model_validator
 
@@ -18,23 +17,6 @@ from hzero.config import ALGORITHMS, BASE_TIERS, TIERS, Algorithm, NodeAllGather
 from hzero.files import read_json, refusing, replacing
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
-
-#: Value of the key ``schema`` in the files that this release writes and reads.
-SCHEMA: Final = "hzero-links-1"
-
-
-def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
-    """``algbw`` in GB/s: bytes of the whole array over the time of the collective."""
-    return size_bytes / seconds / 1e9
-
-
-def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
-    """``busbw`` in GB/s of an all-gather, reduce-scatter or all-to-all: ``algbw`` x (n - 1) / n.
-
-    The factor is the same for the three collectives that hops are made of (doc/PERFORMANCE.md of
-    nccl-tests): a rank's own part of the array crosses no link.
-    """
-    return algorithm_bandwidth(size_bytes, seconds) * (ranks - 1) / ranks
 
 
 class LinkRow(Frozen):
@@ -48,8 +30,6 @@ class LinkRow(Frozen):
         median_us: Median time of an iteration of its slowest rank, in microseconds.
         min_us: Shortest of these times.
         max_us: Longest of these times.
-        algbw_gb_s: By the median.
-        busbw_gb_s: By the median.
     """
 
     tier: Tier
@@ -59,11 +39,19 @@ class LinkRow(Frozen):
     median_us: FiniteFloat = Field(gt=0)
     min_us: FiniteFloat = Field(gt=0)
     max_us: FiniteFloat = Field(gt=0)
-    algbw_gb_s: FiniteFloat = Field(gt=0)
-    busbw_gb_s: FiniteFloat = Field(gt=0)
+
+    @property
+    def algbw_gb_s(self) -> float:
+        """``algbw`` by the median."""
+        return self.size_bytes / self.median_us / 1e3
+
+    @property
+    def busbw_gb_s(self) -> float:
+        """``busbw`` by the median: a rank's own part of the array crosses no link."""
+        return self.algbw_gb_s * (self.ranks - 1) / self.ranks
 
 
-class TierRate(Frozen):
+class TierRate(NamedTuple):
     """Bandwidth and latency of one tier, for a plan.
 
     Attributes:
@@ -71,22 +59,21 @@ class TierRate(Frozen):
         latency_us: Time of the smallest all-gather, in microseconds.
     """
 
-    gb_s: FiniteFloat = Field(gt=0)
-    latency_us: FiniteFloat = Field(gt=0)
+    gb_s: float
+    latency_us: float
 
 
 class LinksFile(Frozen):
     """The content of a links file.
 
     Attributes:
-        schema_name: `SCHEMA`; in the file the key is ``schema``.
+        schema_name: Of the files that this release writes and reads; in the file the key is ``schema``.
         date: When it was measured, ISO 8601 in UTC.
         machine: Host of rank 0 and its processor.
         versions: Of Python, hzero and torch.
         backend: Of torch.distributed, or ``mpi``.
         device: The ranks' device type.
         grid: Size of every tier that the machine has.
-        tiers: Summary of every tier of more than one rank.
         rows: All measurements, in order.
     """
 
@@ -97,8 +84,22 @@ class LinksFile(Frozen):
     backend: str
     device: str
     grid: dict[Tier, int]
-    tiers: dict[Tier, TierRate]
     rows: list[LinkRow]
+
+    @property
+    def tiers(self) -> dict[Tier, TierRate]:
+        """Rates of the measured tiers."""
+        found: dict[Tier, TierRate] = {}
+        for tier in self.grid:
+            gathers = [row for row in self.rows if (row.tier, row.algorithm) == (tier, "library")]
+            if gathers:
+                largest, smallest = (choose(gathers, key=lambda row: row.size_bytes) for choose in (max, min))
+                found[tier] = TierRate(largest.busbw_gb_s, smallest.median_us)
+        return found
+
+    def rate(self, tier: Tier) -> TierRate | None:
+        """The rate of a tier by its name; groups of nodes have the NICs of nodes. None where none was measured."""
+        return self.tiers.get(tier, self.tiers.get("node") if tier == "group" else None)
 
     def grid_text(self) -> str:
         """Sizes of the tiers, outermost first."""
@@ -108,18 +109,10 @@ class LinksFile(Frozen):
     def _agrees(self) -> LinksFile:
         if not set(BASE_TIERS) <= set(self.grid) or min(self.grid.values()) < 1:
             raise ValueError(f"grid: found {self.grid}, expected sizes of at least 1 for {', '.join(BASE_TIERS)}")
-        if set(self.tiers) != {tier for tier, size in self.grid.items() if size > 1}:
-            raise ValueError(f"tiers: found {', '.join(self.tiers) or 'none'}, expected those of the grid {self.grid}")
         for index, row in enumerate(self.rows):
             if row.ranks != (size := self.grid.get(row.tier, 1)):
                 raise ValueError(f"rows.{index}.ranks: found {row.ranks}, but tier {row.tier} has {size}")
         return self
-
-
-def tier_rate(rows: list[LinkRow]) -> TierRate:
-    """The summary of one tier from its rows, an all-gather among them."""
-    gathers = sorted((row for row in rows if row.algorithm == "library"), key=lambda row: row.size_bytes)
-    return TierRate(gb_s=gathers[-1].busbw_gb_s, latency_us=gathers[0].median_us)
 
 
 def node_all_gather(rows: list[LinkRow]) -> NodeAllGather:
@@ -154,13 +147,7 @@ def write_links(path: Path, links: LinksFile) -> None:
 
 def read_links(path: Path) -> LinksFile:
     """Reads a links file. Raises `ConfigError` with the file and the key if it is none."""
-    content = read_json(path)
-    found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-    if found != SCHEMA:
-        raise ConfigError(
-            f"{path}: schema: found {reprlib.repr(found)}, expected {SCHEMA!r}, which `hzero links` writes"
-        )
-    return validated(LinksFile, content, f"{path}:")
+    return validated(LinksFile, read_json(path), f"{path}:")
 
 
 def links_for(path: Path, grid: Grid) -> LinksFile:
@@ -170,12 +157,10 @@ def links_for(path: Path, grid: Grid) -> LinksFile:
         ConfigError: As `read_links`, or a tier of more than one rank of the grid has not been measured.
     """
     links = read_links(path)
-    if "group" not in links.tiers and "node" in links.tiers:  # the same NICs
-        links = links.model_copy(update={"tiers": {**links.tiers, "group": links.tiers["node"]}})
-    for tier in grid.tiers:
-        if grid.size(tier) > 1 and tier not in links.tiers:
+    for tier in grid.crossed:
+        if links.rate(tier) is None:
             raise ConfigError(
-                f"{path}: tiers.{tier}: missing, and the plan's grid ({grid}) needs it; measured: "
+                f"{path}: tier {tier}: missing, and the plan's grid ({grid}) needs it; measured: "
                 f"{', '.join(links.tiers) or 'none'}, on a grid of {links.grid_text()}"
             )
     return links

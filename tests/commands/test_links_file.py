@@ -14,21 +14,17 @@ from hzero.config import NodeAllGather
 from hzero.plan.links_file import (
     LinkRow,
     LinksFile,
-    algorithm_bandwidth,
-    bus_bandwidth,
     node_all_gather,
     read_links,
-    tier_rate,
     write_links,
 )
 from hzero.plan.scenario import read_scenario
 from hzero.validation import ConfigError
 
 
-def row(algorithm: Any = "library", size: int = 4096, us: float = 10.0, tier: Any = "gcd") -> LinkRow:
+def row(algorithm: Any = "library", size: int = 4096, us: float = 10.0, tier: Any = "gcd", ranks: int = 2) -> LinkRow:
     times = {"median_us": us, "min_us": us / 2, "max_us": us * 2}
-    rates = {"algbw_gb_s": algorithm_bandwidth(size, us / 1e6), "busbw_gb_s": bus_bandwidth(size, us / 1e6, 2)}
-    return LinkRow(tier=tier, ranks=2, algorithm=algorithm, size_bytes=size, **times, **rates)
+    return LinkRow(tier=tier, ranks=ranks, algorithm=algorithm, size_bytes=size, **times)
 
 
 def links(**changes: Any) -> LinksFile:
@@ -41,7 +37,6 @@ def links(**changes: Any) -> LinksFile:
         "backend": "gloo",
         "device": "cpu",
         "grid": {"gcd": 2, "gpu": 1, "node": 2},
-        "tiers": {tier: tier_rate([r for r in rows if r.tier == tier]) for tier in ("gcd", "node")},
         "rows": rows,
     }
     return LinksFile(**{**values, **changes})
@@ -49,9 +44,9 @@ def links(**changes: Any) -> LinksFile:
 
 def test_rates_are_those_of_rccl_tests() -> None:
     # 16 GB over 8 ranks in 2 s: each receives 7 parts of 2 GB.
-    assert algorithm_bandwidth(16_000_000_000, 2.0) == 8.0
-    assert bus_bandwidth(16_000_000_000, 2.0, 8) == 7.0
-    assert bus_bandwidth(1_000_000_000, 1.0, 2) == 0.5
+    large = row(size=16_000_000_000, us=2e6, ranks=8)
+    assert (large.algbw_gb_s, large.busbw_gb_s) == (8.0, 7.0)
+    assert row(size=1_000_000_000, us=1e6).busbw_gb_s == 0.5
 
 
 def test_a_tier_has_the_bandwidth_of_the_largest_all_gather_and_the_time_of_the_smallest() -> None:
@@ -95,10 +90,9 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
-        ("tiers.gcd.gb_s", float("nan"), "tiers.gcd.gb_s: found nan"),
-        ("tiers.gcd.latency_us", 10**400, "tiers.gcd.latency_us"),
-        ("tiers", {}, "tiers: found none, expected those of the grid"),
+        ("schema", "hzero-links-9", "schema: unknown value 'hzero-links-9'"),
+        ("rows.0.median_us", float("nan"), "rows.0.median_us: found nan"),
+        ("rows.0.min_us", 10**400, "rows.0.min_us"),
         ("grid.node", 4, "rows.2.ranks: found 2, but tier node has 4"),
         ("rows.1.algorithm", "broadcast", "rows.1.algorithm: unknown value 'broadcast'"),
         ("extra\nline", 1, "unknown key"),
@@ -121,24 +115,24 @@ def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: An
 def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, frontier = tmp_path / "links.json", ["model=gpt_neox_20b", "topology=frontier"]
     rates = {"gcd": 150.0, "gpu": 70.0, "node": 9.0}
-    tiers = {tier: {"gb_s": rate, "latency_us": 30.0} for tier, rate in rates.items()}
-    write_links(path, links(grid={"gcd": 2, "gpu": 4, "node": 2}, tiers=tiers, rows=[]))
+    sizes = {"gcd": (9_000_000, 2), "gpu": (2_800_000, 4), "node": (540_000, 2)}  # these rates in 30 us
+    rows = [row(size=size, us=30.0, tier=tier, ranks=ranks) for tier, (size, ranks) in sizes.items()]
+    write_links(path, links(grid={"gcd": 2, "gpu": 4, "node": 2}, rows=rows))
     profile = read_scenario([*frontier, "topology.nodes=48"], path).machine.profile
     assert (profile.value("net_rails_gb_s"), profile.value("launch_us")) == (72.0, 30.0)
     assert profile.sources["given"].kind == "measured"
     plan = ["plan", *frontier, "nodes=48", "--links"]
     assert main([*plan, str(path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["rates_gb_s"] == rates and links().date in result["rates"]
-    for row in result["traffic"]:
-        assert row["seconds"] == pytest.approx(row["wire_bytes"] / (rates[row["tier"]] * 1e9))
+    assert result["rates_gb_s"] == pytest.approx(rates) and links().date in result["rates"]
+    for entry in result["traffic"]:
+        assert entry["seconds"] == pytest.approx(entry["wire_bytes"] / (rates[entry["tier"]] * 1e9))
     assert main([*plan, str(path)]) == 0
     assert f"measured {links().date} on 2 node x 4 gpu x 2 gcd, gloo" in " ".join(capsys.readouterr().out.split())
     inside = tmp_path / "one.json"
-    del tiers["node"]
-    write_links(inside, links(grid={"gcd": 2, "gpu": 4, "node": 1}, tiers=tiers, rows=[]))
+    write_links(inside, links(grid={"gcd": 2, "gpu": 4, "node": 1}, rows=rows[:2]))
     for file, says in (
-        (inside, "tiers.node: missing, and the plan's grid"),
+        (inside, "tier node: missing, and the plan's grid"),
         (tmp_path / "none.json", "cannot be read"),
     ):
         assert main([*plan, str(file)]) == 2
