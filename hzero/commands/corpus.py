@@ -163,6 +163,10 @@ def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Ca
     except Exception as error:  # of many kinds, by the tokenizer's class
         why = " ".join(str(error).split())
         raise ConfigError(f"model.path: cannot read the tokenizer in {str(folder)!r}: {why}") from None
+    if not found.is_fast:
+        raise ConfigError(
+            f"model.path: found {type(found).__name__} in {str(folder)!r}; expected one with tokenizer.json"
+        )
     if len(found) > vocab:
         tokens = f"{len(found):,} tokens in the tokenizer of {str(folder)!r}"
         raise ConfigError(f"model.path: found {tokens}; expected at most the model's {vocab:,}")

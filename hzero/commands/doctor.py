@@ -457,7 +457,7 @@ def examine_config(
     """
     with quiet():
         from hzero.deepspeed import autotp
-        from hzero.deepspeed.refusals import check_written, partition_of_autotp
+        from hzero.deepspeed.refusals import check_written, ignored, partition_of_autotp
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None
@@ -472,6 +472,7 @@ def examine_config(
     with _reported(path, findings):
         read = check_written(config, _data_parallel_ranks(config, grid))
         build(read)
+        findings += [(DEGRADED, f"{error}; DeepSpeed ignores it") for error in ignored(read, str(path))]
         if parsed is not None and (size := read.tensor_parallel_config.autotp_size) > 1:
             partition = partition_of_autotp(size, grid, 0) if grid is not None else None
             autotp.check(read, parsed, grid)

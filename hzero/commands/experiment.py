@@ -87,7 +87,7 @@ class LauncherGroup(Frozen):
     """How `hzero train` starts its ranks where no launcher has."""
 
     world_size: int | None = Field(ge=1, le=1_000_000)
-    threads: int = Field(ge=1, le=10_000)
+    threads: int = Field(ge=1, le=1024)
     start_timeout_s: Timeout
 
 
@@ -338,7 +338,11 @@ class Experiment:
     @cached_property
     def architecture(self) -> Architecture:
         """Shapes of the model, counted on torch's meta device. Raises `ConfigError` if transformers cannot build it."""
-        return _counted(transformers_config(self.config["model"]))
+        config = transformers_config(self.config["model"])
+        try:
+            return _counted(config)
+        except Exception as error:  # of many kinds, by architecture
+            raise _refused_by_transformers(error) from None
 
     @property
     def numels(self) -> list[int]:
@@ -461,11 +465,8 @@ def _counted(config: Any) -> Architecture:
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # of many kinds, by architecture
-        raise _refused_by_transformers(error) from None
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     before, layers, after = list[int](), dict[int, list[int]](), list[int]()
     for name, param in built.named_parameters():
         # The first number of a name is that of the layer: model.layers.0.mlp.experts.3.w1.weight.

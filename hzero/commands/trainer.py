@@ -29,7 +29,7 @@ from hzero.commands.corpus import Corpus
 from hzero.commands.doctor import build
 from hzero.commands.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.deepspeed.clients import save_together
-from hzero.deepspeed.refusals import check_written
+from hzero.deepspeed.refusals import check_written, ignored
 from hzero.launch import UNFINISHED
 from hzero.terminal import size_text
 from hzero.validation import ConfigError, from_rank_0, one_of, printable, some
@@ -124,7 +124,7 @@ def check(experiment: Experiment) -> None:
     with tempfile.TemporaryDirectory() as folder:
         owned, fields = _arguments(experiment, Path(folder)), TrainingArguments.__dataclass_fields__
         for key, value in written.items():
-            if key in owned or key == "fsdp":
+            if key in owned or key in ("fsdp", "num_train_epochs", "resume_from_checkpoint"):
                 raise ConfigError(
                     f"trainer.{key}: found {value!r}; expected the groups run, topology, train and checkpoint"
                 )
@@ -143,7 +143,10 @@ def check(experiment: Experiment) -> None:
         filled = integration.HfTrainerDeepSpeedConfig(experiment.deepspeed_config())
         filled.trainer_config_process(arguments)
         filled.trainer_config_finalize(arguments, model, arguments.max_steps)
-        build(check_written(filled.config, experiment.data_parallel.world_size))
+        read = check_written(filled.config, experiment.data_parallel.world_size)
+        for error in ignored(read, "deepspeed"):
+            raise error
+        build(read)
 
 
 @contextlib.contextmanager
@@ -220,6 +223,13 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
     except Exception as error:  # of many kinds, by the format of the weights
         why = " ".join(str(error).split())[:300]
         raise ConfigError(f"model.path: cannot load the weights in {str(source)!r}: {why}") from None
+    if getattr(built, "is_quantized", False):
+        why = "expected weights that can be trained; docs/recipes/qlora.md trains adapters"
+        raise ConfigError(f"model.path: found quantised weights in {str(source)!r}; {why}")
+    try:
+        built.generation_config.validate(strict=True)
+    except ValueError:  # such as a temperature without sampling, which transformers ignores, but does not save again
+        built.generation_config = transformers.GenerationConfig.from_model_config(config)
     tied = set(getattr(built, "all_tied_weights_keys", ()) or ())
     wrong = {
         "lacks": sorted(set(loaded["missing_keys"]) - tied),

@@ -643,7 +643,7 @@ def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> An
         ConfigError: It needs more than `_ALLOWED`, is damaged, or is no file of torch.
     """
     if not os.path.isfile(path):  # torch would wait for a pipe
-        raise ConfigError(f"{path!r} is no regular file")
+        raise ConfigError(f"{path!r} is missing, as after a run in another type of weights, or no regular file")
     try:
         with only_tensors(trust, repr(path)):
             return torch.load(path, map_location, weights_only=not trust, mmap=mmap and zipfile.is_zipfile(path))

@@ -24,7 +24,7 @@ from hzero.deepspeed.versions import check_features
 from hzero.engine.engine import Partition, ranks_of
 from hzero.engine.parameter import Route
 from hzero.topology import Grid, declared_grid, resolve_grid
-from hzero.validation import ConfigError, some
+from hzero.validation import ConfigError, one_of, some
 
 #: Keys of DeepSpeed's configuration with values that are refused: where DeepSpeed keeps the value, which values are supported
 #: besides None, and how a message says them.
@@ -192,6 +192,32 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
     if parsed is not None:
         check_config(read, parsed, read.optimizer_name)
     return read
+
+
+class _Asked(dict[str, Any]):
+    """A configuration that remembers the keys that DeepSpeed has asked it for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked = {"sequence_parallel_size"}  # only ranks ask for it
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+
+def ignored(read: DeepSpeedConfig, where: str) -> list[ConfigError]:
+    """Errors for the keys that DeepSpeed ignores at the top level of ``where``, which `check_written` has read."""
+    config = _Asked({key: value for key, value in read._param_dict.items() if key != KEY})
+    type(read)(config)
+    return [one_of(where, key, sorted(config.asked), "key") for key in config if key not in config.asked]
 
 
 def _config_of(ranks: int) -> type[DeepSpeedConfig]:
