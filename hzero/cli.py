@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.terminal import keep_streams, lost_output
-from hzero.validation import ConfigError, Parser, one_of, report
+from hzero.validation import ConfigError, Parser, of_file, one_of, report
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
@@ -86,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report(error)
         return 2
     except OSError as error:
-        if error.filename is None:
-            raise
-        report(ConfigError(f"{os.fsdecode(error.filename)}: {(error.strerror or '').lower()}"))
+        report(of_file(error))
         return 2
     except KeyboardInterrupt:
         return 130

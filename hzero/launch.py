@@ -38,6 +38,8 @@ from hzero.validation import ConfigError, PeerError, PlainError, printable, repo
 #: Exit statuses: after Ctrl-C, for input that is refused, and for work that has saved and is to be started again (EX_TEMPFAIL of
 #: sysexits.h).
 INTERRUPTED, REFUSED, UNFINISHED = 130, 2, 75
+#: Maximum number of ranks that a command starts on one machine.
+MAX_RANKS = 256
 #: Longest time that ranks may take to save and end after Ctrl-C or SIGTERM, in seconds. A second Ctrl-C ends them at once.
 GRACE_S = 600.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -111,6 +111,13 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
     return answer[0]  # type: ignore[no-any-return]
 
 
+def of_file(error: OSError) -> ConfigError:
+    """The error for a file that the system refuses; raises ``error`` if it names none."""
+    if error.filename is None:
+        raise error
+    return ConfigError(f"{os.fsdecode(error.filename)}: {(error.strerror or '').lower()}")
+
+
 def hook_errors() -> None:
     """Sets the one ``sys.excepthook`` of hzero, unless it is set.
 

@@ -27,7 +27,7 @@ from hzero.comm.transport import Pending
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE
 from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, Algorithm, Tier, TopologyConfig, parse_config
-from hzero.launch import launched, run_launched, run_ranks
+from hzero.launch import MAX_RANKS, launched, run_launched, run_ranks
 from hzero.plan.links_file import (
     LinkRow,
     LinksFile,
@@ -39,8 +39,6 @@ from hzero.topology import resolve_grid
 from hzero.topology.discovery import ranks_here
 from hzero.validation import ConfigError, Parser, from_rank_0, positive, printable, validated
 
-#: Maximum number of ranks that the command starts on one machine.
-MAX_RANKS = 256
 #: How long the ranks may take to meet, in seconds; collectives wait for --timeout.
 START_TIMEOUT_S = 300.0
 #: A part of a message is a multiple of this many bytes, as the records of payloads are.

@@ -32,10 +32,11 @@ from hzero.commands.experiment import (
     for_hydra,
     one_line,
     plain,
+    transformers_config,
 )
 from hzero.files import expanded, read_json, refusing, replacing
-from hzero.launch import INTERRUPTED, REFUSED, UNFINISHED, launched, run_launched, run_ranks
-from hzero.validation import ConfigError, from_rank_0, printable, report, validated
+from hzero.launch import INTERRUPTED, MAX_RANKS, REFUSED, UNFINISHED, launched, run_launched, run_ranks
+from hzero.validation import ConfigError, from_rank_0, of_file, printable, report, validated
 
 #: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
 IMPORTS = ("torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer", "hzero.commands.trainer")
@@ -60,6 +61,9 @@ def run_train(arguments: Sequence[str]) -> int:
             statuses.append(_train(plain(config)))
         except ConfigError as error:  # in a multirun, a run that is refused does not keep the others from running
             report(error)
+            statuses.append(REFUSED)
+        except OSError as error:  # which Hydra would report over several lines
+            report(of_file(error))
             statuses.append(REFUSED)
         except SystemExit as left:  # a rank of a launcher is done
             statuses.append(int(left.code or 0))
@@ -92,6 +96,9 @@ def _train(config: dict[str, Any]) -> int:
     if launched():
         run_launched(partial(_launched, config))
     experiment = Experiment(config)
+    if experiment.world_size > MAX_RANKS:
+        ranks = f"found {experiment.world_size:,} ranks for this machine"
+        raise ConfigError(f"topology: {ranks}; expected at most {MAX_RANKS}, or ranks of torchrun, srun or mpiexec")
     text, folder, resume = _begin(experiment)
     work, threads = partial(_started, experiment, text, folder, resume), experiment["launcher"]["threads"]
     status = run_ranks(work, experiment.world_size, logs=folder / "logs", threads=threads, imports=IMPORTS)
@@ -174,7 +181,7 @@ def _folder(experiment: Experiment) -> tuple[Path, str | None]:
     number = 1
     while folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         number += 1
-        folder = first.with_name(f"{first.name}-{number}")
+        folder = Path(f"{first}-{number}")
     if not resume:
         return folder, None
     path = expanded(str(resume)).absolute()
@@ -186,13 +193,18 @@ def _folder(experiment: Experiment) -> tuple[Path, str | None]:
 
 
 def _check_checkpoint(experiment: Experiment, text: corpus.Corpus, path: Path) -> None:
-    """Refuses to go on from a checkpoint of another tokenizer, or from one that has done all steps."""
+    """Refuses to go on from a checkpoint of another model or tokenizer, or from one that has done all steps."""
     steps = experiment["train"]["steps"]
     done = read_json(path / "trainer_state.json").get("global_step", 0)
     # A run writes its summary before its model. If that save has failed, the run is not complete.
     last = "model/tokenizer.json" if experiment["checkpoint"]["model"] else "summary.json"
     if done > steps or (done == steps and (path.parent / last).is_file()):
         raise ConfigError(f"train.steps: found {steps}; expected more than the {done} that {str(path)!r} has done")
+    saved = read_json(path / "config.json")
+    for key, value in transformers_config(experiment["model"]).to_dict().items():
+        shape = key.startswith(("hidden_", "num_", "vocab_", "intermediate_", "model_type"))
+        if shape and saved.get(key, value) != value:  # other heads, for example, have parameters of the same sizes
+            raise ConfigError(f"model: found {key} {value!r}; expected {saved[key]!r}, as in {str(path)!r}")
     if read_json(path / "tokenizer.json")["model"] != json.loads(text.tokenizer.backend_tokenizer.to_str())["model"]:
         expected = "the text of that run, or a model.path with a tokenizer"
         raise ConfigError(f"data.path: {text.source} gives another tokenizer than {str(path)!r}; expected {expected}")

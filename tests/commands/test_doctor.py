@@ -291,7 +291,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"zero_optimization": {"stage": 2, "hzero": {}}}, UNUSABLE, "needs zero_optimization.stage 3, found 2"),
     ({}, {"zero_optimization": {"stage": 3, "stge": 3, "hzero": {}}}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"zero_optimization": {"stage": 3}}, DEGRADED, 'no "hzero" block'),
-    ({}, {"gradient_cliping": 1.0}, DEGRADED, "unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"),
+    ({}, {"gradient_clip": 1.0}, DEGRADED, "unknown key 'gradient_clip'; did you mean 'gradient_clipping'"),
     ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
     # Topologies.
