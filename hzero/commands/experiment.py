@@ -362,7 +362,9 @@ class Experiment:
     def _block(self, declared: TopologyConfig) -> dict[str, Any] | None:
         zero = self["zero"]
         if zero.get("preset") is not None:
-            return {**zero, "topology": declared.model_dump(exclude_unset=True)}
+            # Accelerate takes "auto", another word for it, for a value to fill in.
+            source = {"source": "discover"} if declared.source == "auto" else {}
+            return {**zero, "topology": {**declared.model_dump(exclude_unset=True), **source}}
         if more := [key for key in zero if key != "preset"]:
             raise ConfigError(f"zero.{more[0]}: found without zero.preset; expected one, as in zero=topo")
         return None

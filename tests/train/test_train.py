@@ -276,8 +276,8 @@ def test_a_stopped_run_goes_on(place: Path) -> None:
         assert after["losses"][: before["steps"]] == before["losses"]
 
 
-def _of_launcher(name: str) -> list[str]:
-    return ["train", *overrides("topology=single_node", "topology.gcds_per_gpu=2", f"run.name={name}", "train.steps=2")]
+def _of_launcher(name: str, *topology: str) -> list[str]:
+    return ["train", *overrides(*topology, f"run.name={name}", "train.steps=2")]
 
 
 def _check_of_launcher(name: str, place: Path, out: str, err: str) -> None:
@@ -286,9 +286,14 @@ def _check_of_launcher(name: str, place: Path, out: str, err: str) -> None:
 
 
 def test_ranks_of_torchrun(place: Path) -> None:
-    """As ``torchrun -m hzero train``, which runs this file."""
+    """As ``torchrun -m hzero train``, which runs this file. The ranks find out where they sit."""
     files = place / "torchrun.out", place / "torchrun.err"
-    command = ["--standalone", "--nproc-per-node=2", str(ROOT / "hzero" / "__main__.py"), *_of_launcher("torchrun")]
+    command = [
+        "--standalone",
+        "--nproc-per-node=2",
+        str(ROOT / "hzero" / "__main__.py"),
+        *_of_launcher("torchrun", "topology=auto"),
+    ]
     process = fork(torchrun, *command, folder=place, env={"OMP_NUM_THREADS": "1"}, out=files[0], err=files[1])
     join(process, 180)
     assert process.exitcode == 0, files[0].read_text() + files[1].read_text()
@@ -298,7 +303,15 @@ def test_ranks_of_torchrun(place: Path) -> None:
 @LONG
 def test_ranks_of_mpiexec(place: Path) -> None:
     done = subprocess.run(
-        [mpiexec(), "-n", "2", sys.executable, "-m", "hzero", *_of_launcher("mpiexec")],
+        [
+            mpiexec(),
+            "-n",
+            "2",
+            sys.executable,
+            "-m",
+            "hzero",
+            *_of_launcher("mpiexec", *ONE[:1], "topology.gcds_per_gpu=2"),
+        ],
         cwd=place,
         env=environment(),
         capture_output=True,
