@@ -1,4 +1,4 @@
-"""The command: wrong arguments are one line and status 2; a run of 8 ranks measures every tier and hop."""
+"""The command: wrong arguments are one line and status 2; a run of 8 ranks measures every tier."""
 
 from __future__ import annotations
 
