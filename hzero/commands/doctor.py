@@ -24,7 +24,6 @@ import yaml
 from hzero import __version__, autoload
 from hzero.block import KEY, PARENT, find, lifted
 from hzero.block import read_text as parse_text
-from hzero.comm.mpi_wires import import_mpi
 from hzero.config import HERE, TopologyConfig, parse_config
 from hzero.files import read_text
 from hzero.launch import rank_variables
@@ -369,6 +368,8 @@ def examine_mpi() -> str | None:
     """The MPI library, or why there is none; None for a process that MPI has not started."""
     if not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK")):
         return None
+    from hzero.comm.mpi_wires import import_mpi  # with torch, which a refusal need not wait for
+
     try:  # only rank 0 comes here
         return " ".join(import_mpi(initialize=False).Get_library_version().splitlines()[0].split())
     except ConfigError as error:
