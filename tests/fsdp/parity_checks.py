@@ -59,7 +59,7 @@ def check_features() -> None:
     """One or two of each; `check_every_layout_and_feature` has all."""
     _assert_equal(case("frozen", "checkpointing", accumulation=3))
     _assert_equal(case("tied", "grouped", "kept", layout=(2, 1, 2), optimizer="sgd"))
-    _assert_equal(case("spare", "smaller", layout=(3, 1, 2), accumulation=3))
+    _assert_equal(case("spare", "smaller", accumulation=3))
     _assert_equal(case("meta", "prefetch", "offload", layout=(1, 2, 2)))
     _assert_equal(Case((2, 1, 2), 3, optimizer="fused"))
     _assert_equal(case(layout=(2, 2, 1), tensor=2, accumulation=3))
@@ -88,6 +88,8 @@ def check_every_layout_and_feature() -> None:
             for flags in ("last", "sync", "all_reduce", "count", "none"):
                 _assert_equal(Case(layout, accumulation, flags))
         for option in options:
+            if option == "smaller" and layout != (2, 2, 2):  # torch makes its groups with all ranks of the world
+                continue
             if option in ("bf16_wire", "fp16"):  # sums are rounded otherwise
                 found, wanted = train(case(option, layout=layout), LOSSLESS), plain(case(option, layout=layout))
                 assert relative(found.losses, wanted.losses) < 2e-2, (option, found.losses, wanted.losses)
