@@ -113,7 +113,9 @@ def build(options: frozenset[str], mesh: DeviceMesh, seed: int = 0) -> Net:
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     if mesh.ndim > 1:
         for block in model.blocks:
-            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                block, mesh["tensor"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+            )
     if "frozen" in options:
         model.embed.weight.requires_grad_(False)
         for name in ("up.weight", "norm.bias"):
