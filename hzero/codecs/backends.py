@@ -149,8 +149,8 @@ class KernelBackend:
     def recoder(
         self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, outer: int, out: RecordFormat
     ) -> Callable[..., None] | None:
-        """Sums and encodes in one kernel where blocks agree; None elsewhere."""
-        if not fmt.alike(out):
+        """Sums and encodes in one kernel if blocks agree; None if they do not."""
+        if not (fmt.alike(out) and self._has(fmt) and self._has(out)):
             return reference.recoder(rows, fmt, dtype, outer, out)
         call = Call(rows, fmt, dtype, (), sums=True, out=out, pieces=outer)
         launch = Launch(self.launcher, f"decode_sum_encode_{fmt.codec}_{out.codec}", call)

@@ -1,7 +1,7 @@
 """Codecs as data: one table of their properties, and the bytes that a shard takes in a payload (docs/payload_format.md).
 
 Pure arithmetic without torch. To add a codec, give it a name, an entry of `TRAITS` with its sizes and its error bound, and a
-reference in a module of its own (`Traits.reference`). No other module tests a codec's name.
+reference in a module of its own (`Traits.reference`). docs/architecture.md lists the few other places that name codecs.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ class Traits:
         fixed: Whether a message has a fixed size. Otherwise it may use less than its records have room for.
         lost: Of a codec that may fail to hold a block, which is then decoded to NaN: what such a block is; "" of the others.
         not_summed: Why float32 sums of a stage cannot be encoded; "" if they can.
-        codes: The codes of a codec with scales.
+        codes: The integer codes of a codec whose blocks share a scale; only these codecs have the settings block size,
+            rotation and stochastic rounding.
         block: Elements of a block of codecs without scales.
         settings: The settings that only this codec has, with their defaults, see `RecordFormat`.
     """

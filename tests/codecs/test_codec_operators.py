@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import BLOCK_CODECS, CODECS, SUMMED
+from hzero.codecs.formats import BLOCK_CODECS, CODECS, SUMMED, TRAITS
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, decode_onto, decode_sum, decode_sum_encode, numbers, same
 
@@ -45,6 +46,20 @@ def messages(codec: Codec, peers: int, inner: int, dtype: torch.dtype) -> torch.
 
 
 # ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_codec_with_scales_and_without_kernels_runs_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRAITS, "new", replace(TRAITS["int8"], compiled=""))  # type: ignore[misc]
+    int8, int4 = make("int8"), make("int4")
+    new = Codec(int8.format._replace(codec="new"))  # type: ignore[arg-type]
+    payload = messages(new, 3, 2, torch.bfloat16)
+    assert torch.equal(payload, messages(int8, 3, 2, torch.bfloat16))
+    for own, to in ((new, new), (new, int4), (int4, new)):
+        stock = int8 if own is new else own, int8 if to is new else to
+        payload = messages(own, 3, 2, torch.bfloat16)
+        how = {"inner": 2, "dtype": torch.bfloat16}
+        got = decode_sum_encode(own, payload, 3, CHUNKS, to=to, **how)
+        assert torch.equal(got, decode_sum_encode(stock[0], payload, 3, CHUNKS, to=stock[1], **how))
 
 
 @pytest.mark.parametrize(("codec", "dtype"), [*itertools.product(SUMMED, FLOATS), ("exp", torch.bfloat16)])
