@@ -522,7 +522,7 @@ def check_of_pipelines(block: Mapping[str, Any], path: str) -> None:
     unused += [f"codecs.{role}" for role in ("weights", "except") if role in codecs]
     if unused:
         raise ConfigError(
-            f"{path}.{unused[0]}: given with pipeline stages, where nothing has it; possible: {', '.join(OF_PIPELINES)}, of "
+            f"{path}.{unused[0]}: has no effect with pipeline stages; possible: {', '.join(OF_PIPELINES)}, of "
             "codecs gradients, pipeline, optimizer and those of the model's dimensions"
         )
 

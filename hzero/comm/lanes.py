@@ -31,8 +31,8 @@ from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
-#: Yields None when it has read its inputs, then each hop (`hzero.comm.transport.Pending`), or each of its rounds, when it has
-#: started it. Is resumed when the hop has ended, and returns the chain's result.
+#: Yields None when it has read its inputs, then each hop (`hzero.comm.transport.Pending`) when it has started it; of a hop of
+#: several rounds the last one. Is resumed when the hop has ended, and returns the chain's result.
 Hops: TypeAlias = Generator[Any, None, T]
 #: How long hops under way may take to end after an exception, whose peers may never come, in seconds.
 _AFTER_ERROR_S = 3.0
@@ -217,8 +217,8 @@ class Lanes:
     go on, and no rank waits for ever.
 
     A gather crosses the outermost tier first, a reduction the innermost. One behind the other, neither could use a tier
-    while the other uses another one. A reduction that nobody waits for soon is patient: each later chain of its owner that
-    is not gives the next hop of every patient chain a place, behind its own hops.
+    while the other uses another one. So a reduction that nobody waits for soon is patient: its hops get their places later.
+    Each later chain of the same owner that is not patient places its own hops, then one hop of every patient chain.
 
     On CPUs a chain reads its inputs where it is submitted. Each hop, and what is computed before it, runs on the thread of its
     lane, once the chain's hop before it has ended. The last hop's lane makes the result.

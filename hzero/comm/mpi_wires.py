@@ -202,7 +202,7 @@ class MpiWires:
         under_way: Work that has not ended, whose buffers MPI may still use.
     """
 
-    own_sums = False
+    library_sums = False
     broken: RuntimeError | None = None
 
     def __init__(self, mpi: Any, comm: Any, timeout_s: float) -> None:

@@ -240,8 +240,8 @@ class Collective:
     of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
     for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
 
-    With checksums each part is followed by 16 bytes. Sums are made here then, in float32, since a library that sums on its
-    way has no message to check. They are also made here on gloo and MPI (`TorchWires.own_sums`).
+    With checksums each part is followed by 16 bytes. Then sums are made here, in float32, since a library that sums on its
+    way has no message to check. On gloo and MPI they are always made here (`TorchWires.library_sums` is False).
 
     Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
     with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles
@@ -283,8 +283,8 @@ class Collective:
         ranks = len(self._group.ranks)
         self._parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
         self._sums = kind == "reduce_scatter"
-        own_sums = self._group.wires.own_sums and transport._sums
-        self._library_sums = self._sums and own_sums and not self.checksum
+        library_sums = self._group.wires.library_sums and transport._sums and not self.checksum
+        self._library_sums = self._sums and library_sums
         in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
         self.output_bytes = in_flight
         if kind == "all_gather":

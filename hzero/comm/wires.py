@@ -84,8 +84,8 @@ class TorchWires:
         return self._collective(partial(function, *arguments, group=self._group))
 
     @property
-    def own_sums(self) -> bool:
-        """Whether `reduce_scatter` is used, not an all-to-all: gloo's sends twice the bytes and never says that it has ended."""
+    def library_sums(self) -> bool:
+        """Whether the library sums, in `reduce_scatter`. gloo's sends twice the bytes and never says that it has ended."""
         return dist.get_backend(self._group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
 
     def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Work:

@@ -1,4 +1,4 @@
-"""The stage inside DeepSpeed: installation, weights, gradients. Only this and the trainer import DeepSpeed."""
+"""The stage inside DeepSpeed: installation, weights, gradients. Of the commands, the trainer and doctor also import DeepSpeed."""
 
 from hzero.deepspeed.install import enable, exact_weights, initialize, state
 from hzero.deepspeed.pipeline import PipelineState

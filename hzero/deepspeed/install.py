@@ -194,7 +194,7 @@ def _with_weights(stock: Any) -> Any:
         persistent = {param.ds_id for param in self.persistent_parameters}
         for param in self.module.parameters():
             param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
-        # A size of 0 turns prefetching off; it does not mean refreshes.
+        # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
         bucket_numel = int(kwargs.get("prefetch_bucket_size") or BUCKET_NUMEL)
         group = self.dp_process_group
         if group is None:  # of an engine without an optimizer

@@ -294,7 +294,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     @torch.no_grad()
     def _cross_boundary(self) -> None:
         with get_accelerator().stream(self.reduce_and_partition_stream):
-            self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
+            self.hzero.gradients.finish(self.communication_data_type, float(self.loss_scale), self._deliver)
             if self.offload_optimizer:
                 self._offload()
             self._silence()

@@ -165,7 +165,7 @@ class Engine(Traffic):
     """Resident weights, gradients and guard of one model. All ranks call all methods alike, since most are collective.
 
     A front end calls in a step: `Weights.unshard` at every use of weights, `Gradients.accumulate` in every backward,
-    `Gradients.boundary` after the last one, `before_step`, then `Weights.mark_stale` for what its optimizer has stepped, and
+    `Gradients.finish` after the last one, `before_step`, then `Weights.mark_stale` for what its optimizer has stepped, and
     `after_step`.
 
     Args:

@@ -29,7 +29,7 @@ class _Layout(NamedTuple):
     Attributes:
         params: Parameters of one route.
         keys: Of the parameters.
-        dtype: On the wire.
+        dtype: On the wire, in hops with codec ``none``.
         micro: Reduces over the gradients' scope.
         boundary: Reduces over the outer tiers.
         divides_first: Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
@@ -55,7 +55,8 @@ class Gradients:
        divided by the size of the scope. If the scope is one device there is no hop, and whole gradients are added. If it is
        the world, shards of the average are delivered. In the last micro-step sums continue across the outer tiers at once,
        while backward runs; a window of one micro-step keeps no accumulator.
-    2. `boundary`, at the end of the window: sends what still waits, and delivers this rank's shards of the average.
+    2. `finish`, at the boundary: delivers this rank's shards of the average. Partial sums cross the outer tiers first if the
+       last micro-step has not sent them.
     3. `commit`, if the step was done; then `clear`, in any case.
 
     After an error the window is given up: what is left of it is an error too, until `clear`.
@@ -124,7 +125,8 @@ class Gradients:
             for layout in self._layouts_of(params, dtype):
                 self._accumulate(layout, [gradient_of[key] for key in layout.keys], scale, last, deliver)
             self._accumulates |= not last
-            if last and not self._accumulates:  # a window of one micro-step plans no memory for all of its sums
+            # A window of one micro-step has no accumulators: without a limit all its sums would be in memory at once.
+            if last and not self._accumulates:
                 self._limit_crossings()
 
     def _layouts_of(self, params: Sequence[Parameter], dtype: torch.dtype) -> list[_Layout]:
@@ -145,7 +147,7 @@ class Gradients:
         # if it is divided afterwards by what is no power of two. Sums of decoded messages are float32.
         exact = self.divisor.bit_count() == 1 and dtype != torch.float16
         keys, apart = [param.key for param in params], self._collectives.lanes.apart
-        patient = len(route.programs.fetch.crossings) > 1 and not apart
+        patient = len(route.programs.unshard.crossings) > 1 and not apart
         return _Layout(params, keys, dtype, micro, boundary, route.sums_travel and not exact, patient)
 
     def _accumulate(
@@ -214,7 +216,10 @@ class Gradients:
         return kept if len(kept) == len(keys) else None
 
     def _take(self, keys: Sequence[int], parts: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Gives accumulators away, with the parts that arrive last: added to them, or the very ones that `_to_add_to` gave."""
+        """Gives accumulators away, after it has added the parts to them. A part that is its accumulator is added already.
+
+        See `_to_add_to`.
+        """
         totals = []
         for key, part in zip(keys, parts if parts is not None else [None] * len(keys)):
             kept = self._sums.pop(key, None)
@@ -249,8 +254,10 @@ class Gradients:
 
     # ---- the boundary --------------------------------------------------------------------------------------------
 
-    def boundary(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
-        """Sends the partial sums that still wait over the outer tiers and delivers this rank's shards.
+    def finish(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
+        """Delivers this rank's shards, once all partial sums have crossed the outer tiers.
+
+        The last micro-step has sent most. Left are sums of parameters that had no gradient in it.
 
         Args:
             dtype: Communication type of hops with codec ``none``.

@@ -1,7 +1,8 @@
 """Resident weights: a copy of the weights over their scope, from which forward and backward unshard.
 
-A front end's optimizer owns a primary shard of each parameter over the world. In addition this rank keeps a resident payload: the
-shards that it contributes inside the weights' scope. A parameter's life in a step, in the order of the methods here:
+A front end's optimizer owns a primary shard of each parameter over the world. In addition this rank keeps a resident payload: its
+share of the whole parameter, which it sends to the other ranks of the weights' scope. A parameter's life in a step, in the order
+of the methods here:
 
 1. `mark_stale`: the optimizer has changed primary shards.
 2. `refresh`: payloads are rebuilt from primary shards. This crosses the outer tiers, once per step.
@@ -42,7 +43,7 @@ class _Gather(NamedTuple):
     @classmethod
     def of(cls, params: list[Parameter], collectives: Collectives) -> _Gather:
         bucket = bucket_of(params, params[0].dtype, "weights")
-        return cls(params, bucket, collectives.bind(params[0].route.programs.fetch, bucket))
+        return cls(params, bucket, collectives.bind(params[0].route.programs.unshard, bucket))
 
 
 class Weights:

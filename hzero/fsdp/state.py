@@ -304,7 +304,7 @@ class FsdpState(Engine):
         self._in_backward = False
         self._backwards += 1
         if self._crosses:
-            self.gradients.boundary(torch.float32, 1.0, self._deliver)
+            self.gradients.finish(torch.float32, 1.0, self._deliver)
             self._windows += 1
             if self._windows > 1 and not self._flagged and not self._warned:
                 self._warn_of_crossings()

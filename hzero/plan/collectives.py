@@ -88,7 +88,7 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chai
         chains["refresh", 0] = programs.refresh
         whole = Program(programs.micro.steps + programs.boundary.steps)
         for micro in range(accumulation):
-            chains["forward", micro] = chains["backward", micro] = programs.fetch
+            chains["forward", micro] = chains["backward", micro] = programs.unshard
             chains["reduce", micro] = whole if micro == last else programs.micro
         return {key: program for key, program in chains.items() if program.steps}
     if scheme.engine == "ddp" or scheme.stage < 3:

@@ -170,7 +170,9 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         """Of the messages of a bucket of ``numel`` elements."""
         return program.peak_bytes([chunk_numel(numel, plan.grid.world_size)], itemsize)
 
-    states = {"transient gather": State(peak(programs.fetch, fetched), f"payload of {fetched:,} elements on their way")}
+    states = {
+        "transient gather": State(peak(programs.unshard, fetched), f"payload of {fetched:,} elements on their way")
+    }
     if plan.decoded:
         states = dict.fromkeys(("transient parameters", "transient gather"), State(0, "none: the weights are whole"))
     states["transient refresh"] = State(0, "none")

@@ -98,8 +98,9 @@ class Cross:
     """One collective. In a codec without a fixed size its messages are cut to what they use, once ranks know the longest.
 
     Attributes:
-        role: The kind of state.
-        kind: The collective. A ``reduce_scatter`` leaves the sum, rounded once to the type of the elements.
+        role: Whether a stage's program moves weights or gradients, for predictions. Without a meaning in other programs.
+        kind: The collective; ``all_reduce`` is for predictions of other engines only. A ``reduce_scatter``
+            leaves the sum, rounded once to the type of the elements.
         tiers: Tiers whose coordinates differ among the ranks of a group; one, but for flat collectives of other engines.
         ranks: Ranks of a group.
         codec: Codec of the messages.
@@ -343,7 +344,7 @@ class StagePrograms:
         refresh: From primary shards to resident copies, as payloads or decoded.
         whole: The same without codecs, where other refreshes send differences.
         difference: From the message of a difference of primary shards to the resident copy that it is added to.
-        fetch: To whole weights, from resident payloads or, where none are kept, from primary shards.
+        unshard: To whole weights, from resident payloads or, where none are kept, from primary shards.
         micro: Of gradients in every micro-step.
         boundary: Of gradients once per step.
     """
@@ -351,14 +352,14 @@ class StagePrograms:
     refresh: Program
     whole: Program
     difference: Program
-    fetch: Program
+    unshard: Program
     micro: Program
     boundary: Program
 
     @classmethod
     def of(cls, plan: ShardPlan) -> StagePrograms:
         """The programs of a shard plan."""
-        refresh = whole = difference = fetch = Program(())
+        refresh = whole = difference = unshard = Program(())
         if hops := plan.refresh_hops():
             kept = None if plan.decoded else plan.resident_codec
             refresh = gather_program(plan, hops, left=kept)
@@ -366,15 +367,15 @@ class StagePrograms:
             message = gather_program(plan, hops, held=hops[0].codec, left=hops[-1].codec)
             order = Order.of_hops(plan) if plan.decoded else Order.of_rows(plan.resident_rows)
             difference = Program((*message.steps, Decode(message.codec, order, message.pieces, add=True)))
-            fetch = gather_program(plan, plan.fetch_hops(), held=plan.resident_codec, rows=plan.resident_rows)
+            unshard = gather_program(plan, plan.unshard_hops(), held=plan.resident_codec, rows=plan.resident_rows)
         elif hops := plan.gather_hops():
-            fetch = gather_program(plan, hops)
+            unshard = gather_program(plan, hops)
         micro = plan.micro_hops()
         return cls(
             refresh,
             whole,
             difference,
-            fetch,
+            unshard,
             micro=reduce_program(plan, micro, plan.grid.world_size, shard_order=True),
             boundary=reduce_program(plan, plan.boundary_hops(), plan.gradient_rows, shard_order=not micro),
         )

@@ -74,7 +74,7 @@ class ShardPlan:
 
     Weights travel inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope, and each rank
     keeps the `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only
-    the tiers inside, by `fetch_hops`: none where the scope is the device, so there the payload is complete, or is kept
+    the tiers inside, by `unshard_hops`: none where the scope is the device, so there the payload is complete, or is kept
     decoded (`decoded`). Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
     the gradients' scope and leave `gradient_rows` shards per rank to accumulate; once per step `boundary_hops` cross the
     others. A tier of size 1 is no hop.
@@ -94,7 +94,7 @@ class ShardPlan:
         >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
         >>> [list(plan.tier_group(tier)) for tier in ("gcd", "gpu", "node")]
         [[4, 5], [5, 7], [1, 5]]
-        >>> [hop.tier for hop in plan.refresh_hops()], plan.resident_rows, [hop.tier for hop in plan.fetch_hops()]
+        >>> [hop.tier for hop in plan.refresh_hops()], plan.resident_rows, [hop.tier for hop in plan.unshard_hops()]
         (['node', 'gpu'], 4, ['gcd'])
         >>> [hop.tier for hop in plan.micro_hops()], plan.gradient_rows, [hop.tier for hop in plan.boundary_hops()]
         (['gcd', 'gpu'], 2, ['node'])
@@ -259,10 +259,10 @@ class ShardPlan:
         return self._hops("weights", TIERS[::-1])
 
     def refresh_hops(self) -> tuple[Hop, ...]:
-        """Hops from primary shards to resident payloads: once per step. None where weights are sharded over the world."""
+        """Hops from primary shards to resident payloads: once per step. Empty if weights are sharded over the world."""
         return self._hops("weights", tiers_outside(self.weights_scope)[::-1])
 
-    def fetch_hops(self) -> tuple[Hop, ...]:
+    def unshard_hops(self) -> tuple[Hop, ...]:
         """Hops from resident payloads to whole weights, at every use."""
         return self._hops("weights", tiers_inside(self.weights_scope)[::-1])
 
@@ -285,14 +285,14 @@ class ShardPlan:
 
     @property
     def resident_codec(self) -> CodecConfig:
-        """Settings of the resident payloads' codec: that of the first fetch hop, else that of the last refresh hop.
+        """Settings of the resident payloads' codec: that of the first unshard hop, else that of the last refresh hop.
 
-        None where the refresh sends differences, which are added to the payload.
+        Codec ``none`` (`PLAIN`) if the refresh sends differences, which are added to the payload.
         """
         if self.differences:
             return PLAIN
-        fetch = self.fetch_hops()
-        return fetch[0].codec if fetch else self.refresh_hops()[-1].codec
+        unshard = self.unshard_hops()
+        return unshard[0].codec if unshard else self.refresh_hops()[-1].codec
 
     @property
     def own_row(self) -> int:

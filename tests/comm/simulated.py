@@ -29,7 +29,7 @@ class Wires:
         received: Bytes that it has received from others.
     """
 
-    own_sums = False
+    library_sums = False
 
     def __init__(self, own: int, size: int, boxes: dict[tuple[int, int], queue.Queue]) -> None:
         self._own, self._size, self._boxes = own, size, boxes

@@ -32,7 +32,7 @@ CHUNKS = (33, 1, 0, 129, 7)
 class _Alone:
     """Wires on which a rank receives zeros."""
 
-    own_sums = True
+    library_sums = True
 
     def __getattr__(self, kind: str) -> Callable[..., Any]:
         return lambda output, *_: SimpleNamespace(wait=output.zero_)
@@ -80,7 +80,7 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
         held = torch.zeros(size, dtype=torch.uint8)
     runs = {
         "refresh": (programs.refresh if plan.resident else None, shards),
-        "fetch": (programs.fetch, held),
+        "fetch": (programs.unshard, held),
         "micro": (programs.micro, whole),
         "boundary": (programs.boundary, sums),
     }

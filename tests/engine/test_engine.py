@@ -82,7 +82,7 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
             one.gradients.accumulate(one.params, gradients, torch.float32, 1.0, last=micro == 1, deliver=deliver)
         one.gradients.settle()
         if one.gradients.waiting:
-            one.gradients.boundary(torch.float32, 1.0, deliver)
+            one.gradients.finish(torch.float32, 1.0, deliver)
         one.gradients.commit()
         one.gradients.clear()
         one.set(1)

@@ -50,7 +50,7 @@ def _walk(
     for hop in plan.refresh_hops():
         received["weights", hop.tier] += sum(message(hop, rows) for _ in range(hop.size - 1))
         rows *= hop.size
-    for hop in plan.fetch_hops():
+    for hop in plan.unshard_hops():
         received["weights", hop.tier] += fetches * accumulation * (hop.size - 1) * message(hop, rows)
         rows *= hop.size
     rows = world
@@ -160,7 +160,7 @@ def test_buffers_of_programs_are_what_a_step_takes_and_leaves() -> None:
         "messages of peers, and their sum in float32"
     )
     whole = 8 * 1024 * 2
-    assert zero3.fetch.peak_bytes(chunks, 2) == whole + whole // 2 == zero3.micro.peak_bytes(chunks, 2)
+    assert zero3.unshard.peak_bytes(chunks, 2) == whole + whole // 2 == zero3.micro.peak_bytes(chunks, 2)
     kept = parse_config({"preset": "topo", "error_feedback": ["gpu", "node"]})
     programs = StagePrograms.of(ShardPlan.from_config(kept, Grid(2, 2, 2), 0))
     assert (programs.micro.residual_rows, programs.boundary.residual_rows) == (4, 2)
