@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,9 +124,12 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     links = [examine_links(host, node, expected, together, findings) for host, node in nodes.items()]
     sections: dict[str, Any] = {"grid": str(grid) if grid is not None else None, "ranks": ranks, "links": links}
     if parsed.topology is None:
-        if "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics)):
-            sections["environment"] = examine_environment(findings, site_of(os.environ, expected), len(nodes))
-        sections |= examine_software(findings, sum(len(node.devices) for node in nodes.values()))
+        slingshot = "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics))
+        site = site_of(os.environ, expected) if slingshot else None
+        kinds = {product(device.kind) for node in (*nodes.values(), expected) if node for device in node.devices}
+        if site or kinds & MI200:
+            sections["environment"] = examine_environment(findings, site, len(nodes), bool(kinds & MI200))
+        sections |= examine_software(findings, sum(len(node.devices) for node in nodes.values()), len(nodes))
     if config is not None:
         node = next(iter(nodes.values()), Machine("no node", ()))
         sections["configuration"], more = examine_config(parsed.config, config, node, parsed.nodes, grid)
@@ -223,6 +227,8 @@ def _weaker(found: Link | None, expected: Link) -> bool:
 #: A machine with Slingshot that is none of those with a guide of their own.
 OTHER = "other"
 SITES = ("frontier", "lumi", OTHER)
+#: Devices of the architecture gfx90a, by product or architecture.
+MI200 = {"gfx90a", "MI210", "MI250", "MI250X"}
 
 
 class Variable(Frozen):
@@ -233,14 +239,18 @@ class Variable(Frozen):
         good: Values that are as they should be, ``*`` standing for anything; the first is the one to set. Empty: it should
             not be set.
         reason: The fault that it avoids.
+        source: Who says so, and when.
         fatal: Values with which a run hangs.
-        sites: Where it is judged, of `SITES`.
+        fatal_from: The release of ROCm from which every value that is not good is fatal; empty: none.
+        sites: Where it is judged: some of `SITES`, or ``gfx90a``, with any network.
     """
 
     name: str
     good: list[str]
     reason: str
+    source: str
     fatal: list[str] = []
+    fatal_from: list[int] = []
     sites: list[str] = ["frontier", OTHER]
 
 
@@ -249,6 +259,8 @@ VARIABLES = [Variable(**row) for row in yaml.safe_load(Path(__file__).with_name(
 #: RCCL's transport on one node, which has no fabric to use (OLCF user guide).
 _ONE_NODE = ("NCCL_NET", "Socket")
 
+#: Values of ``NCCL_NET`` with which RCCL stops where the plug-in is missing.
+_PLUGIN_NAMES = ("OFI", "Libfabric", "AWS Libfabric")
 _PLUGINS = ("librccl-net.so", "libnccl-net.so", "librccl-net-ofi.so", "libnccl-net-ofi.so")
 
 
@@ -262,30 +274,34 @@ def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
     return next((name for name in (named, cluster.lower()) if name in SITES), OTHER)
 
 
-def examine_environment(findings: list[Finding], site: str, nodes: int = 1) -> str:
+def examine_environment(findings: list[Finding], site: str | None, nodes: int = 1, gfx90a: bool = False) -> str:
     """How many variables are not as they should be. Each is a finding, and RCCL's plug-in if it is missing.
 
     Args:
         findings: Takes the findings.
-        site: One of `SITES`.
+        site: One of `SITES`; None for a machine without Slingshot.
         nodes: Nodes of the job.
+        gfx90a: Whether the devices are of this architecture.
     """
-    before = len(findings)
-    for variable in (variable for variable in VARIABLES if site in variable.sites):
+    before, rocm = len(findings), rocm_release()
+    for variable in VARIABLES:
+        if site not in variable.sites and not (gfx90a and "gfx90a" in variable.sites):
+            continue
         found = os.environ.get(variable.name)
         good = any(fnmatch.fnmatchcase(found, value) for value in variable.good) if found else not variable.good
         if good or ((variable.name, found) == _ONE_NODE and nodes == 1):
             continue
         state, wanted = f"is {found!r}" if found is not None else "is not set", [*variable.good, "not set"][0]
-        text = f"{variable.name} {state}, expected {wanted}: {variable.reason}"
-        findings.append((UNUSABLE if found in variable.fatal else DEGRADED, text))
+        text = f"{variable.name} {state}, expected {wanted}: {variable.reason} ({variable.source})"
+        fatal = found in variable.fatal or (variable.fatal_from and rocm >= variable.fatal_from)
+        findings.append((UNUSABLE if fatal else DEGRADED, text))
     net = os.environ.get("NCCL_NET")
-    if site != "lumi" and not has_rccl_plugin() and net != "Socket":  # LUMI's container brings it
-        required = net in ("OFI", "AWS Libfabric")
+    if site not in ("lumi", None) and not has_rccl_plugin() and net != "Socket":  # LUMI's container brings it
+        required = net in _PLUGIN_NAMES
         then = "RCCL stops, as NCCL_NET asks" if required else "RCCL falls back to TCP sockets"
         text = f"RCCL's network plug-in is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
         findings.append((UNUSABLE if required else DEGRADED, text))
-    return f"{len(findings) - before or 'no'} differences from the settings for {site}"
+    return f"{len(findings) - before or 'no'} differences from the settings for {site or 'gfx90a'}"
 
 
 def has_rccl_plugin() -> bool:
@@ -302,7 +318,7 @@ def has_rccl_plugin() -> bool:
 # ---- software ---------------------------------------------------------------------------------------------------------
 
 
-def examine_software(findings: list[Finding], devices: int) -> dict[str, Any]:
+def examine_software(findings: list[Finding], devices: int, nodes: int) -> dict[str, Any]:
     """Peer access, codecs, MPI, DeepSpeed and versions in this process, which may use some of the ``devices`` of its nodes."""
     import torch
 
@@ -312,12 +328,47 @@ def examine_software(findings: list[Finding], devices: int) -> dict[str, Any]:
     for a, b in itertools.permutations(range(torch.cuda.device_count()), 2):
         if not torch.cuda.can_device_access_peer(a, b):  # a task's cgroup can cut it (SchedMD bug 17793)
             findings.append((DEGRADED, f"device {a} has no peer access to device {b}: traffic goes through the host"))
+    versions = [f"hzero {__version__}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
     return {
         "codecs": examine_codecs(findings),
         "mpi": examine_mpi(),
         "deepspeed": examine_deepspeed(findings),
-        "versions": f"hzero {__version__}, python {platform.python_version()}, torch {torch.__version__}",
+        "versions": ", ".join([*versions, *rccl(findings, nodes)]),
     }
+
+
+def rocm_release() -> list[int]:
+    """The release of ROCm that torch was built for, whose libraries its wheels bring; without its last part in older torch."""
+    import torch
+
+    if release := getattr(torch.version, "rocm", None):
+        return [int(part) for part in re.findall(r"\d+", release)]
+    return [int(part) for part in re.findall(r"\d+", torch.version.hip or "")[:2]]
+
+
+def rccl(findings: list[Finding], nodes: int) -> list[str]:
+    """Releases of ROCm and of the RCCL that torch has loaded; what is known of them on this many nodes is a finding."""
+    import torch
+
+    release = rocm_release()
+    if not release:
+        return []
+    version = torch.cuda.nccl.version()
+    name = f"RCCL {'.'.join(map(str, version))}"
+    if release[:2] == [7, 14] and not any(release[2:]) and nodes > 1:
+        text = (
+            f"{name} as packaged for ROCm 7.14.0 injects faults for tests, and is slow from 64 to 512 MB between nodes: take "
+            "another release of ROCm, or build RCCL with -D FAULT_INJECTION=OFF (ROCm/TheRock#7903, 2026-07-20); doctor "
+            "cannot tell such a build, so start the job with HZERO_CHECK=0 then"
+        )
+        findings.append((UNUSABLE, text))
+    if version >= (2, 28) and nodes >= 8:
+        text = (
+            f"{name}: all-gathers over 8 nodes or more are hierarchical by default, with up to 128 MB per communicator that "
+            "`hzero plan` leaves out; RCCL_HIERARCHICAL_ALLGATHER=0 turns it off (RCCL's change log, ROCm 7.13)"
+        )
+        findings.append((GOOD, text))
+    return [f"ROCm {'.'.join(map(str, release))}", name]
 
 
 def examine_codecs(findings: list[Finding]) -> list[dict[str, str]]:

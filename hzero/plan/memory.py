@@ -16,7 +16,8 @@ from hzero.topology import Grid
 #: An estimate of communicators: one of each tier, and DeepSpeed's of the world. A ring has two neighbours, whatever its size,
 #: and a buffer for each on every channel (NVIDIA/nccl#986, #1450). Left out, since no source gives them: the smaller buffers of
 #: the protocols LL and LL128, trees, and the connections of an all-to-all. Logs show more: 67 MB for 4 channels
-#: (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864).
+#: (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864). From ROCm 7.13 on, a communicator over 8 nodes
+#: or more has up to 128 MB for hierarchical all-gathers (ROCm/rocm-systems#3856), which is left out too: OLCF's wheel is of 7.1.
 #: Channels of an NCCL or RCCL communicator, as ``slurm/frontier.env`` asks for; by default they depend on the
 #: machine. ``NCCL_BUFFSIZE`` is 4 MiB by default, for each channel and neighbour.
 CHANNELS, CHANNEL_BYTES = 16, 4 << 20

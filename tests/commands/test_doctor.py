@@ -7,13 +7,17 @@ import os
 import pkgutil
 import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from hzero import cli
+from hzero.comm.lanes import DeviceStreams
 from hzero.commands import doctor
 from hzero.commands.doctor import differences, examine_deepspeed, examine_links
 from hzero.launch import free_port
@@ -25,7 +29,9 @@ from tests.ranks import ROOT
 from tests.topology import trees
 
 GOOD, DEGRADED, UNUSABLE = range(3)
-GOOD_ENVIRONMENT = {one.name: one.good[0].replace("*", "x") for one in doctor.VARIABLES if "other" in one.sites}
+GOOD_ENVIRONMENT = {
+    one.name: one.good[0].replace("*", "x") for one in doctor.VARIABLES if {"other", "gfx90a"} & {*one.sites}
+}
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -184,8 +190,15 @@ def _judged(monkeypatch: pytest.MonkeyPatch, site: str, values: dict[str, str | 
     for name, value in values.items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     findings: list[tuple[int, str]] = []
-    doctor.examine_environment(findings, site, nodes=2)
+    doctor.examine_environment(findings, site, nodes=2, gfx90a=True)
     return findings
+
+
+def _software(monkeypatch: pytest.MonkeyPatch, rocm: str | None, hip: str | None, version: tuple[int, ...]) -> None:
+    """Has torch say what it says in a build for ROCm."""
+    monkeypatch.setattr(torch.version, "rocm", rocm, raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
 
 
 def test_this_machine_is_read_from_the_tree_it_is_told(
@@ -207,6 +220,14 @@ def test_this_machine_is_read_from_the_tree_it_is_told(
         ({"LD_LIBRARY_PATH": ""}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
         ({"LD_LIBRARY_PATH": "", "NCCL_NET": None}, DEGRADED, "RCCL falls back to TCP sockets"),
         ({"NCCL_NET_PLUGIN": "none"}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
+        ({"NCCL_NET": "Libfabric"}, GOOD, ""),
+        ({"NCCL_NET": "Libfabric", "LD_LIBRARY_PATH": ""}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
+        (
+            {"GPU_MAX_HW_QUEUES": "2"},
+            DEGRADED,
+            "GPU_MAX_HW_QUEUES is '2', expected 8: the stage and compute have up to 7",
+        ),
+        ({"HSA_NO_SCRATCH_RECLAIM": "0"}, DEGRADED, "HSA_NO_SCRATCH_RECLAIM is '0', expected 1"),
     ],
 )
 def test_environment(
@@ -221,10 +242,15 @@ def test_environment(
 @pytest.mark.parametrize(
     ("site", "says"),
     [
-        ("frontier", "NCCL_NET_GDR_LEVEL is not set, expected PHB: NICs read GCD memory directly"),
+        (
+            "frontier",
+            "NCCL_NET_GDR_LEVEL is not set, expected PHB: NICs read GCD memory directly "
+            "(OLCF, PyTorch on Frontier, 2026-07-07)",
+        ),
         (
             "lumi",
-            "NCCL_NET_GDR_LEVEL is 'PHB', expected not set: starts on several nodes hang in LUMI's ROCm 7.0 container",
+            "NCCL_NET_GDR_LEVEL is 'PHB', expected not set: starts on several nodes hang in LUMI's ROCm 7.0 container "
+            "(LUMI-AI-Guide#97, 2026-05-05)",
         ),
     ],
 )
@@ -239,6 +265,101 @@ def test_the_script_of_a_site_sets_what_is_expected_there(
     for level, expected in ((exported["NCCL_NET_GDR_LEVEL"], []), (wrong, [says])):
         found = [text for _, text in _judged(monkeypatch, site, {**exported, "NCCL_NET_GDR_LEVEL": level})]
         assert [text for text in found if "plug-in" not in text] == expected
+
+
+#: Environments as jobs have them: what torch says of ROCm, HIP and RCCL, nodes, changed variables, findings by status.
+RECORDED: dict[str, Any] = {
+    "OLCF's stack, in July 2026": ((None, "7.1.25424-4179531dcd", (2, 27, 7)), 2, {}, {}),
+    "without the setting, before ROCm 7.13": (
+        *((None, "7.1.25424-4179531dcd", (2, 27, 7)), 2, {"HSA_NO_SCRATCH_RECLAIM": None}),
+        {DEGRADED: ["HSA_NO_SCRATCH_RECLAIM is not set, expected 1"]},
+    ),
+    "without the setting, from ROCm 7.13 on": (
+        *((None, "7.13.26176-9e2a0a1c1", (2, 28, 3)), 2, {"HSA_NO_SCRATCH_RECLAIM": None}),
+        {UNUSABLE: ["HSA_NO_SCRATCH_RECLAIM is not set, expected 1"]},
+    ),
+    "the packaged RCCL of ROCm 7.14.0": (
+        *(("7.14.0", "7.14.60850", (2, 30, 4)), 2, {}),
+        {UNUSABLE: ["RCCL 2.30.4 as packaged for ROCm 7.14.0 injects faults"]},
+    ),
+    "the same on one node": (("7.14.0", "7.14.60850", (2, 30, 4)), 1, {}, {}),
+    "the release after it": (("7.14.1", "7.14.60851", (2, 30, 4)), 2, {}, {}),
+    "an RCCL with hierarchical all-gathers": (
+        *(("10.0.0", "10.0.1", (2, 30, 4)), 8, {}),
+        {GOOD: ["RCCL 2.30.4: all-gathers over 8 nodes or more are hierarchical"]},
+    ),
+    "several at once": (
+        *(("7.14.0", "7.14.60850", (2, 30, 4)), 16),
+        {"HSA_NO_SCRATCH_RECLAIM": None, "FI_MR_CACHE_MONITOR": "memhooks", "NCCL_CROSS_NIC": None},
+        {
+            GOOD: ["RCCL 2.30.4: all-gathers"],
+            DEGRADED: ["NCCL_CROSS_NIC is not set"],
+            UNUSABLE: [
+                "FI_MR_CACHE_MONITOR is 'memhooks'",
+                "HSA_NO_SCRATCH_RECLAIM is not set",
+                "RCCL 2.30.4 as packaged",
+            ],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("stack", "nodes", "change", "expected"), RECORDED.values(), ids=RECORDED)
+def test_recorded_environments(
+    stack: Any,
+    nodes: int,
+    change: dict[str, str | None],
+    expected: dict[int, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _software(monkeypatch, *stack)
+    (tmp_path / "librccl-net.so").touch()
+    _judged(monkeypatch, "other", {**GOOD_ENVIRONMENT, "LD_LIBRARY_PATH": str(tmp_path), **change})
+    findings: list[tuple[int, str]] = []
+    doctor.examine_environment(findings, "other", nodes, gfx90a=True)
+    versions = doctor.rccl(findings, nodes)
+    assert versions[1] == f"RCCL {'.'.join(map(str, stack[2]))}"
+    for status in range(3):
+        texts, starts = [text for found, text in findings if found == status], expected.get(status, [])
+        assert len(texts) == len(starts) and all(map(str.startswith, texts, starts)), (status, texts)
+
+
+def test_gfx90a_is_judged_on_any_network_and_other_devices_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is known of the architecture, where the network is not Slingshot."""
+    monkeypatch.delenv("HSA_NO_SCRATCH_RECLAIM", raising=False)
+    for target, judged in ((90010, True), (90402, False)):
+        tree = trees.write_kfd(tmp_path / str(target), [trees.Gpu("c1", target=target, device=0)], nics={"mlx5_0": 1})
+        monkeypatch.setenv("HZERO_SYSFS", str(tree))
+        found = _run(capsys)[1]
+        assert ("environment" in found) == judged
+        named = [text for text in found["remarks"] if "is not set, expected" in text or "plug-in" in text]
+        assert [text.split()[0] for text in named] == ["HSA_NO_SCRATCH_RECLAIM"] * judged
+
+
+def test_every_variable_has_a_source_with_its_date_and_every_script_for_gfx90a_the_setting() -> None:
+    assert all(re.search(r"20\d\d", one.source) for one in doctor.VARIABLES)
+    for site in ("frontier", "lumi"):
+        assert "\nexport HSA_NO_SCRATCH_RECLAIM=1\n" in (ROOT / f"slurm/{site}.env").read_text()
+
+
+@pytest.mark.parametrize("order", ["strict", "lanes"])
+def test_the_hardware_queues_are_enough_for_the_lanes(order: Any) -> None:
+    """One for each stream of the stage, and one for compute."""
+    streams = DeviceStreams(device := MagicMock(), order)
+    for tier in ("gcd", "gpu", "node", "group"):
+        for results in (False, True):
+            streams.on(("weights", tier), results=results)
+    streams.collective(lambda async_op: MagicMock())
+    good = next(one.good for one in doctor.VARIABLES if one.name == "GPU_MAX_HW_QUEUES")
+    assert (
+        4
+        < device.Stream.call_count + 1
+        <= min(number for number in range(25) if any(fnmatchcase(str(number), one) for one in good))
+    )
+    assert f"export GPU_MAX_HW_QUEUES={good[0]}\n" in (ROOT / "slurm/frontier.env").read_text()
 
 
 # ---- a DeepSpeed configuration ----------------------------------------------------------------------------------------

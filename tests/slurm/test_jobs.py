@@ -196,7 +196,7 @@ def test_lumis_script_starts_every_rank_in_the_container(
     number = jobs.send("lumi", options=("--ntasks-per-node=8",), script="lumi", **{**stand_in, **more})
     jobs.until(lambda: "finished" in jobs.log("lumi", number), "lumi", "the job finishes")
     Path("/tmp/pretend-miopen").rmdir()  # as lumi.env has it
-    assert (tmp_path / "modules").read_text().splitlines()[-1] == "load lumi-aif-singularity-bindings"
+    assert (tmp_path / "modules").read_text().splitlines() == ["load Local-LAIF lumi-aif-singularity-bindings"]
     keys = f"run.dir={jobs.run('lumi')} resume=auto topology=auto launcher=slurm"
     train = f"exec {tmp_path}/image.sif python -m hzero train {keys}"
     assert sorted((tmp_path / "starts").read_text().splitlines()) == sorted(
