@@ -1,20 +1,26 @@
 """One rank of a measurement, forked by `benchmarks.compare.take`.
 
 All schemes live in the same ranks and take turns step by step, so that anything else on the machine affects all of them. Another
-checkout can run this file with its own packages, so it imports little, and nothing of hzero.
+checkout can run this file with its own packages, so it imports little, and nothing of hzero. It holds all that measures, so that
+both are measured alike.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
+import gzip
 import json
 import math
 import pickle
+import shutil
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,13 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from benchmarks.cluster.counters import sent
 from benchmarks.cluster.ranks import run_ranks
 from benchmarks.cluster.shape import Cluster
-from benchmarks.compare import meter, reduce_scatter, schemes
+from benchmarks.compare import reduce_scatter, schemes
 from benchmarks.compare.scheme import Job, Scheme
 from benchmarks.training import batch, layer_numel, learning_rate, prepare, start_rank
+
+_ALL_THREADS = _ExperimentalConfig(profile_all_threads=True)
+_PERIOD_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -104,15 +114,20 @@ class _Turns:
             self._turn(name, self._build)
 
     def _build(self, name: str) -> None:
-        before = sum(meter.live_storages().values())
+        before = sum(live_storages().values())
         self._schemes[name] = schemes.build(self._work.catalog[name], self._job)
         for step in range(self._config["warmup"]):
             if step == 1 and self._rank == 0:
-                path = self._work.traces / f"{name}.json.gz" if self._work.traces else None
-                self._measured[name]["peak"] = meter.traced(functools.partial(self._step, name), path)
+                with Heap() as heap:
+                    self._step(name)
+                self._measured[name]["peak"] = heap.peak
+            elif (
+                step == 1 and self._rank == self._world - 1 and self._work.traces
+            ):  # whose heap has the profiler's records
+                traced(functools.partial(self._step, name), self._work.traces / f"{name}.json.gz")
             else:
                 self._step(name)
-        kept = sum(meter.live_storages().values()) - before
+        kept = sum(live_storages().values()) - before
         self._measured[name]["memory"] = {**self._schemes[name].memory(), "kept": kept}
 
     def _turn(self, name: str, act: Callable[[str], None]) -> None:
@@ -202,6 +217,91 @@ class _Turns:
     def _say(self, message: str) -> None:
         if self._rank == 0 and not self._work.theirs:
             print(f"  {message}", flush=True)
+
+
+# ---- memory and trace of a step ----------------------------------------------------------------------------------------
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of every storage that a tensor of this process keeps, by address; memory that only C++ holds is not counted."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor):
+            for tensor in _plain(item):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    for one in (local, local.grad if local.is_leaf else None):
+        one = getattr(one, "_local_tensor", one)
+        if one is not None and one.device.type != "meta" and one.layout == torch.strided:
+            yield one
+
+
+def traced(step: Callable[[], Any], path: Path) -> None:
+    """Runs a step under torch's profiler.
+
+    Args:
+        step: What to run.
+        path: Where to write the Chrome trace, gzipped.
+    """
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=_ALL_THREADS) as profiler:
+        step()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    plain = path.with_suffix("")
+    profiler.export_chrome_trace(str(plain))
+    with open(plain, "rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
+        shutil.copyfileobj(source, target)
+    plain.unlink()
+
+
+class Heap:
+    """Maximum bytes that the process has allocated inside, beyond those at the start.
+
+    torch's profiler records the memory of one thread only, but hzero's lanes are threads, and gloo's buffers are no tensors.
+
+    Attributes:
+        peak: Maximum bytes.
+    """
+
+    def __init__(self) -> None:
+        self._allocated = ctypes.CDLL(None).mallinfo2
+        self._allocated.restype = _Mallinfo
+        self._ended = threading.Event()
+        self.peak = self._start = 0
+
+    def _now(self) -> int:
+        found = self._allocated()
+        return int(found.uordblks + found.hblkhd)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_PERIOD_S):
+            self.peak = max(self.peak, self._now() - self._start)
+
+    def __enter__(self) -> Heap:
+        self._start = self._now()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._watcher.join()
+        self.peak = max(self.peak, self._now() - self._start)
+
+
+_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``mallinfo2``: the bytes in use, of mapped blocks and of all arenas, are its fields ``hblkhd`` and ``uordblks``."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
 
 
 if __name__ == "__main__":  # the ranks of another checkout
