@@ -314,7 +314,7 @@ class _Meter(TrainerCallback):
     def _settled(self) -> Any:
         """The stage's state, whose wire log holds whole steps: the refresh that follows a step is part of it."""
         if (stage := hzero.state(self._trainer.model_wrapped)) is not None:
-            stage.weights.resident.refresh()
+            stage.weights.refresh()
             stage.settle()
         return stage
 

@@ -206,7 +206,7 @@ def _with_weights(stock: Any) -> Any:
         except BaseException:
             parameters.give_back(self.module)
             raise
-        self.partition_all_parameters = _both(self.partition_all_parameters, self.hzero.weights.units.drop)
+        self.partition_all_parameters = _both(self.partition_all_parameters, self.hzero.parameters.units.drop)
         # An engine without an optimizer announces checkpoints to this object only.
         self.checkpoint_event_prologue = self.partition_all_parameters
         self.checkpoint_event_epilogue = self.hzero.replaced
@@ -292,7 +292,7 @@ def exact_weights(engine: Any) -> Iterator[None]:
     if isinstance(own, PipelineState):
         exact = engine.optimizer.exact() if own.lossy else contextlib.nullcontext()
     else:
-        exact = own.weights.exact() if own is not None else contextlib.nullcontext()
+        exact = own.parameters.exact() if own is not None else contextlib.nullcontext()
     with exact:
         yield
 

@@ -54,7 +54,7 @@ class Managed(Parameter):
         self.stock, self.own = {name: getattr(self.param, name) for name in own}, own
         for name, function in own.items():
             setattr(self.param, name, function)
-        self.param.hzero = self
+        self.param.hzero_managed = self
 
     def detach(self) -> None:
         """Gives the parameter DeepSpeed's functions back; a failed gather may have left it under way."""
@@ -65,7 +65,7 @@ class Managed(Parameter):
         for name, function in self.own.items():
             if getattr(self.param, name) == function:  # else someone has replaced ours
                 setattr(self.param, name, self.stock[name])
-        del self.param.hzero
+        del self.param.hzero_managed
         if self.unit is not None:
             self.unit.members.remove(self)
 
@@ -91,7 +91,7 @@ class Managed(Parameter):
 
 def managed_of(params: Iterable[ZeroParameter]) -> list[Managed]:
     """The parameters that engines with a block gather, of any engines; those of stock engines are left out."""
-    return [param.hzero for param in params if hasattr(param, "hzero")]
+    return [param.hzero_managed for param in params if hasattr(param, "hzero_managed")]
 
 
 def managed_parameters(
@@ -119,11 +119,11 @@ class Parameters:
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
         managed: Its parameters, by key.
-        resident: The engine's resident weights.
+        weights: The engine's resident weights.
         layers: Modules whose parameters are gathered together.
 
     Attributes:
-        resident: As given.
+        weights: As given.
         units: The layers that are gathered.
     """
 
@@ -131,10 +131,10 @@ class Parameters:
         self,
         module: torch.nn.Module,
         managed: dict[int, Managed],
-        resident: Weights,
+        weights: Weights,
         layers: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self._module, self._managed, self.resident = module, managed, resident
+        self._module, self._managed, self.weights = module, managed, weights
         self._exact = self._evaluating = False  # see `exact` and `follow_mode`
         for one in managed.values():
             one.owner = self
@@ -163,7 +163,7 @@ class Parameters:
         for hook in self._hooks:
             hook.remove()
         try:
-            self.resident.collectives.lanes.drain()
+            self.weights.collectives.lanes.drain()
         finally:
             for managed in list(self._managed.values()):
                 self._release(managed)
@@ -171,7 +171,7 @@ class Parameters:
     def _release(self, managed: Managed) -> None:
         managed.detach()
         del self._managed[managed.key]
-        self.resident.remove(managed)
+        self.weights.remove(managed)
 
     # ---- staleness -----------------------------------------------------------------------------------------------
 
@@ -187,12 +187,12 @@ class Parameters:
         for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
             owner.units.drop()
             own = [managed for managed in marked if managed.owner is owner]
-            owner.resident.mark_stale(own if stepped is not None else None)
+            owner.weights.mark_stale(own if stepped is not None else None)
 
     def drop(self) -> None:
         """Frees all resident payloads; their next use rebuilds them."""
         self.forget()
-        self.resident.drop()
+        self.weights.drop()
 
     def forget(self) -> None:
         """Lets go of all that is gathered or under way, since all weights have changed."""
@@ -261,7 +261,7 @@ class Parameters:
         mine: list[Managed] = []
         others: dict[Parameters | None, list[ZeroParameter]] = {}
         for param in sorted(params, key=lambda param: param.ds_id):
-            managed = getattr(param, "hzero", None)
+            managed = getattr(param, "hzero_managed", None)
             if managed is not None and managed.owner is self:
                 mine.append(managed)
             else:
@@ -274,8 +274,8 @@ class Parameters:
         return Handles([handle, *handles])
 
     def _start(self, wanted: list[Managed], safe_mode: bool, quantize: bool) -> Any:
-        if wanted and (self._exact or self._evaluating or self.resident.plan.grid.world_size == 1):
-            self.resident.await_change()
+        if wanted and (self._exact or self._evaluating or self.weights.plan.grid.world_size == 1):
+            self.weights.await_change()
             with lasting():
                 params = [managed.param for managed in wanted]
                 # An evaluation in inference mode may wait for it, and a backward may use what it gave.
@@ -289,11 +289,11 @@ class Parameters:
                 )
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
                 managed.forget()
-                self.resident.mark_edited(managed)
+                self.weights.mark_edited(managed)
         self.units.turn_to(wanted, waiting=False)
         missing = self.units.widened(wanted)
-        for brought, wait in self.resident.unshard(missing) if missing else ():
-            gathering = Gathering(wait, self.resident.collectives.lanes.streams is not None)
+        for brought, wait in self.weights.unshard(missing) if missing else ():
+            gathering = Gathering(wait, self.weights.collectives.lanes.streams is not None)
             for managed in cast("list[Managed]", brought):
                 managed.part = gathering.add()
                 self.units.bring(managed)
@@ -380,7 +380,7 @@ def notes_changes(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         found = managed_of(param_list)
         for owner in dict.fromkeys(managed.owner for managed in found) if has_been_updated else ():
-            owner.resident.before_change()
+            owner.weights.before_change()
         with lasting() if found else contextlib.nullcontext():
             stock(init, param_list, force=force, has_been_updated=has_been_updated, **kwargs)
         for managed in found:
@@ -388,7 +388,7 @@ def notes_changes(stock: Callable[..., Any]) -> Callable[..., Any]:
             if has_been_updated:
                 managed.forget()
                 _measure(managed)
-                managed.owner.resident.mark_edited(managed)
+                managed.owner.weights.mark_edited(managed)
 
     return partition
 
@@ -400,7 +400,7 @@ def notes_steps(stock: Callable[..., None]) -> Callable[..., None]:
     def reassign(optimizer: Any, sub_group_id: int) -> None:
         found = [] if hasattr(optimizer, "hzero") else managed_of(optimizer.fp16_groups[sub_group_id])
         for owner in dict.fromkeys(managed.owner for managed in found):
-            owner.resident.before_change()
+            owner.weights.before_change()
         stock(optimizer, sub_group_id)
         if found:
             found[0].owner.mark_stale([managed.param for managed in found])
@@ -418,7 +418,7 @@ def give_back(module: torch.nn.Module, group: Any = None) -> None:
 def release_all(module: torch.nn.Module) -> None:
     """Releases the parameters of a module from an earlier engine that was not destroyed."""
     for managed in managed_of(module.parameters()):
-        managed.owner.resident.collectives.lanes.drain()
+        managed.owner.weights.collectives.lanes.drain()
         managed.owner._release(managed)
 
 

@@ -46,7 +46,7 @@ class StageState(Engine):
     """The engine of one DeepSpeed engine with ZeRO-3: `Engine`, and what is DeepSpeed's.
 
     Attributes:
-        weights: DeepSpeed's parameters, which gather from resident weights.
+        parameters: DeepSpeed's, which gather from resident weights.
         logged_hops: What DeepSpeed's ``comms_logger`` gets of hops, at the end of each step and in `settle`.
 
     Args:
@@ -63,7 +63,7 @@ class StageState(Engine):
 
     ADVICE = (
         "change weights inside deepspeed.zero.GatheredParameters with a modifier_rank, or call "
-        "hzero.state(engine).weights.mark_stale() on all ranks afterwards"
+        "hzero.state(engine).parameters.mark_stale() on all ranks afterwards"
     )
 
     def __init__(
@@ -90,9 +90,9 @@ class StageState(Engine):
         super().__init__(config, plan, partition, module, own, bucket_numel, current_device(), async_accelerator())
         # Weights that are whole on every device need no gather.
         layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
-        self.weights = Parameters(module, managed, self.resident, layers)
+        self.parameters = Parameters(module, managed, self.weights, layers)
         if config.exact_evaluation:
-            self.weights.follow_mode()
+            self.parameters.follow_mode()
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
             how = ""  # forward gathers weights
@@ -108,12 +108,12 @@ class StageState(Engine):
         """As of `Engine`."""
         lost = super().lost()
         if lost:
-            self.weights.put_away_all()
+            self.parameters.put_away_all()
         return lost
 
     def replaced(self) -> None:
         """As of `Engine`."""
-        self.weights.forget()
+        self.parameters.forget()
         super().replaced()
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
@@ -123,7 +123,7 @@ class StageState(Engine):
             optimizer: The engine's optimizer, if it has one.
         """
         return {
-            "primary weights": self.weights.primary_bytes(),
+            "primary weights": self.parameters.primary_bytes(),
             "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
             "optimizer": optimizer_bytes(optimizer),
             **super().memory(),
@@ -137,7 +137,7 @@ class StageState(Engine):
         try:
             self.close()
         finally:
-            self.weights.close()
+            self.parameters.close()
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
         self.persistent_parameters = []
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
-        self.hzero.weights.mark_stale()  # stock has moved the primary shards
+        self.hzero.parameters.mark_stale()  # stock has moved the primary shards
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             param.grad = None
         try:
             self.hzero.gradients.accumulate(
-                self.hzero.weights.of(params_to_reduce),
+                self.hzero.parameters.of(params_to_reduce),
                 gradients,
                 communication_data_type,
                 float(self.loss_scale),
@@ -212,7 +212,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         come of them.
         """
         super().independent_gradient_partition_epilogue()
-        self.hzero.weights.units.end()
+        self.hzero.parameters.units.end()
         self.hzero.lanes.place()
         if versions.at_boundary(self):
             self._cross_boundary()
@@ -244,7 +244,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self._stepping = False
         self.hzero.after_step(done=not self.overflow)
         self._new_window()
-        self.hzero.weights.gather_kept_whole()
+        self.hzero.parameters.gather_kept_whole()
         self.hzero.lanes.place()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
@@ -267,7 +267,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _stepped(self) -> list[Managed]:
         """The parameters in the optimizer."""
-        return self.hzero.weights.of(itertools.chain.from_iterable(self.fp16_groups))
+        return self.hzero.parameters.of(itertools.chain.from_iterable(self.fp16_groups))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done.
@@ -382,9 +382,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         if self._stepping:
-            self.hzero.weights.mark_stale(self.fp16_groups[sub_group_id])
+            self.hzero.parameters.mark_stale(self.fp16_groups[sub_group_id])
             if not get_accelerator().is_synchronized_device():
-                self.hzero.resident.refresh_stepped(self.hzero.weights.of(self.fp16_groups[sub_group_id]))
+                self.hzero.weights.refresh_stepped(self.hzero.parameters.of(self.fp16_groups[sub_group_id]))
 
     def _restore_from_bit16_weights(self) -> None:
         """The last call of stock's load without optimizer states: the weights have been replaced."""
@@ -396,11 +396,11 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock. A resumed run refreshes whole weights first, so one that goes on has to do the same after a save."""
         super().checkpoint_event_prologue()
         if self.hzero.config.refresh_differences and self.hzero.config.checkpoint is not None:
-            self.hzero.weights.mark_stale()
+            self.hzero.parameters.mark_stale()
 
     def checkpoint_event_epilogue(self) -> None:
         """Parameters kept whole are there again after a save or a load, as in stock."""
-        self.hzero.weights.gather_kept_whole()
+        self.hzero.parameters.gather_kept_whole()
 
     def state_dict(self) -> dict[str, Any]:
         """Stock, and the stage's own state where it has some; see `StageState.state_dict`."""
@@ -412,7 +412,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
         own = state_dict_list[self.hzero.plan.rank].get(KEY) if state_dict_list else None
         self._partition_all_parameters()
-        self.hzero.weights.resident.before_change()
+        self.hzero.weights.before_change()
         super().load_state_dict(state_dict_list, *args, **kwargs)
         self.hzero.replaced()
         self._new_window()
@@ -420,14 +420,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads are freed too, and rebuilt at their next use."""
-        self.hzero.weights.resident.before_change()
+        self.hzero.weights.before_change()
         super().offload_states(*args, **kwargs)
-        self.hzero.weights.drop()
+        self.hzero.parameters.drop()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Stock; resident payloads are rebuilt at their next use."""
         super().reload_states(non_blocking)
-        self.hzero.weights.mark_stale()
+        self.hzero.parameters.mark_stale()
 
 
 # ---- what DeepSpeed measures --------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ class Engine(Traffic):
     Attributes:
         plan: As given.
         partition: As given.
-        resident: The resident weights.
+        weights: The resident weights.
         gradients: Reductions and accumulators.
         guard: Ends a training that diverges.
     """
@@ -212,11 +212,11 @@ class Engine(Traffic):
         transport = Transport(plan, channels=channels, ranks=partition.ranks, streams=self.lanes.streams)
         self._collectives = Collectives(plan, transport, self.wire_log, self._feedback, self.lanes, roles)
         self._synchronous = accelerator is None
-        self.resident = Weights(self._collectives, parameters, bucket_numel, accelerator)
+        self.weights = Weights(self._collectives, parameters, bucket_numel, accelerator)
         self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))
-        self.guard = Guard(self.resident, config.guard.discarded_steps, device)
+        self.guard = Guard(self.weights, config.guard.discarded_steps, device)
         self._steps = 0
-        self._audit, self._audit_due = Audit(self.resident, self._collectives, device, self.ADVICE), True
+        self._audit, self._audit_due = Audit(self.weights, self._collectives, device, self.ADVICE), True
 
     # ---- the optimizer step ----------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Engine(Traffic):
         Raises:
             StaleWeightsError: Resident weights are wrong.
         """
-        self.resident.before_change()
+        self.weights.before_change()
         if self._synchronous:
             self.settle()
         self.lanes.place()
@@ -245,7 +245,7 @@ class Engine(Traffic):
 
         From now on they travel without that codec.
         """
-        if not self.resident.fallible:
+        if not self.weights.fallible:
             return False
         what = self._collectives.lost()
         lost = torch.tensor(int(what is not None), dtype=torch.uint8, device=self.device)
@@ -257,7 +257,7 @@ class Engine(Traffic):
                 "hzero: %s; this step is discarded, and weights travel without the codec from now on",
                 what or "the codec of weights could not hold some of them",
             )
-        self.resident.fall_back()
+        self.weights.fall_back()
         return True
 
     def after_step(self, *, done: bool) -> None:
@@ -276,7 +276,7 @@ class Engine(Traffic):
 
     def replaced(self) -> None:
         """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""
-        self.resident.mark_stale()
+        self.weights.mark_stale()
         self.gradients.clear()
         self._audit_due = True
         if self._feedback is not None:
@@ -295,7 +295,7 @@ class Engine(Traffic):
         codecs += [codec for _, codec in self.plan.exceptions]
         if all(codec.rounding != "stochastic" for codec in codecs):
             return None
-        return {"weights": self.resident.version, "gradients": self.gradients.reductions}
+        return {"weights": self.weights.version, "gradients": self.gradients.reductions}
 
     def load_state_dict(self, seeds: Mapping[str, int] | None) -> None:
         """Goes on from what a checkpoint holds, after everything else has been replaced. Residuals start at zero.
@@ -306,7 +306,7 @@ class Engine(Traffic):
         if self._feedback is not None and is_rank_0():
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints have none")
         if seeds is not None:
-            self.resident.version, self.gradients.reductions = seeds["weights"], seeds["gradients"]
+            self.weights.version, self.gradients.reductions = seeds["weights"], seeds["gradients"]
 
     # ---- what a user reads -----------------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ class Engine(Traffic):
         Gradient accumulators and error feedback are peaks, since they come and go within a step; the others are current.
         """
         return {
-            "resident weights": self.resident.resident_bytes(),
+            "resident weights": self.weights.resident_bytes(),
             "gradient accumulators": self.gradients.peak_bytes,
             "error feedback": self._feedback.bytes if self._feedback is not None else 0,
         }
@@ -341,7 +341,7 @@ class Engine(Traffic):
     def close(self) -> None:
         """Waits for what is under way, and frees payloads and accumulators."""
         try:
-            self.resident.drop()
+            self.weights.drop()
         finally:
             self.gradients.clear()
 

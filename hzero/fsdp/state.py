@@ -234,7 +234,7 @@ class FsdpState(Engine):
                 f"{sum(weight.numel for weight in weights):,} of {unit.module.dtype}, as when apply was called",
             )
         whole = {weights[0].key: output} if len(weights) == 1 else None
-        started = self.resident.unshard(weights, whole)
+        started = self.weights.unshard(weights, whole)
 
         def wait() -> None:
             arrived = {param.key: flat for params, wait_whole in started for param, flat in zip(params, wait_whole())}
@@ -251,20 +251,20 @@ class FsdpState(Engine):
         """Marks what has been written outside of optimizer steps, or is trained from now on, or no more."""
         if unit.trains != unit.module.trained():
             for piece in unit.pieces:
-                self.resident.remove(piece.weight)
+                self.weights.remove(piece.weight)
             self._lay_out(unit)
             for piece in unit.pieces:
-                self.resident.parameters[piece.weight.key] = piece.weight
+                self.weights.parameters[piece.weight.key] = piece.weight
                 piece.writes = None
         for piece in unit.pieces:
             writes = unit.module.writes(piece.members)
             if writes != piece.writes:
                 piece.writes = writes
-                self.resident.mark_edited(piece.weight)
+                self.weights.mark_edited(piece.weight)
 
     def mark_stale(self) -> None:
         """The weights have been changed in a way that hzero cannot see, such as through ``.data``. On all ranks."""
-        self.resident.mark_stale()
+        self.weights.mark_stale()
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class FsdpState(Engine):
         if not pieces:
             return
         if not self._discarded:
-            self.resident.mark_stale([piece.weight for piece in pieces])
+            self.weights.mark_stale([piece.weight for piece in pieces])
             for piece in pieces:
                 piece.writes = piece.unit.module.writes(piece.members)
         self.after_step(done=not self._discarded)

@@ -91,7 +91,7 @@ def check_a_stale_weight_ends_training_by_its_name() -> None:
         train(engine, 1)
         if dist.get_rank() == 3:
             model.up.weight.ds_tensor.data[0] += 0.5
-        hzero.state(engine).weights.mark_stale()
+        hzero.state(engine).parameters.mark_stale()
         train(engine, 1, first=1)
         engine.destroy()
 
@@ -104,7 +104,7 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
         train(engine, 1)
         engine.backward(engine(batch(1, 0)))
         if dist.get_rank() == 2:
-            own = hzero.state(engine).weights.resident
+            own = hzero.state(engine).weights
             (kept,) = (param.resident for param in own.up_to_date() if param.name == "down.weight")
             rows = kept.view(own.plan.resident_rows, -1).view(torch.uint8)
             rows[own.plan.own_row - 1, 0] ^= 1
@@ -161,7 +161,7 @@ def check_after_a_complaint_training_goes_on_with_a_new_window() -> None:
             with pytest.raises(hzero.StaleWeightsError):
                 engine.step()
             shard[0] -= 1
-            hzero.state(engine).weights.mark_stale()
+            hzero.state(engine).parameters.mark_stale()
         engine.backward(engine(batch(1, 0)))
         gradients.append(safe_get_full_grad(model.up.weight))
         engine.destroy()

@@ -134,7 +134,7 @@ def check_weights_are_bit_identical_after_every_gather() -> None:
         }
         engine = engine_of(ds_config(block))
         seen: list[torch.Tensor] = []
-        resident = engine.optimizer.hzero.weights.resident
+        resident = engine.optimizer.hzero.weights
 
         def spy(params, unshard=resident.unshard, seen=seen):
             def seeing(wait):

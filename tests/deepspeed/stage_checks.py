@@ -132,11 +132,11 @@ class _PartlyUsed(torch.nn.Module):
 def check_parameters_that_nobody_uses_do_not_keep_others_from_being_refreshed_ahead() -> None:
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 90, "stage3_param_persistence_threshold": 0}
     engine = engine_of(ds_config(block_of("topo"), zero_optimization=zero), _PartlyUsed())
-    weights, events = hzero.state(engine).weights, []
+    state, events = hzero.state(engine), []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 9)))
         engine.step()
-    refresh, gather = weights.resident._start_refresh, weights.gather
+    refresh, gather = state.weights._start_refresh, state.parameters.gather
 
     def refreshing(params: Any) -> Any:
         events.extend(("refresh", param.key) for param in params)
@@ -147,7 +147,7 @@ def check_parameters_that_nobody_uses_do_not_keep_others_from_being_refreshed_ah
         events.extend(("gather", param.ds_id) for param in params)
         return gather(params, *rest, **keywords)
 
-    weights.resident._start_refresh = refreshing
+    state.weights._start_refresh = refreshing
     for param in engine.module.parameters():
         param.all_gather_coalesced = gathering
     engine(torch.ones(2, 9))

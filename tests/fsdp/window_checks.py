@@ -69,7 +69,7 @@ def check_bytes_are_those_of_the_plan() -> None:
                 optimizer.zero_grad()
             state.settle()
             logged = Counter({(one.role, one.tier): one.wire_bytes for one in state.wire_log.entries()})
-            numels = [weight.numel for weight in state.resident.parameters.values()]
+            numels = [weight.numel for weight in state.weights.parameters.values()]
             planned = step_traffic(state.plan, state.plan.grid, numels, itemsize=4, accumulation=accumulation)
             for row in planned:
                 if row.role == "gradients" or row.tier in ("node", "gpu"):
