@@ -12,6 +12,7 @@ LONGEST = (
     "clients/test_clients.py",
     "deepspeed/test_units.py",
     "slurm/test_jobs.py",
+    "fsdp/test_fsdp.py",
     "faults/test_kinds.py",
     "comm/test_mpi.py",
     "deepspeed/test_adoption.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,9 @@ import hzero.fsdp
 from hzero.fsdp import FsdpState
 
 VOCAB, WIDTH, INNER, BLOCKS = 37, 13, 29, 3
-WORLD = 8
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+#: Of the whole world.
+LAYOUT = (2, WORLD // 4, 2)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Case:
         tensor: Ranks of a tensor group.
     """
 
-    layout: tuple[int, int, int] = (2, 2, 2)
+    layout: tuple[int, int, int] = LAYOUT
     accumulation: int = 1
     flags: str = "last"
     optimizer: str = "adamw"
