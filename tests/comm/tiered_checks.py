@@ -28,10 +28,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 GRIDS = {
     8: [
         Grid(2, 2, 2),
-        Grid(1, 4, 2),
         Grid(8, 1, 1),
-        Grid(1, 1, 8),
-        Grid(2, 2, 2, order=("gcd", "node", "gpu")),
         Grid(2, 2, 2, ranks=(3, 0, 5, 6, 1, 7, 4, 2)),
         Grid(4, 2, 1, nodes_per_group=2),
         Grid(2, 4, 1, order=("gpu", "node", "gcd"), gpus_per_hive=2, clusters=2),
@@ -237,7 +234,7 @@ def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
         return reduce(collectives, plan.reduce_hops(), gradients, [t * factor for t in whole])
 
     once, summed = gather(1).wait(), sums(1).wait()
-    for turn in range(20):
+    for turn in range(20 if WORLD == 8 else 5):
         order = [(kind, factor) for factor in (1, 2, 4, 8) for kind in (gather, sums)]
         chains = [(kind, factor, kind(factor)) for kind, factor in order]
         random.Random(turn * WORLD + rank).shuffle(chains)
