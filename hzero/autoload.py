@@ -73,7 +73,8 @@ def _watch(module: Any) -> None:
 def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``DeepSpeedConfig._initialize_params``, which installs the stage and checks the configuration if it has a block.
 
-    DeepSpeed sees the block at the top level, where it ignores unknown keys.
+    DeepSpeed sees the block at the top level, where it ignores unknown keys. The engine finds it parsed, as the
+    configuration's attribute ``hzero_block``.
     """
 
     def initialize_params(config: Any, param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +89,10 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
             from hzero.deepspeed.refusals import check_block, check_config
 
             zero.enable()
-            parsed = check_block(found)
+            config.hzero_block = check_block(found)
             config._param_dict = param_dict = block.lifted(param_dict, found)
             stock(config, param_dict, *args, **kwargs)
-            check_config(config, parsed, config.optimizer_name)
+            check_config(config, config.optimizer_name)
         return None
 
     return initialize_params

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
 import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses the class that `_with_stage` replaces for a moment
 import torch.distributed as dist
+from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from hzero.block import KEY, find
+from hzero.block import KEY
+from hzero.config import HZeroConfig
 from hzero.deepspeed import parameters
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
-from hzero.deepspeed.refusals import (
-    check_config,
-    check_kinds,
-    check_mpu,
-    group_of,
-    partition_of_autotp,
-    read_block,
-    unsendable,
-)
-from hzero.deepspeed.stage import BUCKET_NUMEL, LIVE_NUMEL, HZeroStage3, StageState
+from hzero.deepspeed.refusals import check_config, check_mpu, group_of, partition_of_autotp, unsendable
+from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
 from hzero.deepspeed.versions import check_deepspeed
 from hzero.engine.engine import Partition
 from hzero.plan.shards import ShardPlan
@@ -46,14 +39,13 @@ def enable() -> None:
     are.
 
     The call replaces these in DeepSpeed: the engine of its pipelines (by a subclass), the method that makes an engine's
-    optimizer (which makes `HZeroStage3` if the engine has the block), the constructor of its parameter offload (to take over
-    gathers), its gathers and partitions of lists of parameters (which may belong to several engines), the end of its steps
-    (which may change parameters of another engine), its broadcast of a model (whose errors then name the parameter), its sanity
-    check (to refuse unsupported features before anything is built), the engine's ``zero_grad`` (which also drops a window that
-    an exception has cut short), and its choice of a writer of checkpoints (which obeys the block's key ``checkpoint``). It starts
-    no collective, reads no configuration and allocates nothing; it also works before ``torch.distributed`` is initialised.
-    Calling it again does nothing, and it cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are
-    taken over.
+    optimizer (which makes `HZeroStage3` and `HZeroOffload` if the engine has the block), its gathers and partitions of lists of
+    parameters (which may belong to several engines), the end of its steps (which may change parameters of another engine), its
+    broadcast of a model (whose errors then name the parameter), its sanity check (to refuse unsupported features before
+    anything is built), the engine's ``zero_grad`` (which also drops a window that an exception has cut short), and its choice
+    of a writer of checkpoints (which obeys the block's key ``checkpoint``). It starts no collective, reads no configuration and
+    allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it cannot
+    be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
 
     Raises:
         ConfigError: The stage does not support this version of DeepSpeed.
@@ -64,12 +56,16 @@ def enable() -> None:
     DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
     DeepSpeedEngine._broadcast_model = _naming(DeepSpeedEngine._broadcast_model)
     DeepSpeedEngine._configure_checkpointing = _with_checkpoints(DeepSpeedEngine._configure_checkpointing)
-    DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
     Init._all_gather = parameters.gathers_exactly(Init._all_gather)
     Init._partition = parameters.notes_changes(Init._partition)
     stock, end = stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters"
     setattr(stock, end, parameters.notes_steps(getattr(stock, end)))
     deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
+
+
+def _block_of(engine: DeepSpeedEngine) -> HZeroConfig | None:
+    """The block of an engine; None without one. `hzero.autoload` has parsed it."""
+    return getattr(engine._config, "hzero_block", None)
 
 
 def _checked(stock: Any) -> Any:
@@ -78,10 +74,10 @@ def _checked(stock: Any) -> Any:
     @functools.wraps(stock)
     @on_all_ranks()
     def check(self: DeepSpeedEngine) -> None:
-        config = read_block(self._config._param_dict)
+        config = _block_of(self)
         if config is not None:
             pipeline = isinstance(self, PipelineEngine)
-            check_config(self._config, config, self.optimizer_name(), pipeline)
+            check_config(self._config, self.optimizer_name(), pipeline)
             if pipeline:
                 check_mpu(self.mpu, config.topology)
                 if not isinstance(self, HZeroPipelineEngine):  # such as DualPipeVEngine
@@ -99,25 +95,35 @@ def _checked(stock: Any) -> Any:
             else:
                 check_mpu(self.mpu, config.topology)
                 partition = Partition.of(group_of(self.mpu), config.topology)
-            ShardPlan.from_config(config, partition.grid, partition.rank)
+            plan = ShardPlan.from_config(config, partition.grid, partition.rank)
+            self._hzero_offload = functools.partial(HZeroOffload, config, partition, plan)
         return stock(self)
 
     return check
 
 
 def _with_stage(stock: Any) -> Any:
-    """``DeepSpeedEngine._configure_zero_optimizer`` that makes a `HZeroStage3` if the engine has the block."""
+    """``DeepSpeedEngine._configure_zero_optimizer`` that makes a `HZeroStage3` and a `HZeroOffload` if the engine has the block.
+
+    Whether it has or not, it releases the parameters from an earlier engine that was not destroyed.
+    """
 
     @functools.wraps(stock)
     def configure(self: DeepSpeedEngine, optimizer: Any) -> Any:
-        if find(self._config._param_dict) is None:
+        parameters.release_all(self.module)
+        parameters.give_back(self.module)
+        if _block_of(self) is None:
             return stock(self, optimizer)
-        name, stock_class = "DeepSpeedZeroOptimizer_Stage3", stage3.DeepSpeedZeroOptimizer_Stage3
-        setattr(stage3, name, HZeroStage3)  # the method imports it
+        own = [(stage3, "DeepSpeedZeroOptimizer_Stage3", HZeroStage3)]  # the method imports it
+        own += [(module, "DeepSpeedZeRoOffload", self._hzero_offload) for module in (stage3, ds_engine)]
+        before = [(module, name, getattr(module, name)) for module, name, _ in own]
         try:
+            for one in own:
+                setattr(*one)
             return stock(self, optimizer)
         finally:
-            setattr(stage3, name, stock_class)
+            for one in before:
+                setattr(*one)
 
     return configure
 
@@ -143,7 +149,7 @@ def _naming(stock: Any) -> Any:
         try:
             stock(self)
         except Exception:
-            if find(self._config._param_dict) is not None and (found := unsendable(self.module, None)) is not None:
+            if _block_of(self) is not None and (found := unsendable(self.module, None)) is not None:
                 raise found from None
             raise
 
@@ -156,7 +162,7 @@ def _with_checkpoints(stock: Any) -> Any:
     @functools.wraps(stock)
     def configure(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        config = read_block(self._config._param_dict)
+        config = _block_of(self)
         if config is not None and config.checkpoint is not None:
             from hzero.deepspeed.checkpoint import CheckpointFiles
 
@@ -167,61 +173,6 @@ def _with_checkpoints(stock: Any) -> Any:
                 self.load_checkpoint = files.load_checkpoint
 
     return configure
-
-
-def _with_weights(stock: Any) -> Any:
-    """``DeepSpeedZeRoOffload.__init__`` that takes over the gathers of its module where the configuration has the block.
-
-    The optimizer makes such an object, and so does an engine without an optimizer.
-    """
-
-    @functools.wraps(stock)
-    @on_all_ranks()
-    def init(self: DeepSpeedZeRoOffload, *args: Any, **kwargs: Any) -> None:
-        ds_config = kwargs.get("ds_config", args[2] if len(args) > 2 else None)
-        config = read_block(ds_config)
-        module = kwargs["module"] if "module" in kwargs else args[0]
-        parameters.release_all(module)
-        parameters.give_back(module)
-        if config is None:
-            return stock(self, *args, **kwargs)
-        try:
-            stock(self, *args, **kwargs)
-        except Exception:
-            if (found := unsendable(module, None)) is not None:
-                raise found from None
-            raise
-        persistent = {param.ds_id for param in self.persistent_parameters}
-        for param in self.module.parameters():
-            param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
-        # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
-        bucket_numel = int(kwargs.get("prefetch_bucket_size") or BUCKET_NUMEL)
-        group = self.dp_process_group
-        if group is None:  # of an engine without an optimizer
-            group = next(self.module.parameters()).ds_process_group
-        self.forward_hooks += check_kinds(self.module, group)  # stock removes them with its own
-        try:
-            live_numel = int(kwargs.get("max_live_parameters", LIVE_NUMEL))
-            self.hzero = StageState(self.module, config, bucket_numel, group, live_numel)
-        except BaseException:
-            parameters.give_back(self.module)
-            raise
-        self.partition_all_parameters = _both(self.partition_all_parameters, self.hzero.parameters.units.drop)
-        # An engine without an optimizer announces checkpoints to this object only.
-        self.checkpoint_event_prologue = self.partition_all_parameters
-        self.checkpoint_event_epilogue = self.hzero.replaced
-        self.destroy = _both(self.destroy, self.hzero.destroy)
-        return None
-
-    return init
-
-
-def _both(stock: Callable[[], None], own: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        stock()
-        own()
-
-    return call
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

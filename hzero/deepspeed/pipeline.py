@@ -27,7 +27,6 @@ from hzero.codecs.formats import LOSSLESS
 from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension
 from hzero.comm.wires import world_timeout
 from hzero.config import HZeroConfig
-from hzero.deepspeed.refusals import read_block
 from hzero.deepspeed.stage import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
@@ -349,9 +348,9 @@ class HZeroPipelineEngine(PipelineEngine):
             **{one: with_names(PipelineEngine._INSTRUCTION_MAP[one], p2p=self._messages) for one in MESSAGES},
         }
 
-    @functools.cached_property
+    @property
     def _block(self) -> HZeroConfig | None:
-        return read_block(self._config._param_dict)
+        return getattr(self._config, "hzero_block", None)
 
     def _do_sanity_check(self) -> None:
         super()._do_sanity_check()

@@ -80,20 +80,11 @@ _NOT_IN_PIPELINES: dict[str, tuple[str, tuple[Any, ...], str]] = {
 }
 
 
-def read_block(ds_config: Any) -> HZeroConfig | None:
-    """The block of a DeepSpeed configuration, parsed; None where it has none. Raises as `hzero.block.find` and `parse_config`."""
-    block = find(ds_config)
-    return None if block is None else parse_config(block)
-
-
-def check_config(
-    config: DeepSpeedConfig, block: HZeroConfig, optimizer: str | None, pipeline: bool | None = None
-) -> None:
+def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool | None = None) -> None:
     """Refuses, by name, DeepSpeed features that the stage does not support, and codecs that do not go with others.
 
     Args:
-        config: The configuration, as DeepSpeed has read it.
-        block: The block, parsed.
+        config: The configuration, as DeepSpeed has read it, with the block.
         optimizer: Name of the optimizer.
         pipeline: Whether the model is a ``PipelineModule``; None if that is not known yet.
 
@@ -117,18 +108,18 @@ def check_config(
         )
     _refuse(config, _NOT_SUPPORTED, "")
     if stage == 1:
-        _check_pipeline(config, block)
+        _check_pipeline(config)
     elif config.tensor_parallel_config.autotp_size > 1:
         from hzero.deepspeed import autotp
 
-        autotp.check(config, block)
+        autotp.check(config, config.hzero_block)
 
 
-def _check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
+def _check_pipeline(config: DeepSpeedConfig) -> None:
     """Refuses what has no effect, or is not supported, in an engine with pipeline stages."""
-    check_of_pipelines(find(config._param_dict) or {}, KEY)
+    check_of_pipelines(config._param_dict[KEY], KEY)
     for role, tier in itertools.product(("pipeline", "optimizer"), TIERS):
-        codec = block.codecs[role][tier]  # type: ignore[index]
+        codec = config.hzero_block.codecs[role][tier]
         if codec.traits.narrow and not config.bfloat16_config.enabled:
             raise ConfigError(
                 f"{KEY}.codecs.{role}.{tier}: found {codec.codec!r}, which holds bfloat16 numbers, with float32; possible with "
@@ -162,7 +153,7 @@ def check_block(block: Mapping[str, Any]) -> HZeroConfig:
 
 
 def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:
-    """`check_block` and `check_config` of a configuration as it is written, before there are ranks.
+    """Reads a configuration as it is written, before there are ranks; reading one checks its block, see `hzero.autoload`.
 
     Values "auto" are left out, since a client will fill them in, and ``train_batch_size`` if the number of ranks is not known.
 
@@ -178,9 +169,9 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
         Exception: DeepSpeed refuses the configuration, with errors of many types.
     """
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    block = find(config)
-    parsed = None if block is None else check_block(block)
-    without = _filled_in(config if block is None else lifted(config, block))
+    without = _filled_in(config)
+    if (block := find(config)) is not None:
+        without = lifted(without, block)
     if ranks is None:
         without = {**sizes, **without}
         without.pop("train_batch_size", None)
@@ -188,10 +179,7 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
         without["train_micro_batch_size_per_gpu"] = 1
     if "stage" in (config.get(PARENT) or {}) and "stage" not in without[PARENT]:
         without[PARENT]["stage"] = 3  # DeepSpeed's default is not the value that the client fills in
-    read = DeepSpeedConfig(without) if ranks is None else _config_of(ranks)(without)
-    if parsed is not None:
-        check_config(read, parsed, read.optimizer_name)
-    return read
+    return DeepSpeedConfig(without) if ranks is None else _config_of(ranks)(without)
 
 
 class _Asked(dict[str, Any]):
@@ -336,16 +324,16 @@ def mixed_types(trained: Sequence[torch.Tensor], names: Mapping[torch.Tensor, st
 # ---- ranks --------------------------------------------------------------------------------------------------------------
 
 
-def check_partition(module: torch.nn.Module, group: Any) -> None:
+def check_partition(module: torch.nn.Module, partition: Partition) -> None:
     """Refuses parameters that are partitioned over other ranks than the engine's.
 
     Raises:
         ConfigError: As under expert parallelism, or where ``deepspeed.zero.Init`` knew nothing of an mpu.
     """
-    ranks = ranks_of(group)
+    ranks = list(partition.ranks)
     for name, param in module.named_parameters():
-        own = getattr(param, "ds_process_group", None)
-        if own is not group and (found := ranks_of(own)) != ranks:
+        found = ranks_of(getattr(param, "ds_process_group", None))
+        if found != ranks:
             raise ConfigError(
                 f"parameter {name}: partitioned over {len(found)} ranks, and the engine over {len(ranks)}"
                 f"{', others' if len(found) == len(ranks) else ''}; hzero needs one partition for all: no expert parallelism, "

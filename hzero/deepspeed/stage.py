@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY
@@ -20,15 +22,15 @@ from hzero.comm.wirelog import HopTimer
 from hzero.config import HZeroConfig, Tier
 from hzero.deepspeed import versions
 from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, give_back, layers_of, managed_parameters
-from hzero.deepspeed.refusals import check_partition, check_types, mixed_types
+from hzero.deepspeed.refusals import check_kinds, check_partition, check_types, mixed_types, unsendable
 from hzero.engine.engine import Engine, Partition, Traffic
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter, routes_of
 from hzero.plan.shards import ShardPlan
 from hzero.validation import is_rank_0, on_all_ranks
 
-#: DeepSpeed's defaults of ``stage3_prefetch_bucket_size`` and ``stage3_max_live_parameters``.
-BUCKET_NUMEL, LIVE_NUMEL = 50_000_000, 10**9
+#: DeepSpeed's default of ``stage3_prefetch_bucket_size``.
+BUCKET_NUMEL = 50_000_000
 
 
 def async_accelerator() -> Any:
@@ -52,13 +54,14 @@ class StageState(Engine):
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
         config: The block.
+        partition: The ranks over which DeepSpeed partitions.
+        plan: The shard plan of this rank.
         bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
             the optimizer sets its own.
         live_numel: Max elements of a layer that is gathered as a whole, beside the block's own limit.
-        group: The ranks over which DeepSpeed partitions; None is the world.
 
     Raises:
-        ConfigError: The topology does not fit the ranks, or a parameter is partitioned over others.
+        ConfigError: A parameter is partitioned over other ranks.
     """
 
     ADVICE = (
@@ -70,14 +73,13 @@ class StageState(Engine):
         self,
         module: torch.nn.Module,
         config: HZeroConfig,
-        bucket_numel: int = BUCKET_NUMEL,
-        group: Any = None,
-        live_numel: int = LIVE_NUMEL,
+        partition: Partition,
+        plan: ShardPlan,
+        bucket_numel: int,
+        live_numel: int,
     ) -> None:
-        partition = Partition.of(group, config.topology)
-        check_partition(module, group)
+        check_partition(module, partition)
         self._module = module
-        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         routes, codes = routes_of(module, plan)
         check_types(module, routes)
         self._autotp = None
@@ -138,6 +140,75 @@ class StageState(Engine):
             self.close()
         finally:
             self.parameters.close()
+
+
+class HZeroOffload(DeepSpeedZeRoOffload):
+    """DeepSpeed's gathers of a model, through resident weights: a `HZeroStage3` has one, or an engine without an optimizer.
+
+    Args:
+        config: The block.
+        partition: The ranks over which DeepSpeed partitions.
+        plan: The shard plan of this rank.
+        module: The model.
+        *args: As of DeepSpeed's.
+        **kwargs: As of DeepSpeed's.
+    """
+
+    @on_all_ranks()
+    def __init__(
+        self,
+        config: HZeroConfig,
+        partition: Partition,
+        plan: ShardPlan,
+        module: torch.nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        try:
+            super().__init__(module, *args, **kwargs)
+        except Exception:
+            if (found := unsendable(module, None)) is not None:
+                raise found from None
+            raise
+        persistent = {param.ds_id for param in self.persistent_parameters}
+        params: list[ZeroParameter] = list(module.parameters())
+        for param in params:
+            param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
+        group = self.dp_process_group
+        if group is None:  # of an engine without an optimizer
+            group = params[0].ds_process_group
+        self.forward_hooks += check_kinds(module, group)  # stock removes them with its own
+        try:
+            self.hzero = StageState(
+                module,
+                config,
+                replace(partition, group=group),
+                plan,
+                # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
+                self._prefetch_bucket_sz or BUCKET_NUMEL,
+                self._max_available_parameters_in_numel,
+            )
+        except BaseException:
+            give_back(module)
+            raise
+
+    def partition_all_parameters(self) -> None:
+        """Stock; then nothing of a layer is kept."""
+        super().partition_all_parameters()
+        self.hzero.parameters.units.drop()
+
+    def checkpoint_event_prologue(self) -> None:
+        """An engine without an optimizer announces checkpoints to this object only."""
+        self.partition_all_parameters()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """The weights have been loaded, or saved."""
+        self.hzero.replaced()
+
+    def destroy(self) -> None:
+        """Stock; then the engine's."""
+        super().destroy()
+        self.hzero.destroy()
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------------------
