@@ -77,10 +77,9 @@ def test_the_stage_needs_no_extra_and_commands_name_theirs(installed: Path) -> N
     found, errors = _run("-m", "tests.deepspeed.adoption", "without_extras", site=str(installed))
     assert found["stage"] == STAGE and "hzero: topo on" in errors
     for command, (status, said) in found["said"].items():
-        extra = "tools" if command in ("doctor", "topology", "completion") else "train"
-        expected = rf'hzero: error: {command} needs \w+, which is not installed; pip install "hzero\[{extra}\]"\n'
+        expected = rf'hzero: error: {command} needs \w+, which is not installed; pip install "hzero\[train\]"\n'
         assert status == 2 and re.fullmatch(expected, said), (command, status, said)
-    assert found["said"].keys() == cli.COMMANDS.keys() - {"run", "links"}  # these two need no extra
+    assert found["said"].keys() == cli.NEEDS.keys()
 
 
 def test_hzero_run_serves_a_script_without_a_change(installed: Path, tmp_path: Path) -> None:
