@@ -383,9 +383,9 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
         ("zero_optimization.round_robin_gradients: found True", {"round_robin_gradients": True}),
     ):
         refused(message, {"zero_optimization": zero})
-    refused("hzero.shard: given with pipeline stages", {}, shard={"weights": "device", "gradients": "device"})
-    refused("hzero.guard: given with pipeline stages", {}, guard=3)
-    refused("hzero.codecs.weights: given with pipeline stages", {}, codecs={"weights": "int8"})
+    refused("hzero.shard: has no effect with pipeline stages", {}, shard={"weights": "device", "gradients": "device"})
+    refused("hzero.guard: has no effect with pipeline stages", {}, guard=3)
+    refused("hzero.codecs.weights: has no effect with pipeline stages", {}, codecs={"weights": "int8"})
     refused("hzero.codecs.optimizer.gcd: found 'exp', which holds bfloat16", {}, codecs={"optimizer": "exp"})
     refused("fp16.enabled: found True", {"fp16": {"enabled": True}})
     types = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
