@@ -479,7 +479,10 @@ class Lanes:
         Returns:
             Whether all have ended.
         """
-        idle = lambda: not self._running  # noqa: E731
+
+        def idle() -> bool:
+            return not self._running
+
         with self._changed:
             if self._changed.wait_for(idle, _TOLD_S if within_s is None else within_s) or within_s is not None:
                 return idle()

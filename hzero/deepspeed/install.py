@@ -16,8 +16,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from hzero.block import KEY
-from hzero.config import HZeroConfig
+from hzero.block import KEY, find
+from hzero.config import HZeroConfig, parse_config
 from hzero.deepspeed import parameters
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_config, check_mpu, group_of, partition_of_autotp, unsendable
@@ -64,8 +64,12 @@ def enable() -> None:
 
 
 def _block_of(engine: DeepSpeedEngine) -> HZeroConfig | None:
-    """The block of an engine; None without one. `hzero.autoload` has parsed it."""
-    return getattr(engine._config, "hzero_block", None)
+    """The block of an engine, parsed once; None without one."""
+    config = engine._config
+    if not hasattr(config, "hzero_block"):  # stock's, or made before `hzero.autoload` watched DeepSpeed
+        block = find(config._param_dict)
+        config.hzero_block = None if block is None else parse_config(block)
+    return config.hzero_block  # type: ignore[no-any-return]
 
 
 def _checked(stock: Any) -> Any:

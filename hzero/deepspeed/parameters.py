@@ -29,7 +29,7 @@ ZeroParameter: TypeAlias = Any
 
 @dataclass(eq=False, kw_only=True)
 class Managed(Parameter):
-    """One parameter of DeepSpeed that an engine gathers; DeepSpeed's has it as its attribute ``hzero``.
+    """One parameter of DeepSpeed that an engine gathers; DeepSpeed's has it as its attribute ``hzero_managed``.
 
     Attributes:
         param: DeepSpeed's parameter.
