@@ -53,6 +53,7 @@ examples:
   srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero doctor     the ranks of a job, each on its device
   hzero doctor --topology dump.xml --expect frontier     a node from a file, against the links of a preset
   hzero doctor ds_config.json --nodes 64     a DeepSpeed configuration as it will be used on 64 nodes like this one
+  hzero doctor --log runs/NAME/slurm/*/*.log     known faults of RCCL, libfabric, Slurm and MIOpen in the logs of a job
 
 presets: {", ".join(PRESETS)}"""
 
@@ -71,9 +72,17 @@ def run_doctor(arguments: Sequence[str]) -> int:
     add("--nodes", type=positive(int, 1e6), metavar="N", help="nodes of the run for which CONFIG is meant")
     wait = "longest wait for other ranks (%(default)g)"
     add("--timeout", type=positive(float, 1e6), default=TIMEOUT_S, metavar="S", help=wait)
+    add("--log", nargs="+", type=Path, metavar="FILE", help="look for known faults in logs, and at nothing else")
     add("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
-    found = examine(parsed)
+    if parsed.log:
+        from hzero.commands.logs import check_logs
+
+        if parsed.config or parsed.topology or parsed.expect or parsed.nodes:
+            raise ConfigError("--log: found with CONFIG, --topology, --expect or --nodes; expected it alone")
+        found: dict[str, Any] | None = judged({}, list(check_logs(parsed.log)))
+    else:
+        found = examine(parsed)
     if found is None:
         return 0
     if parsed.json:
@@ -134,6 +143,11 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         node = next(iter(nodes.values()), Machine("no node", ()))
         sections["configuration"], more = examine_config(parsed.config, config, node, parsed.nodes, grid)
         findings += more
+    return judged(sections, findings)
+
+
+def judged(sections: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
+    """Sections with the findings as remarks, and the worst of them as the verdict."""
     status = max((status for status, _ in findings), default=GOOD)
     return {**sections, "remarks": [text for _, text in findings], "verdict": STATES[status], "status": status}
 
