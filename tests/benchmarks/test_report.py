@@ -24,7 +24,7 @@ COMMITTED = sorted(path for path in REPORTS.glob("*.jsonl") if path.name[11:17] 
 #: Every scheme of the main measurement.
 MAIN = [
     row
-    for row in read_rows(REPORTS / "2026-11-23-evening-comparison.jsonl")[0]
+    for row in read_rows(REPORTS / "2026-11-26-comparison.jsonl")[0]
     if isinstance(row, StepsRow) and row.suite == "main"
 ]
 
