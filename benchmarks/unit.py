@@ -1,4 +1,4 @@
-"""All-gathers, median step and median ratio to HSDP of a GPT of 14M parameters, in which nothing is marked.
+"""All-gathers, median step and median ratio to the first scheme of a GPT of 14M parameters, in which nothing is marked.
 
 Every scheme takes its turn: torchrun --standalone --nproc-per-node=8 benchmarks/unit.py; with slow links
 python -m benchmarks.cluster run -- python benchmarks/unit.py.
@@ -8,6 +8,7 @@ python -m benchmarks.cluster run -- python benchmarks/unit.py.
 import os
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -17,8 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-HSDP, WIDTH, LENGTH, VOCAB, MICRO = "HSDP over the node", 384, 128, 256, 2  # HSDP: the row that ratios refer to
+HSDP, WIDTH, LENGTH, VOCAB, MICRO = "HSDP over the node", 384, 128, 256, 2
 ROUNDS, AHEAD = int(os.environ.get("ROUNDS", "9")), int(os.environ.get("AHEAD", "0"))  # AHEAD: layers to prefetch
+SCHEMES = os.environ.get("SCHEMES")  # Names, separated by semicolons; all without it.
 
 
 class Block(nn.Module):
@@ -97,18 +99,20 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a build of min
 deepspeed.init_distributed("gloo", verbose=False)
 TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": dist.get_world_size() // 4}
 NODE = dist.get_world_size() // 2
-steps = {
-    HSDP: hsdp(NODE, flags=True),
-    "HSDP, no flags": hsdp(NODE),
-    "HSDP over the package, no flags": hsdp(NODE // 2),
-    "DDP": ddp(),
+schemes: dict[str, Any] = {
+    HSDP: lambda: hsdp(NODE, flags=True),
+    "HSDP, no flags": lambda: hsdp(NODE),
+    "HSDP over the package, no flags": lambda: hsdp(NODE // 2),
+    "DDP": ddp,
+    "ZeRO-3": zero3,
+    "ZeRO-3, leaf modules": lambda: zero3(leaf=True),
 }
-steps |= {"ZeRO-3": zero3(), "ZeRO-3, leaf modules": zero3(leaf=True)}
 for preset in ("lossless", "topo"):
-    steps |= {f"{preset}, {unit}": zero3(preset=preset, unit=unit) for unit in ("module", "layer")}
+    schemes |= {f"{preset}, {unit}": partial(zero3, preset=preset, unit=unit) for unit in ("module", "layer")}
+steps = {name: schemes[name]() for name in (SCHEMES.split(";") if SCHEMES else schemes)}
 counts, times = {}, {name: list[float]() for name in steps}
 for name, step in steps.items():
-    [step() for _ in range(2)]  # DeepSpeed records the order of its modules
+    step()  # DeepSpeed records the order of its modules.
     every_thread = _ExperimentalConfig(profile_all_threads=True)  # hzero's lanes are threads
     with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
         step()
@@ -122,5 +126,5 @@ for number in range(ROUNDS):
         dist.barrier()
         times[name][-1] += time.perf_counter()
 for name, gathers in counts.items() if dist.get_rank() == 0 else ():
-    ratio = statistics.median(own / base for own, base in zip(times[name], times[HSDP], strict=True))
+    ratio = statistics.median(own / base for own, base in zip(times[name], times[next(iter(steps))], strict=True))
     print(f"{name:32}{gathers:5} all-gathers{statistics.median(times[name]):8.2f} s{ratio:8.2f}")
