@@ -65,8 +65,6 @@ DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
 #: Groups of nodes are chosen, see `hzero.topology.grid.chosen_group`.
 AUTOMATIC: Literal["automatic"] = "automatic"
-#: Codecs between groups where none is written: few bytes cross groups, so a coarse codec saves little time there.
-_BETWEEN_GROUPS: dict[Any, CodecName] = {"int4": "int8"}
 
 #: A codec as it is written: its name, or `codec` with its settings.
 Written: TypeAlias = CodecName | dict[str, Any]
@@ -96,7 +94,8 @@ class Preset(NamedTuple):
         sums = self.gradients_codec if tier in NET_TIERS else self.inner_codec or self.gradients_codec
         of = {"weights": self.weights_codec, "gradients": sums, "optimizer": self.optimizer_codec}
         codec = of.get(role, self.dimensions_codec)
-        return _BETWEEN_GROUPS.get(codec, codec) if tier == "group" and isinstance(codec, str) else codec
+        finer = TRAITS[codec].between_groups if tier == "group" and isinstance(codec, str) else None
+        return finer or codec
 
 
 _ZFP_16, _ZFP_8 = {"codec": "zfp", "rate": 16}, {"codec": "zfp", "rate": 8}
@@ -195,7 +194,7 @@ class TierCodecs(Frozen):
     def __getitem__(self, tier: Tier) -> CodecConfig:
         codec = self._written(tier)
         if tier == "group" and self.group is None:
-            return codec.model_copy(update={"codec": _BETWEEN_GROUPS.get(codec.codec, codec.codec)})
+            return codec.model_copy(update={"codec": codec.traits.between_groups or codec.codec})
         return codec
 
     def _written(self, tier: Tier) -> CodecConfig:

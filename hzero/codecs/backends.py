@@ -20,7 +20,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.blocks import noise_key
-from hzero.codecs.formats import EXP_BLOCK, RecordFormat, Rows, layout_of
+from hzero.codecs.formats import RecordFormat, Rows, layout_of
 from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary
 from hzero.codecs.reference import NAMES, Adds
 from hzero.validation import ConfigError, one_of
@@ -32,8 +32,6 @@ BACKENDS = ("reference", "host", "hip", "cuda")
 
 #: The bytes of a bucket without their names, which numpy would list whenever an address is asked for.
 _BYTES = np.dtype((np.void, BUCKET.itemsize))
-#: ``zfp_group`` of the host's codec ``zfp``: elements whose blocks take whole words.
-_ZFP_GROUP = 64
 
 logger = logging.getLogger("hzero")
 
@@ -121,29 +119,27 @@ class KernelBackend:
     """
 
     def __init__(self, launcher: HostLibrary | DeviceKernels) -> None:
-        self.launcher, self.name = launcher, launcher.name
+        self.launcher = launcher
 
     def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
         """Encodes a bucket."""
         if not self._has(fmt):
             return reference.encoder(rows, fmt, dtype, adds)
-        call = Call(rows, fmt, dtype, _ENCODED[adds], adds=adds, encodes=True)
-        return Launch(self.launcher, f"encode_{fmt.codec}_{NAMES[dtype]}", call)
+        fields = {"": (), "base": ("residual",), "residuals": ("residual", "left")}[adds]
+        return Launch(self.launcher, "encode", rows, fmt, dtype, ("data", "numel", *fields), adds=adds)
 
     def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
         """Decodes a message into tensors in shard order, or adds it to them."""
         if not self._has(fmt) or (add and not fmt.traits.codes):
             return reference.decoder(rows, fmt, dtype, add)
-        call = Call(rows, fmt, dtype, _DECODED[add])
-        launch = Launch(self.launcher, f"decode_{fmt.codec}_{NAMES[dtype]}", call)
+        launch = Launch(self.launcher, "decode", rows, fmt, dtype, _DECODED[add])
         return lambda payload, tensors: launch(payload, tensors, added=tensors)
 
     def summer(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
         """Decodes the pieces of a payload and sums them in float32, in their order."""
         if not self._has(fmt) or not fmt.traits.fixed:
             return reference.summer(rows, fmt, dtype, add)
-        call = Call(rows, fmt, dtype, _DECODED[add], sums=True)
-        launch = Launch(self.launcher, f"decode_sum_{fmt.codec}", call)
+        launch = Launch(self.launcher, "decode_sum", rows, fmt, dtype, _DECODED[add])
         return lambda payload, sums: launch(payload, sums, added=sums)
 
     def recoder(
@@ -152,71 +148,78 @@ class KernelBackend:
         """Sums and encodes in one kernel if blocks agree; None if they do not."""
         if not (fmt.alike(out) and self._has(fmt) and self._has(out)):
             return reference.recoder(rows, fmt, dtype, outer, out)
-        call = Call(rows, fmt, dtype, (), sums=True, out=out, pieces=outer)
-        launch = Launch(self.launcher, f"decode_sum_encode_{fmt.codec}_{out.codec}", call)
+        launch = Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, pieces=outer)
         return lambda payload, message, seed=0: launch(payload, out_payload=message, seed=seed)
 
     def _has(self, fmt: RecordFormat) -> bool:
         return fmt.traits.compiled == "all" or (fmt.traits.compiled == "cpu" and not self.launcher.on_device)
 
 
-#: What a call fills in for each tensor: addresses, and the elements at the first one.
-_ENCODED = {
-    "": ("data", "numel"),
-    "base": ("data", "numel", "residual"),
-    "residuals": ("data", "numel", "residual", "left"),
-}
 _DECODED = {False: ("data",), True: ("data", "residual")}
 
 
-@dataclass(frozen=True)
-class Call:
-    """A kernel call without addresses, counts of elements and the seed.
+class Launch:
+    """A kernel on buckets of one layout, for any addresses, any number of times and on any thread.
 
-    Attributes:
+    Args:
+        launcher: Starts the kernel.
+        operator: Beginning of the kernel's name: encode, decode, decode_sum or decode_sum_encode.
         rows: Rows of the payload.
         fmt: Its format.
         dtype: Type of the elements; only its size and range matter.
-        fields: What is filled in for each tensor.
+        fields: What a call fills in for each tensor: addresses, and the elements at the first one.
         adds: What is added before encoding.
-        encodes: Whether elements become the payload.
-        sums: Whether pieces of the payload are summed.
         out: Format of a second payload, to write, or None.
         pieces: Pieces of that payload.
     """
 
-    rows: Rows
-    fmt: RecordFormat
-    dtype: torch.dtype
-    fields: tuple[str, ...]
-    adds: Adds = ""
-    encodes: bool = False
-    sums: bool = False
-    out: RecordFormat | None = None
-    pieces: int = 1
+    def __init__(
+        self,
+        launcher: HostLibrary | DeviceKernels,
+        operator: str,
+        rows: Rows,
+        fmt: RecordFormat,
+        dtype: torch.dtype,
+        fields: tuple[str, ...],
+        *,
+        adds: Adds = "",
+        out: RecordFormat | None = None,
+        pieces: int = 1,
+    ) -> None:
+        of_type = {"decode_sum": "", "decode_sum_encode": f"_{out and out.codec}"}.get(operator, f"_{NAMES[dtype]}")
+        self._kernel = fmt.traits.kernels or operator, f"{operator}_{fmt.codec}{of_type}"
+        self._launcher, self._operator, self._fields = launcher, operator, fields
+        self._rows, self._fmt, self._dtype, self._adds, self._out, self._pieces = rows, fmt, dtype, adds, out, pieces
+        self._stochastic = (out or fmt).stochastic
+        self._parts: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
+        whole = [index for index, chunk in enumerate(rows.chunks) if chunk]
+        for first in range(0, len(whole), TENSORS):
+            some = whole[first : first + TENSORS]
+            places = [BUCKET.fields[name][1] for name in ("payload", "out_payload")]  # type: ignore[index]
+            start: int = BUCKET.fields["tensor"][1]  # type: ignore[index]
+            for field in fields:
+                offset = start + TENSOR.fields[field][1]  # type: ignore[index]
+                places += [offset + TENSOR.itemsize * index for index in range(len(some))]
+            bucket = self._bucket(some)
+            words = bucket.reshape(1).view(np.uint64)
+            self._parts.append((words, np.array(places) // 8, some, int(bucket["workgroups"])))
 
-    @property
-    def block_size(self) -> int:
-        """Elements that are worked on together."""
-        sizes = {"zfp": _ZFP_GROUP}
-        if self.encodes:  # whole blocks and whole records, of which single lines and chunks can be decoded
-            sizes |= {"exp": EXP_BLOCK, "mpc": max(self.rows.chunks)}
-        return sizes.get(self.fmt.codec, self.fmt.block_size)
-
-    def bucket(self, some: list[int], on_device: bool) -> np.ndarray:
+    def _bucket(self, some: list[int]) -> np.ndarray:
         """The structure of some of the tensors; on a device also how its threads share the work."""
-        rows, fmt, out, bucket = self.rows, self.fmt, self.out, np.zeros((), BUCKET)
-        layout = layout_of(rows.chunks, fmt, self.dtype.itemsize)
+        rows, fmt, out, bucket = self._rows, self._fmt, self._out, np.zeros((), BUCKET)
+        encodes, sums = self._operator == "encode", "sum" in self._operator
+        layout = layout_of(rows.chunks, fmt, self._dtype.itemsize)
         if len(rows.sizes) > AXES or max(layout.record_bytes) >= 2**32:
             limits = f"at most {AXES} axes, and records of fewer than 2**32 bytes"
             raise ValueError(f"sizes: found {list(rows.sizes)} with chunks {list(rows.chunks)[:8]}, expected {limits}")
+        together = fmt.traits.span(encodes, max(rows.chunks)) if fmt.traits.span else fmt.block_size
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, rows.outer, rows.inner
-        bucket["block_size"], bucket["tensors"] = self.block_size, len(some)
+        bucket["block_size"], bucket["tensors"] = together, len(some)
         bucket["rotation"], bucket["rate"], bucket["dimension"] = fmt.rotation, fmt.rate, fmt.dimension
-        bucket["stochastic"], bucket["difference"] = (out or fmt).stochastic, self.adds == "base"
+        bucket["stochastic"], bucket["difference"] = self._stochastic, self._adds == "base"
         if fmt.traits.codes:
             # Sums are float32, whatever was encoded.
-            bucket["limit"] = (out or fmt).scale_limit("fp32" if self.sums or self.adds else NAMES[self.dtype])
+            bucket["limit"] = (out or fmt).scale_limit("fp32" if sums or self._adds else NAMES[self._dtype])
         bucket["axes"] = len(rows.sizes)
         bucket["sizes"][: len(rows.sizes)], bucket["strides"][: len(rows.sizes)] = rows.sizes, rows.strides
         of_tensors: dict[str, Sequence[int]] = {
@@ -228,47 +231,21 @@ class Call:
         }
         if out:
             written = layout_of(rows.chunks, out, torch.float32.itemsize)
-            bucket["out_row_bytes"], bucket["out_inner"] = written.row_bytes, rows.inner // self.pieces
+            bucket["out_row_bytes"], bucket["out_inner"] = written.row_bytes, rows.inner // self._pieces
             of_tensors["out_start"], of_tensors["out_record_bytes"] = written.record_starts, written.record_bytes
             of_tensors["out_scales"] = written.scales_offsets
         tensor = bucket["tensor"][: len(some)]
-        tensor["factor"] = -1.0 if self.adds == "base" else 0.0
+        tensor["factor"] = -1.0 if self._adds == "base" else 0.0
         for name, values in of_tensors.items():
             tensor[name] = [values[index] for index in some]
-        if on_device:
+        if self._launcher.on_device:
             # Threads of a device that share a block: 16 elements each, a power of two; of a long block again and again.
-            lanes = min(1 << (self.block_size // 16 - 1).bit_length(), THREADS)
+            lanes = min(1 << (together // 16 - 1).bit_length(), THREADS)
             chunks = tensor["chunk"].astype(np.int64)
-            groups = -(-chunks // (self.block_size * (THREADS // lanes))) * (rows.inner if self.sums else rows.total)
+            groups = -(-chunks // (together * (THREADS // lanes))) * (rows.inner if sums else rows.total)
             tensor["first_group"] = np.cumsum(groups) - groups
             bucket["lanes"], bucket["workgroups"] = lanes, groups.sum()
         return bucket
-
-
-class Launch:
-    """A kernel on buckets of one layout, for any addresses, any number of times and on any thread.
-
-    Args:
-        launcher: Starts the kernel.
-        kernel: Name of the kernel in hip_kernels.
-        call: What it is called for.
-    """
-
-    def __init__(self, launcher: HostLibrary | DeviceKernels, kernel: str, call: Call) -> None:
-        self._launcher, self._kernel, self._fields = launcher, kernel, call.fields
-        self._stochastic = (call.out or call.fmt).stochastic
-        self._parts: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
-        whole = [index for index, chunk in enumerate(call.rows.chunks) if chunk]
-        for first in range(0, len(whole), TENSORS):
-            some = whole[first : first + TENSORS]
-            places = [BUCKET.fields[name][1] for name in ("payload", "out_payload")]  # type: ignore[index]
-            start: int = BUCKET.fields["tensor"][1]  # type: ignore[index]
-            for field in call.fields:
-                offset = start + TENSOR.fields[field][1]  # type: ignore[index]
-                places += [offset + TENSOR.itemsize * index for index in range(len(some))]
-            bucket = call.bucket(some, launcher.on_device)
-            words = bucket.reshape(1).view(np.uint64)
-            self._parts.append((words, np.array(places) // 8, some, int(bucket["workgroups"])))
 
     def __call__(
         self,
@@ -309,4 +286,4 @@ class Launch:
                     bucket["kept_bytes"] = left[0].element_size()
                     bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
             bucket = words.view(_BYTES).reshape(())
-            self._launcher.launch(self._kernel, bucket, workgroups, payload.device)
+            self._launcher.launch(*self._kernel, bucket, workgroups, payload.device)

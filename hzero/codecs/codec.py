@@ -264,7 +264,7 @@ class Encoder:
         # A codec of float32 only takes 16-bit numbers too, which float32 holds exactly.
         self._widens = traits.types == ("fp32",) and dtype in FLOATS
         taken = FLOATS if self._widens else tuple(DTYPES[name] for name in traits.types)
-        _check_dtype(dtype, "dtype", taken, fmt, bytes_too=traits.plain and not adds)
+        _check_dtype(dtype, taken, fmt, bytes_too=traits.plain and not adds)
         if adds and traits.not_summed:
             raise ValueError(f"codec: found {fmt.codec!r}, {traits.not_summed}")
         self._dtype, self._adds, self._rows = dtype, adds, rows.total
@@ -335,7 +335,7 @@ class Decoder:
     """
 
     def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Any) -> None:
-        _check_dtype(dtype, "dtype", FLOATS, fmt, bytes_too=fmt.traits.plain and not add)
+        _check_dtype(dtype, FLOATS, fmt, bytes_too=fmt.traits.plain and not add)
         self._numels, self._dtype = [rows.total * chunk for chunk in rows.chunks], dtype
         self.bytes = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
         self._what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
@@ -380,7 +380,7 @@ class Summer:
         add: bool,
         backend: Any,
     ) -> None:
-        _check_dtype(dtype, "dtype", FLOATS, fmt)
+        _check_dtype(dtype, FLOATS, fmt)
         self._numels, self._dtype = [rows.inner * chunk for chunk in rows.chunks], torch.float32
         self._arriving = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
         self._what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
@@ -433,12 +433,10 @@ _summer = functools.lru_cache(maxsize=4096)(Summer)
 # ---- checks: one line, the argument first. Kernels read and write the addresses that they are given ------------------
 
 
-def _check_dtype(
-    dtype: torch.dtype, name: str, taken: Sequence[torch.dtype], fmt: RecordFormat, bytes_too: bool = False
-) -> None:
+def _check_dtype(dtype: torch.dtype, taken: Sequence[torch.dtype], fmt: RecordFormat, bytes_too: bool = False) -> None:
     if dtype not in taken and not (bytes_too and dtype == torch.uint8):
         expected = " or ".join(str(one).removeprefix("torch.") for one in taken)
-        raise TypeError(f"{name}: found {dtype}, expected {expected} in codec {fmt.codec}")
+        raise TypeError(f"dtype: found {dtype}, expected {expected} in codec {fmt.codec}")
 
 
 def _check_tensors(

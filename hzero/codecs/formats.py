@@ -1,7 +1,7 @@
 """Codecs as data: one table of their properties, and the bytes that a shard takes in a payload (docs/payload_format.md).
 
 Pure arithmetic without torch. To add a codec, give it a name, an entry of `TRAITS` with its sizes and its error bound, and a
-reference in a module of its own (`Traits.reference`). docs/architecture.md lists the few other places that name codecs.
+reference in a module of its own (`Traits.reference`). Nothing outside this package tests a codec's name.
 """
 
 from __future__ import annotations
@@ -262,6 +262,10 @@ class Traits:
         codes: The integer codes of a codec whose blocks share a scale; only these codecs have the settings block size,
             rotation and stochastic rounding.
         block: Elements of a block of codecs without scales.
+        span: Elements that a kernel works on together, where these are no block: by whether it encodes, and the longest record.
+        kernels: File of its device kernels in hip_kernels; "" where they are in the files of the operators.
+        between_groups: Codec that takes its place between groups of nodes where none is written: few bytes cross groups, so a
+            coarse codec saves little time there.
         settings: The settings that only this codec has, with their defaults, see `RecordFormat`.
     """
 
@@ -278,6 +282,9 @@ class Traits:
     not_summed: str = ""
     codes: BlockCodes | None = None
     block: int = 0
+    span: Callable[[bool, int], int] | None = None
+    kernels: str = ""
+    between_groups: CodecName | None = None
     settings: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -302,6 +309,7 @@ TRAITS: dict[CodecName, Traits] = {
         reference="blocks",
         compiled="all",
         codes=BlockCodes(4, -8, 7),
+        between_groups="int8",
     ),
     "exp": Traits(
         _exp_regions,
@@ -314,6 +322,8 @@ TRAITS: dict[CodecName, Traits] = {
         "which the codec cannot hold",
         not_summed="which holds bfloat16 numbers, and sums are float32",
         block=EXP_LINE,
+        span=lambda encodes, longest: EXP_BLOCK if encodes else EXP_LINE,  # single lines can be decoded
+        kernels="exponents",
     ),
     "zfp": Traits(
         lambda fmt, numel, itemsize: (-(-fmt.blocks(numel) * fmt.rate // 2),),
@@ -321,6 +331,7 @@ TRAITS: dict[CodecName, Traits] = {
         reference="zfp",
         compiled="cpu",
         block=ZFP_BLOCK,
+        span=lambda encodes, longest: 64,  # whose blocks take whole words
         settings={"rate": 16},
     ),
     "mpc": Traits(
@@ -332,6 +343,7 @@ TRAITS: dict[CodecName, Traits] = {
         fixed=False,
         not_summed="whose messages have no fixed size, as those of a stage have",
         block=MPC_CHUNK,
+        span=lambda encodes, longest: longest if encodes else MPC_CHUNK,  # single chunks can be decoded
         settings={"dimension": 1},
     ),
 }

@@ -64,7 +64,6 @@ class HostLibrary:
         OSError: It is not there, cannot be loaded, or was built for another version of hzero.
     """
 
-    name = "host"
     on_device = False
 
     def __init__(self, path: Path = LIBRARY) -> None:
@@ -95,7 +94,7 @@ class HostLibrary:
         if not self._library.hz_use_instruction_set(name.encode()):
             raise ValueError(f"instruction_set: this processor or library has no {name!r}")
 
-    def launch(self, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Runs a kernel to its end. Other Python threads go on meanwhile."""
         getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
 
@@ -133,7 +132,6 @@ class DeviceKernels:
     on_device = True
 
     def __init__(self) -> None:
-        self.name = "hip" if torch.version.hip else "cuda"
         extra = "rocm" if torch.version.hip else "cuda"
         try:
             import cupy
@@ -162,13 +160,13 @@ class DeviceKernels:
         how = "built with the installation" if built else "compiled on this machine"
         return f"kernels for {architecture}, {how}, cupy {self._cupy.__version__}"
 
-    def launch(self, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
-        """Starts a kernel on the device's current stream."""
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+        """Starts a kernel of a file of `FAMILIES` on the device's current stream."""
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
         stream = self._stream(index, torch.cuda.current_stream(index).cuda_stream)
         with contextlib.nullcontext() if index == current else torch.cuda.device(index):
-            function = self._function(index, kernel)
+            function = self._function(index, family, kernel)
             function((workgroups,), (THREADS,), (bucket,), stream=stream)
 
     @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
@@ -188,8 +186,8 @@ class DeviceKernels:
         return NATIVE / f"{family}.{architecture}.{self._id}.hsaco"
 
     @functools.cache  # noqa: B019
-    def _function(self, index: int, kernel: str) -> Any:
-        return self._modules(index)[family_of(kernel)].get_function(kernel)
+    def _function(self, index: int, family: str, kernel: str) -> Any:
+        return self._modules(index)[family].get_function(kernel)
 
     @functools.cache  # noqa: B019
     def _modules(self, index: int) -> dict[str, Any]:
@@ -218,7 +216,10 @@ class DeviceKernels:
             return kept.read_bytes()
         except OSError:
             code = self._compile(source, headers, options)
-            _keep(kept, code)
+            with contextlib.suppress(OSError):  # where the folder cannot be written, later processes compile again
+                kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with replacing(kept, "wb") as file:
+                    file.write(code)
             return code
 
     def _compile(self, source: Path, headers: list[Path], options: tuple[str, ...]) -> bytes:
@@ -236,23 +237,10 @@ class DeviceKernels:
             self._compiler.destroyProgram(program)
 
 
-def family_of(kernel: str) -> str:
-    """The file of a kernel."""
-    return "exponents" if "_exp" in kernel else max((f for f in FAMILIES if kernel.startswith(f)), key=len)
-
-
 def hash_files(paths: Sequence[Path]) -> str:
     """Twelve digits for the names and contents of files, as the function of this name in CMakeLists.txt computes them."""
     lines = sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """Keeps compiled code for later processes. Where the folder cannot be written they compile again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replacing(path, "wb") as file:
-            file.write(code)
 
 
 def _line(error: Exception) -> str:

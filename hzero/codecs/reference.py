@@ -35,14 +35,52 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
     """A call ``(payload, source, seed, added, factors, left)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
     if not fmt.traits.reference and not adds:
         return _Elements(rows, fmt, dtype).encode
-    return functools.partial(_encode, rows, fmt, adds)
+    # Sums with residuals, and differences that a codec rounds, are float32.
+    coded = dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
+
+    @torch.no_grad()
+    def encode(payload: Any, source: Any, seed: int = 0, added: Any = (), factors: Any = (), left: Any = ()) -> None:
+        payload.zero_()
+        for index, record in records_of(payload, rows, fmt, coded):
+            values, chunk = source[index].view(-1), rows.chunks[index]
+            if adds:
+                values = values.float()
+            if adds == "base":
+                values = (values - added[index].view(-1)).to(coded)
+            elif adds and added[index].numel():
+                # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
+                values = values + added[index].view(-1).float() * factors[index]
+            flat = pad(values, (0, rows.total * chunk - values.numel()))
+            shards = _shards(flat, chunk, rows).reshape(rows.total, chunk)
+            shards = shards.to(coded if fmt.traits.plain or fmt.traits.narrow else torch.float32)
+            shards = rotated(shards, fmt, 1 / max(fmt.rotation, 1))
+            written = _record_of(shards, fmt, NAMES.get(coded, ""), seed, _first_block(rows, fmt, index))
+            record.copy_(written.view(record.shape))
+            if left:
+                # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
+                lost = (shards - _values_of(written, chunk, fmt, coded)).nan_to_num_(0.0, 0.0, 0.0)
+                lost = rotated(lost, fmt).nan_to_num_(0.0, 0.0, 0.0)  # here a sum of finite numbers may overflow
+                found = flat.new_empty(flat.numel())
+                _shards(found, chunk, rows).copy_(lost.view(*rows.sizes, chunk))
+                left[index].view(-1).copy_(found[: values.numel()])
+
+    return encode
 
 
 def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
     """A call ``(payload, tensors)`` that decodes a message, see `hzero.codecs.codec.Decoder`."""
     if not fmt.traits.reference and not add:
         return _Elements(rows, fmt, dtype).decode
-    return functools.partial(_decode, rows, fmt, dtype, add)
+
+    @torch.no_grad()
+    def decode(payload: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        for index, record in records_of(payload, rows, fmt, dtype):
+            chunk = rows.chunks[index]
+            values = rotated(_values_of(record.flatten(0, 1), chunk, fmt, dtype), fmt).view(*rows.sizes, chunk)
+            target = _shards(tensors[index].view(-1), chunk, rows)
+            target.copy_(values.float() + target if add else values)
+
+    return decode
 
 
 def summer(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
@@ -50,7 +88,19 @@ def summer(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Call
     if not fmt.traits.reference:
         message = _Elements(Rows.of(rows.chunks, (rows.inner,)), fmt, dtype)
         return functools.partial(message.sum, rows.outer, add)
-    return functools.partial(_sum, rows, fmt, dtype, add)
+
+    @torch.no_grad()
+    def sum_(payload: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
+        for index, record in records_of(payload, rows, fmt, dtype):
+            chunk = rows.chunks[index]
+            total = sums[index].view(rows.inner, chunk)
+            parts = _values_of(record.flatten(0, 1), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
+            if fmt.rotation:  # decoded as one sum, and added as such
+                parts = rotated(_in_order(parts), fmt).unsqueeze(0)
+            for peer, part in enumerate(parts):
+                (total.add_ if peer or add else total.copy_)(part)
+
+    return sum_
 
 
 def recoder(
@@ -60,102 +110,21 @@ def recoder(
 
     None for formats that are unlike.
     """
-    if fmt.alike(out) or (fmt.traits.plain and out.traits.plain):
-        return functools.partial(_recode, rows, fmt, dtype, outer, out)
-    return None
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _encode(
-    rows: Rows,
-    fmt: RecordFormat,
-    adds: Adds,
-    payload: torch.Tensor,
-    source: Sequence[torch.Tensor],
-    seed: int = 0,
-    added: Sequence[torch.Tensor] = (),
-    factors: Sequence[float] = (),
-    left: Sequence[torch.Tensor] = (),
-) -> None:
-    payload.zero_()
-    dtype = source[0].dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
-    for index, record in records_of(payload, rows, fmt, dtype):
-        values, chunk = source[index].view(-1), rows.chunks[index]
-        if adds:
-            values = values.float()
-        if adds == "base":
-            values = (values - added[index].view(-1)).to(dtype)
-        elif adds and added[index].numel():
-            # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
-            values = values + added[index].view(-1).float() * factors[index]
-        flat = pad(values, (0, rows.total * chunk - values.numel()))
-        shards = _shards(flat, chunk, rows).reshape(rows.total, chunk)
-        shards = shards.to(dtype if fmt.traits.plain or fmt.traits.narrow else torch.float32)
-        shards = rotated(shards, fmt, 1 / max(fmt.rotation, 1))
-        written = _record_of(shards, fmt, NAMES.get(dtype, ""), seed, _first_block(rows, fmt, index))
-        record.copy_(written.view(record.shape))
-        if left:
-            # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
-            lost = (shards - _values_of(written, chunk, fmt, dtype)).nan_to_num_(0.0, 0.0, 0.0)
-            lost = rotated(lost, fmt).nan_to_num_(0.0, 0.0, 0.0)  # here a sum of finite numbers may overflow
-            found = flat.new_empty(flat.numel())
-            _shards(found, chunk, rows).copy_(lost.view(*rows.sizes, chunk))
-            left[index].view(-1).copy_(found[: values.numel()])
-
-
-@torch.no_grad()
-def _decode(
-    rows: Rows,
-    fmt: RecordFormat,
-    dtype: torch.dtype,
-    add: bool,
-    payload: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-) -> None:
-    for index, record in records_of(payload, rows, fmt, dtype):
-        chunk = rows.chunks[index]
-        values = rotated(_values_of(record.flatten(0, 1), chunk, fmt, dtype), fmt).view(*rows.sizes, chunk)
-        target = _shards(tensors[index].view(-1), chunk, rows)
-        target.copy_(values.float() + target if add else values)
-
-
-@torch.no_grad()
-def _sum(
-    rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, payload: torch.Tensor, sums: Sequence[torch.Tensor]
-) -> None:
-    for index, record in records_of(payload, rows, fmt, dtype):
-        chunk = rows.chunks[index]
-        total = sums[index].view(rows.inner, chunk)
-        parts = _values_of(record.flatten(0, 1), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
-        if fmt.rotation:  # decoded as one sum, and added as such
-            parts = rotated(_in_order(parts), fmt).unsqueeze(0)
-        for peer, part in enumerate(parts):
-            (total.add_ if peer or add else total.copy_)(part)
-
-
-@torch.no_grad()
-def _recode(
-    rows: Rows,
-    fmt: RecordFormat,
-    dtype: torch.dtype,
-    outer: int,
-    out: RecordFormat,
-    payload: torch.Tensor,
-    message: torch.Tensor,
-    seed: int = 0,
-) -> None:
-    message.zero_()
+    if not fmt.alike(out) and not (fmt.traits.plain and out.traits.plain):
+        return None
     coded = dtype if out.traits.plain else torch.float32
-    summed = records_of(message, Rows.of(rows.chunks, (rows.inner,), outer=outer), out, coded)
-    for (index, record), (_, written) in zip(records_of(payload, rows, fmt, dtype), summed):
-        chunk = rows.chunks[index]
-        parts = _values_of(record.flatten(0, 1), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
-        total = _in_order(parts).to(coded)
-        total = _record_of(total, out, "fp32", seed, _first_block(rows, out, index))
-        written.copy_(total.view(written.shape))
+
+    @torch.no_grad()
+    def recode(payload: torch.Tensor, message: torch.Tensor, seed: int = 0) -> None:
+        message.zero_()
+        summed = records_of(message, Rows.of(rows.chunks, (rows.inner,), outer=outer), out, coded)
+        for (index, record), (_, written) in zip(records_of(payload, rows, fmt, dtype), summed):
+            chunk = rows.chunks[index]
+            parts = _values_of(record.flatten(0, 1), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
+            total = _record_of(_in_order(parts).to(coded), out, "fp32", seed, _first_block(rows, out, index))
+            written.copy_(total.view(written.shape))
+
+    return recode
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -174,12 +143,13 @@ def _record_of(
 ) -> torch.Tensor:
     """uint8 ``[rows, bytes]`` of ``[rows, numel]``; the last three as of `hzero.codecs.blocks.encode`."""
     module = module_of(fmt)
-    if module is None:
-        parts = [_elements(values, fmt).contiguous().view(torch.uint8)]
-    elif fmt.traits.codes:
+    if module is not None:
         parts = module.encode(values, fmt, source, seed, first_block)
     else:
-        parts = module.encode(values, fmt)
+        if not fmt.traits.plain and values.dtype != torch.bfloat16:
+            # Which NaN a conversion makes depends on the processor.
+            values = values.to(torch.bfloat16).nan_to_num_(math.nan, math.inf, -math.inf)
+        parts = [values.contiguous().view(torch.uint8)]
     return torch.cat([pad(part, (0, -part.shape[1] % ALIGNMENT)) for part in parts], dim=1)
 
 
@@ -196,14 +166,6 @@ def module_of(fmt: RecordFormat) -> Any:
     """The module of a codec's records; None where they are elements. It is imported once it is needed."""
     name = fmt.traits.reference
     return importlib.import_module(f"hzero.codecs.{name}") if name else None
-
-
-def _elements(values: torch.Tensor, fmt: RecordFormat) -> torch.Tensor:
-    """Elements in the type of their records."""
-    if fmt.traits.plain or values.dtype == torch.bfloat16:
-        return values
-    # Which NaN a conversion makes depends on the processor.
-    return values.to(torch.bfloat16).nan_to_num_(math.nan, math.inf, -math.inf)
 
 
 def records_of(

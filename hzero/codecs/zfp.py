@@ -72,18 +72,21 @@ def values_of(bits: int, present: int, seen: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`plane` by ``seen`` and values, int64 ``[3, 5 * 16]``, and `values_of` by ``seen``, bits present and bits.
+def _tables(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tables on a device, complete when this returns.
 
-    The copy to a device ends before this returns.
+    Returns:
+        `plane` by ``seen`` and values, int64 ``[3, 5 * 16]``; `values_of` by ``seen``, bits present and bits; the numbers of a
+        block's values; those of a plane's bits.
     """
     writing = [plane(values, seen) for seen in range(5) for values in range(16)]
     present, bits = range(_LONGEST + 1), range(1 << _LONGEST)
     reading = [values_of(every, n, seen) for seen in range(5) for n in present for every in bits]
-    return torch.tensor(writing).t().contiguous().to(device), torch.tensor(reading).t().contiguous().to(device)
+    tables = [torch.tensor(table).t().contiguous() for table in (writing, reading)]
+    return tuple(table.to(device) for table in (*tables, torch.arange(ZFP_BLOCK), torch.arange(_LONGEST)))
 
 
-def encode(values: torch.Tensor, fmt: RecordFormat) -> list[torch.Tensor]:
+def encode(values: torch.Tensor, fmt: RecordFormat, *_: object) -> list[torch.Tensor]:
     """The records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
     rows, numel = values.shape
     short = numel % ZFP_BLOCK
@@ -100,11 +103,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat) -> list[torch.Tensor]:
     stream = digits.new_zeros(len(blocks), size + _LONGEST, dtype=torch.uint8)
     stream[:, :_HEAD] = (1 | plain + 1 << 1).unsqueeze(-1) >> torch.arange(_HEAD, device=device) & 1
     at, seen = torch.full_like(plain, _HEAD, dtype=torch.int64), torch.zeros_like(plain, dtype=torch.int64)
-    table, each, places = (
-        _tables(device)[0],
-        torch.arange(ZFP_BLOCK, device=device),
-        torch.arange(_LONGEST, device=device),
-    )
+    table, _, each, places = _tables(device)
     for number in range(31, -1, -1):
         bits = ((digits >> number & 1) << each).sum(-1)
         written, count, seen = table[:, seen * 16 + bits]
@@ -158,11 +157,7 @@ def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor
     exponents = (stream[:, 1:_HEAD] << torch.arange(_HEAD - 1, device=device)).sum(-1)
     at, seen = torch.full_like(exponents, _HEAD), torch.zeros_like(exponents)
     digits = stream.new_zeros(len(stream), ZFP_BLOCK)
-    table, each, places = (
-        _tables(device)[1],
-        torch.arange(ZFP_BLOCK, device=device),
-        torch.arange(_LONGEST, device=device),
-    )
+    _, table, each, places = _tables(device)
     for number in range(31, -1, -1):
         bits = (stream.gather(1, at.unsqueeze(-1) + places) << places).sum(-1)
         present = (size - at).clamp_(max=_LONGEST)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hzero.codecs import launchers
-from hzero.codecs.launchers import FAMILIES, family_of
+from hzero.codecs.launchers import FAMILIES
 from tests.ranks import ROOT
 
 __all__ = ["FAMILIES", "KERNELS", "LIBRARY", "EmulatedKernels", "build"]
@@ -61,11 +61,10 @@ class EmulatedKernels:
     on_device = True
 
     def __init__(self, wave: int) -> None:
-        self.name = f"emulated wave {wave}"
         self.wave = wave
         compiler()  # or the test is skipped here
 
-    def launch(self, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         flags = ("-DHZ_EMULATE", f"-DHZ_WAVE={self.wave}", "-Wall", "-Wno-unknown-pragmas", "-Werror")
-        library = ctypes.CDLL(str(build(f'#include "{family_of(kernel)}.hip"\n', *flags)))
+        library = ctypes.CDLL(str(build(f'#include "{family}.hip"\n', *flags)))
         getattr(library, kernel)(ctypes.c_void_p(bucket.ctypes.data))
