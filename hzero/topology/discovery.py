@@ -556,17 +556,23 @@ def grid_of(places: Sequence[Place]) -> Grid:
     Raises:
         ConfigError: Two ranks sit on one device, or the world is not rectangular; the message names the nodes that differ.
     """
-    table = _table(places)
-    shapes = {
-        host: tuple(sorted((len(package) for package in packages.values()), reverse=True))
-        for host, packages in table.items()
-    }
+    hosts = {host: index for index, host in enumerate(dict.fromkeys(place.host for place in places))}
+    taken, packages = dict[tuple[str, int, int], int](), Counter((place.host, place.package) for place in places)
+    for place in places:
+        if (other := taken.setdefault((place.host, place.package, place.gcd), place.rank)) != place.rank:
+            raise ConfigError(
+                f"topology: ranks {other} and {place.rank} are on the same device of node {place.host}; each rank needs a "
+                "device of its own: bind them with --gpus-per-task=1, LOCAL_RANK or ROCR_VISIBLE_DEVICES"
+            )
+    sizes = {host: list[int]() for host in hosts}
+    for (host, _), count in packages.items():
+        sizes[host].append(count)
+    shapes = {host: tuple(sorted(found, reverse=True)) for host, found in sizes.items()}
     first = next(iter(shapes.values()))
     if any(shape != first for shape in shapes.values()) or len(set(first)) != 1:
         raise ConfigError(_refusal(shapes))
-    by_place = np.array(
-        [[[gcds[gcd] for gcd in sorted(gcds)] for _, gcds in sorted(packages.items())] for packages in table.values()]
-    )
+    ordered = sorted(places, key=lambda place: (hosts[place.host], place.package, place.gcd))
+    by_place = np.array([place.rank for place in ordered]).reshape(len(hosts), len(first), first[0])
     # The labels of each axis, in the order in which rank 0's own node and package number them.
     node, package, gcd = np.argwhere(by_place == 0)[0]
     own = (by_place[:, package, gcd], by_place[node, :, gcd], by_place[node, package])
@@ -574,20 +580,6 @@ def grid_of(places: Sequence[Place]) -> Grid:
     by_rank = np.take_along_axis(by_place, np.argsort(by_place.min(axis=2), axis=1)[:, :, None], axis=1)
     grids = [Grid(*cells.shape).numbered(cells.ravel().tolist()) for cells in (by_place, by_rank)]
     return next((grid for grid in grids if grid.regular), grids[0])
-
-
-def _table(places: Iterable[Place]) -> dict[str, dict[int, dict[int, int]]]:
-    """Ranks by node, package and device, as physical indices number them; nodes in the order of their lowest rank."""
-    table: dict[str, dict[int, dict[int, int]]] = {}
-    for place in places:
-        package = table.setdefault(place.host, {}).setdefault(place.package, {})
-        if place.gcd in package:
-            raise ConfigError(
-                f"topology: ranks {package[place.gcd]} and {place.rank} are on the same device of node {place.host}; each "
-                "rank needs a device of its own: bind them with --gpus-per-task=1, LOCAL_RANK or ROCR_VISIBLE_DEVICES"
-            )
-        package[place.gcd] = place.rank
-    return table
 
 
 def _refusal(shapes: dict[str, tuple[int, ...]]) -> str:

@@ -52,9 +52,7 @@ def complete_order(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
 def _check_divides(key: str, part: int, whole: int, what: str) -> None:
     if whole % part:
         possible = ", ".join(str(size) for size in range(1, whole + 1) if whole % size == 0)
-        raise ConfigError(
-            f"topology.{key}: found {part}, which does not divide the {whole} {what}; possible: {possible}"
-        )
+        raise ConfigError(f"topology.{key}: found {part}; expected a divisor of the {whole} {what}: {possible}")
 
 
 class Coordinates(NamedTuple):
@@ -206,9 +204,7 @@ class Grid:
         return tuple(found.values())
 
     def stride(self, tier: Tier) -> int:
-        """Distance between the ranks of neighbours in a tier group. Raises `ValueError` if they have no regular order."""
-        if self.ranks is not None:
-            raise ValueError("stride: ranks are numbered in no regular order")
+        """Distance between the ranks of neighbours in a tier group of a `regular` grid."""
         return math.prod(map(self.size, self.order[self.order.index(tier) + 1 :]))
 
     def scope_size(self, scope: Scope) -> int:
@@ -234,13 +230,10 @@ class Grid:
         home, place = self.coordinates(first), self.coordinates(second)
         return next(tier for tier in TIERS[::-1] if getattr(home, tier) != getattr(place, tier))
 
-    def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
+    def tier_group(self, rank: int, tier: Tier) -> list[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
-        place = self.coordinates(rank)
-        if self.ranks is not None:
-            return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
-        first = rank - getattr(place, tier) * self.stride(tier)
-        return range(first, first + self.size(tier) * self.stride(tier), self.stride(tier))
+        ranks: list[int] = self._at(self.coordinates(rank)._replace(**{tier: np.arange(self.size(tier))})).tolist()
+        return ranks
 
     def of_ranks(self, ranks: Sequence[int]) -> Grid:
         """The grid of a group of ranks, in the group's own numbers. They keep their places.

@@ -221,64 +221,57 @@ _MI250X_LINKS = 4
 _GFX90A = {"gfx90a", "MI250X", "MI250", "MI210"}
 
 
-@dataclass(frozen=True)
-class NodeTier:
+class NodeTier(NamedTuple):
     """A tier of one node.
 
     Attributes:
         name: Its name.
-        size: Members of its largest group; 1 where the machine lacks the tier.
         groups: Numbers of the devices that differ in this tier's coordinate alone.
-        gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. May be None.
+        gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. None where one
+            of these rates is not known.
     """
 
     name: Tier
-    size: int
     groups: tuple[tuple[int, ...], ...]
-    gb_s: float | None = None
+    gb_s: float | None
+
+    @property
+    def size(self) -> int:
+        """Members of its largest group; 1 where the machine lacks the tier."""
+        return max(map(len, self.groups), default=1)
 
 
 class Position(NamedTuple):
-    """The place of a device in its node by tier, in the order of PCI bus ids: the same in all processes.
+    """The place of a device in its node, in the order of PCI bus ids: the same in all processes.
 
     Attributes:
         gcd: Index in its package.
         hive: Index of its package in the hive, packages that direct links join; 0 in a node without hives.
         gpu: Index of the hive, or of the package in a node without hives.
-        node: 0.
         package: Index of its package in the node, hive after hive.
     """
 
     gcd: int
     hive: int
     gpu: int
-    node: int
     package: int
 
 
-def tiers_of(machine: Machine) -> tuple[NodeTier, ...]:
+def tiers_of(machine: Machine) -> list[NodeTier]:
     """The tiers of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError` as `packages_of` does."""
-    places = positions(machine)
-    tiers = []
-    for name in TIERS[: TIERS.index("node") + 1]:
-        groups: dict[Position, list[int]] = {}
-        for number, place in places.items():
-            groups.setdefault(place._replace(package=0, **{name: 0}), []).append(number)
-        members = _sorted(groups.values())
-        tiers.append(NodeTier(name, max(map(len, members), default=1), members, _bandwidth(machine, name, members)))
-    return tuple(tiers)
-
-
-def _bandwidth(machine: Machine, name: str, groups: Iterable[tuple[int, ...]]) -> float | None:
-    """GB/s of a tier; None where one of its rates is not known."""
-    home = {number: index for index, group in enumerate(groups) for number in group}
-    of_node = name == "node"
-    links = [link for link in machine.links if home[link.a] == home[link.b]]
-    rates = [nic.gb_s for nic in machine.nics] if of_node else [link.gb_s for link in links]
-    known = [rate for rate in rates if rate is not None]
-    if not known or len(known) < len(rates) or not machine.devices:
-        return None
-    return sum(known) / len(machine.devices) if of_node else min(known)
+    places, tiers = positions(machine), list[NodeTier]()
+    for axis, name in enumerate(TIERS[: TIERS.index("node") + 1]):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, (*place, _) in places.items():
+            groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(number)
+        home = {number: group for group in groups.values() for number in group}
+        linked = [link.gb_s for link in machine.links if link.b in home[link.a]]
+        rates = [nic.gb_s for nic in machine.nics] if name == "node" else linked
+        known, gb_s = [rate for rate in rates if rate is not None], None
+        if known and home and len(known) == len(rates):
+            gb_s = sum(known) / len(home) if name == "node" else min(known)
+        tiers.append(NodeTier(name, _sorted(groups.values()), gb_s))
+    return tiers
 
 
 def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
@@ -292,13 +285,11 @@ def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
     hives = _components(range(len(packages)), joined)
     if max(map(len, hives), default=0) < 2:  # no direct links at all: the node is one group of packages
         hives = [list(range(len(packages)))]
-    found: dict[int, Position] = {}
-    in_node = 0
+    found, numbers = dict[int, Position](), itertools.count()
     for hive, members in enumerate(hives):
         for index, package in enumerate(members):
-            place = (index, hive) if len(hives) > 1 else (0, index)
-            found |= {number: Position(gcd, *place, 0, in_node) for gcd, number in enumerate(packages[package])}
-            in_node += 1
+            place, in_node = (index, hive) if len(hives) > 1 else (0, index), next(numbers)
+            found |= {number: Position(gcd, *place, in_node) for gcd, number in enumerate(packages[package])}
     return found
 
 

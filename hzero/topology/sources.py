@@ -67,9 +67,7 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str 
     """
     found = this_machine(environ) if source in HERE else read_source(source, where)
     if isinstance(found, TopologyConfig):
-        raise ConfigError(
-            f"{source}: declares a grid (gpus_per_node), expected a node with the key devices or packages"
-        )
+        raise ConfigError(f"{source}: declares a grid (gpus_per_node), expected a node (devices or packages)")
     return found
 
 
@@ -94,6 +92,8 @@ def read_source(source: str, where: str) -> Machine | TopologyConfig:
     if source in PRESETS:
         return preset(source)
     if os.path.isdir(source):
+        if not (Path(source) / NODES).is_dir():
+            raise ConfigError(f"{where}: found no {NODES} in {source!r}; expected /sys or a copy of it")
         return read_sysfs(Path(source))
     if not os.path.exists(source):
         near = nearest(source, PRESETS)
@@ -302,9 +302,7 @@ def read_dump(text: str, path: str) -> Machine:
             for gpu in pci.iterfind("gpu"):
                 bus = bus_id(pci.get("busid", ""), f"{path}: pci of a gpu")
                 if bus in devices or len(devices) >= MAX_DEVICES:
-                    raise ConfigError(
-                        f"{path}: two gpus have the PCI bus id {bus}, or there are more than {MAX_DEVICES}"
-                    )
+                    raise ConfigError(f"{path}: two gpus have PCI bus id {bus}, or there are more than {MAX_DEVICES}")
                 number, numa = _integer(gpu, "dev", path, 0, 2**20), _integer(cpu, "numaid", path, -1, 2**20, "-1")
                 product = re.fullmatch("(0x)?[0-9a-fA-F]{1,8}", pci.get("device", ""))
                 kind = PRODUCTS.get(int(product[0], 16) if product else 0, _architecture(gpu))

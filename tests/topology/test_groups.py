@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.commands.experiment import compose
 from hzero.config import TopologyConfig, parse_config
 from hzero.deepspeed.refusals import check_block
 from hzero.engine.engine import undeclared
+from hzero.experiment import compose
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, discovery, resolve_grid
 from hzero.topology.discovery import RankReport, assemble
@@ -114,7 +114,7 @@ def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
 @pytest.mark.parametrize(
     ("topology", "says"),
     [
-        ({"nodes_per_group": 5}, r"nodes_per_group: found 5, which does not divide the 72 nodes; possible: 1, 2, 3"),
+        ({"nodes_per_group": 5}, r"nodes_per_group: found 5; expected a divisor of the 72 nodes: 1, 2, 3"),
         (
             {"gpus_per_node": 2, "nodes_per_group": "many"},
             "nodes_per_group: found 'many', expected a number of nodes, null",
