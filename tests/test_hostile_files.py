@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import line_of, read_rows
 from hzero import block
-from hzero.commands.doctor import examine_config, read_config
-from hzero.commands.experiment import Experiment, compose
+from hzero.commands.doctor import check_config, read_config
 from hzero.config import PRESETS, parse_config
+from hzero.experiment import Experiment, compose
 from hzero.plan.links_file import read_links
 from hzero.topology import resolve_grid
 from hzero.topology.machine import Machine
@@ -115,7 +115,7 @@ def test_configurations_of_deepspeed(content: bytes, tmp_path: Path) -> None:
     found: list[str] = []
 
     def examine() -> None:
-        found.extend(text for _, text in examine_config(path, read_config(path), Machine("none", ()), 2, None)[1])
+        found.extend(text for _, text in check_config(path, read_config(path), Machine("none", ()), 2, None))
 
     accepts(examine, str(path))
     assert all("\n" not in text and len(text) < 5000 for text in found)

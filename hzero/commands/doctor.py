@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,12 +32,12 @@ from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
 from hzero.topology.machine import Device, Link, Machine, grid_of_nodes, packages_of, product
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.validation import ConfigError, Frozen, Parser, one_of, positive, printable
+from hzero.validation import ConfigError, Frozen, Parser, one_of, positive, printable, some
 
 #: Verdicts; the exit status is the worst one.
 GOOD, DEGRADED, UNUSABLE = range(3)
 STATES = ("good", "degraded", "unusable")
-#: A verdict and what was found, on one line.
+#: A verdict and what was found, on one line. Each check yields its findings.
 Finding = tuple[int, str]
 WHERE = f"{KEY}.topology"
 #: A link or NIC that reaches this share of its expected bandwidth is good: sources round.
@@ -99,18 +99,17 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         ConfigError: A file cannot be read.
     """
     expected = machine_of(parsed.expect, where="--expect") if parsed.expect is not None else None
-    config = read_config(parsed.config) if parsed.config is not None else None
+    config = read_config(parsed.config) if parsed.config is not None else {}
     variables = rank_variables(visible=0)
-    rank, world_size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
+    rank, together = int(variables.get("RANK", 0)), bool(variables) and parsed.topology is None
     findings: list[Finding] = []
     nodes: dict[str, Machine] = {}
     ranks: list[dict[str, Any]] = []
     grid, fabric = None, ""
-    together = world_size > 1 and parsed.topology is None
     try:
         if together:
             environ = {**os.environ, **variables}
-            found = discover(source_of(config or {}), Exchange.of_environment(parsed.timeout, environ), environ)
+            found = discover(source_of(config), Exchange.of_environment(parsed.timeout, environ), environ)
             if rank:
                 return None
             grid, fabric = found.grid, "+".join({report.fabric for report in found.reports})
@@ -120,9 +119,8 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
             nodes = {host: node_of(reports) for host, reports in by_host(found.reports).items()}
         else:
             machine = machine_of(parsed.topology or "auto")
-            host = host_identity() if parsed.topology is None else Path(parsed.topology).name
-            nodes, fabric = {host: machine}, "+".join(nic.kind for nic in machine.nics)
-            ranks = [_row(device) for device in machine.devices]
+            nodes = {host_identity() if parsed.topology is None else Path(parsed.topology).name: machine}
+            fabric, ranks = "+".join(nic.kind for nic in machine.nics), [_row(device) for device in machine.devices]
             findings += [(GOOD, remark) for remark in machine.remarks]
             if parsed.topology is not None and not machine.devices:
                 findings.append((UNUSABLE, f"{machine.source}: no devices found"))
@@ -130,26 +128,33 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         if parsed.topology is not None or rank:
             raise
         findings.append((UNUSABLE, str(error)))
-    links = [examine_links(host, node, expected, together, findings) for host, node in nodes.items()]
-    sections: dict[str, Any] = {"grid": str(grid) if grid is not None else None, "ranks": ranks, "links": links}
+    hosts = defaultdict[Finding, list[str]](list)  # that have it: nodes are mostly alike
+    for host, node in nodes.items():
+        for finding in check_node(node, expected, together):
+            hosts[finding].append(host)
+    findings += [(status, f"{some(names, 4)}: {text}") for (status, text), names in hosts.items()]
+    sections: dict[str, Any] = {"grid": str(grid) if grid is not None else None, "ranks": ranks}
     if parsed.topology is None:
-        slingshot = "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics))
+        of_expected = () if expected is None else (expected,)
+        slingshot = "cxi" in fabric or any(nic.kind == "cxi" for one in of_expected for nic in one.nics)
+        kinds = {product(device.kind) for node in (*nodes.values(), *of_expected) for device in node.devices}
         site = site_of(os.environ, expected) if slingshot else None
-        kinds = {product(device.kind) for node in (*nodes.values(), expected) if node for device in node.devices}
-        if site or kinds & MI200:
-            sections["environment"] = examine_environment(findings, site, len(nodes), bool(kinds & MI200))
-        sections |= examine_software(findings, sum(len(node.devices) for node in nodes.values()), len(nodes))
-    if config is not None:
+        findings += check_environment(site, len(nodes), gfx90a=bool(kinds & MI200))
+        findings += check_torch(sum(len(node.devices) for node in nodes.values()))
+        findings += [*check_codecs(), *check_deepspeed(), *check_rccl(len(nodes))]
+        sections["versions"] = ", ".join(releases())
+    if parsed.config is not None:
         node = next(iter(nodes.values()), Machine("no node", ()))
-        sections["configuration"], more = examine_config(parsed.config, config, node, parsed.nodes, grid)
-        findings += more
+        findings += check_config(parsed.config, config, node, parsed.nodes, grid)
     return judged(sections, findings)
 
 
-def judged(sections: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
-    """Sections with the findings as remarks, and the worst of them as the verdict."""
+def judged(sections: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
+    """Sections, and findings as remarks, the worst first, with the verdict."""
+    worst_first = sorted(findings, key=lambda finding: -finding[0])
+    remarks = [f"{('note', *STATES[1:])[status]}: {text}" for status, text in worst_first]
     status = max((status for status, _ in findings), default=GOOD)
-    return {**sections, "remarks": [text for _, text in findings], "verdict": STATES[status], "status": status}
+    return {**sections, "remarks": remarks, "verdict": STATES[status], "status": status}
 
 
 def _row(device: Device | None) -> dict[str, Any]:
@@ -159,35 +164,33 @@ def _row(device: Device | None) -> dict[str, Any]:
     return {"device": device.number, "kind": kind, "bus": device.bus, "numa": device.numa}
 
 
-# ---- links ------------------------------------------------------------------------------------------------------------
+# ---- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def examine_links(
-    host: str, node: Machine, expected: Machine | None, of_ranks: bool, findings: list[Finding]
-) -> dict[str, str]:
-    """A node's devices, links and NICs against an expected machine.
+def check_node(node: Machine, expected: Machine | None, of_ranks: bool) -> Iterator[Finding]:
+    """A node's packages, and its devices, links and NICs against an expected machine.
 
     Args:
-        host: Its name, for remarks.
         node: As it was found. Ranks report no NICs, and no links between devices that have no rank.
         expected: The machine that the user expects, if any. Each missing or unknown part of it is a finding.
         of_ranks: Whether ranks reported the node.
-        findings: Takes the findings.
     """
     if node.devices and (of_ranks or not any(device.hidden for device in node.devices)):
         try:
             packages_of(node, of_ranks=of_ranks)
         except ConfigError as error:
-            findings.append((UNUSABLE, str(error)))
+            yield UNUSABLE, str(error)
     if expected is None:
-        return {"host": host, "links": "not compared: --expect PRESET"}
+        return
     lines = differences(node, expected)
-    rates = [(nic.gb_s or 0) / ENOUGH for nic in node.nics]
     slowest = min((nic.gb_s or 0 for nic in expected.nics), default=0)
-    if not of_ranks and sum(rate >= slowest for rate in rates) < len(expected.nics):
+    fast = [nic for nic in node.nics if (nic.gb_s or 0) >= ENOUGH * slowest]
+    if not of_ranks and len(fast) < len(expected.nics):
         lines.append(f"found {len(node.nics)} NICs, expected {len(expected.nics)} of {slowest:g} GB/s")
-    findings += [(DEGRADED if node.devices else UNUSABLE, f"{host}: {line}") for line in lines]
-    return {"host": host, "links": f"{len(lines) or 'no'} differences from {expected.source}"}
+    for line in lines:
+        yield DEGRADED if node.devices else UNUSABLE, line
+    if not lines:
+        yield GOOD, f"no differences from {expected.source}"
 
 
 def differences(node: Machine, expected: Machine) -> list[str]:
@@ -199,8 +202,6 @@ def differences(node: Machine, expected: Machine) -> list[str]:
     lines = []
     if len(node.devices) != len(expected.devices):
         lines.append(f"found {len(node.devices)} devices, expected {len(expected.devices)} of {expected.source}")
-    if not node.devices:
-        return lines
     wanted = {product(device.kind) for device in expected.devices}
     for device in node.devices:
         if device.hidden:
@@ -210,6 +211,8 @@ def differences(node: Machine, expected: Machine) -> list[str]:
             lines.append(f"device {device.number}: {kinds}")
     numbers = {device.bus: device.number for device in node.devices}
     places = {device.number: numbers.get(device.bus) for device in expected.devices if device.bus}
+    if not node.devices:
+        return lines
     if not set(numbers) <= {device.bus for device in expected.devices if device.bus}:
         ordered = (sorted(one.links, key=lambda n: (-(n.gb_s or 0), -(n.count or 0))) for one in (node, expected))
         pairs = itertools.zip_longest(*ordered)
@@ -288,16 +291,15 @@ def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
     return next((name for name in (named, cluster.lower()) if name in SITES), OTHER)
 
 
-def examine_environment(findings: list[Finding], site: str | None, nodes: int = 1, gfx90a: bool = False) -> str:
-    """How many variables are not as they should be. Each is a finding, and RCCL's plug-in if it is missing.
+def check_environment(site: str | None, nodes: int = 1, *, gfx90a: bool = False) -> Iterator[Finding]:
+    """Variables that are not as they should be, and RCCL's plug-in if it is missing.
 
     Args:
-        findings: Takes the findings.
         site: One of `SITES`; None for a machine without Slingshot.
         nodes: Nodes of the job.
         gfx90a: Whether the devices are of this architecture.
     """
-    before, rocm = len(findings), rocm_release()
+    wrong = False
     for variable in VARIABLES:
         if site not in variable.sites and not (gfx90a and "gfx90a" in variable.sites):
             continue
@@ -305,17 +307,19 @@ def examine_environment(findings: list[Finding], site: str | None, nodes: int = 
         good = any(fnmatch.fnmatchcase(found, value) for value in variable.good) if found else not variable.good
         if good or ((variable.name, found) == _ONE_NODE and nodes == 1):
             continue
-        state, wanted = f"is {found!r}" if found is not None else "is not set", [*variable.good, "not set"][0]
+        wrong, state = True, f"is {found!r}" if found is not None else "is not set"
+        wanted = [*variable.good, "not set"][0]
+        fatal = found in variable.fatal or (variable.fatal_from and rocm_release() >= variable.fatal_from)
         text = f"{variable.name} {state}, expected {wanted}: {variable.reason} ({variable.source})"
-        fatal = found in variable.fatal or (variable.fatal_from and rocm >= variable.fatal_from)
-        findings.append((UNUSABLE if fatal else DEGRADED, text))
+        yield UNUSABLE if fatal else DEGRADED, text
     net = os.environ.get("NCCL_NET")
     if site not in ("lumi", None) and not has_rccl_plugin() and net != "Socket":  # LUMI's container brings it
-        required = net in _PLUGIN_NAMES
+        wrong, required = True, net in _PLUGIN_NAMES
         then = "RCCL stops, as NCCL_NET asks" if required else "RCCL falls back to TCP sockets"
         text = f"RCCL's network plug-in is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
-        findings.append((UNUSABLE if required else DEGRADED, text))
-    return f"{len(findings) - before or 'no'} differences from the settings for {site or 'gfx90a'}"
+        yield UNUSABLE if required else DEGRADED, text
+    if (site or gfx90a) and not wrong:
+        yield GOOD, f"the environment has the settings for {site or 'gfx90a'}"
 
 
 def has_rccl_plugin() -> bool:
@@ -332,23 +336,26 @@ def has_rccl_plugin() -> bool:
 # ---- software ---------------------------------------------------------------------------------------------------------
 
 
-def examine_software(findings: list[Finding], devices: int, nodes: int) -> dict[str, Any]:
-    """Peer access, codecs, MPI, DeepSpeed and versions in this process, which may use some of the ``devices`` of its nodes."""
+def check_torch(devices: int) -> Iterator[Finding]:
+    """What torch sees of the ``devices`` of all nodes, of which this process may use some."""
     import torch
 
     if devices and not torch.cuda.is_available():
         text = f"torch {torch.__version__} sees no GPU, but {devices} were found: it may be built without ROCm or CUDA"
-        findings.append((DEGRADED, text))
+        yield DEGRADED, text
     for a, b in itertools.permutations(range(torch.cuda.device_count()), 2):
         if not torch.cuda.can_device_access_peer(a, b):  # a task's cgroup can cut it (SchedMD bug 17793)
-            findings.append((DEGRADED, f"device {a} has no peer access to device {b}: traffic goes through the host"))
-    versions = [f"hzero {__version__}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    return {
-        "codecs": examine_codecs(findings),
-        "mpi": examine_mpi(),
-        "deepspeed": examine_deepspeed(findings),
-        "versions": ", ".join([*versions, *rccl(findings, nodes)]),
-    }
+            yield DEGRADED, f"device {a} has no peer access to device {b}: traffic goes through the host"
+
+
+def releases() -> list[str]:
+    """Releases of what a run uses."""
+    import torch
+
+    found = [f"hzero {__version__}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    if release := rocm_release():
+        found += [f"ROCm {'.'.join(map(str, release))}", f"RCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    return found
 
 
 def rocm_release() -> list[int]:
@@ -360,13 +367,12 @@ def rocm_release() -> list[int]:
     return [int(part) for part in re.findall(r"\d+", torch.version.hip or "")[:2]]
 
 
-def rccl(findings: list[Finding], nodes: int) -> list[str]:
-    """Releases of ROCm and of the RCCL that torch has loaded; what is known of them on this many nodes is a finding."""
+def check_rccl(nodes: int) -> Iterator[Finding]:
+    """What is known of the RCCL that torch has loaded, on this many nodes."""
     import torch
 
-    release = rocm_release()
-    if not release:
-        return []
+    if not (release := rocm_release()):
+        return
     version = torch.cuda.nccl.version()
     name = f"RCCL {'.'.join(map(str, version))}"
     if release[:2] == [7, 14] and not any(release[2:]) and nodes > 1:
@@ -375,30 +381,26 @@ def rccl(findings: list[Finding], nodes: int) -> list[str]:
             "another release of ROCm, or build RCCL with -D FAULT_INJECTION=OFF (ROCm/TheRock#7903, 2026-07-20); doctor "
             "cannot tell such a build, so start the job with HZERO_CHECK=0 then"
         )
-        findings.append((UNUSABLE, text))
+        yield UNUSABLE, text
     if version >= (2, 28) and nodes >= 8:
         text = (
             f"{name}: all-gathers over 8 nodes or more are hierarchical by default, with up to 128 MB per communicator that "
             "`hzero plan` leaves out; RCCL_HIERARCHICAL_ALLGATHER=0 turns it off (RCCL's change log, ROCm 7.13)"
         )
-        findings.append((GOOD, text))
-    return [f"ROCm {'.'.join(map(str, release))}", name]
+        yield GOOD, text
 
 
-def examine_codecs(findings: list[Finding]) -> list[dict[str, str]]:
-    """One row per kind of device: the backend of its codecs, tried against the reference on a bucket of awkward sizes."""
+def check_codecs() -> Iterator[Finding]:
+    """The backend of the codecs on each kind of device, tried against the reference on a bucket of awkward sizes."""
     import torch
 
     from hzero.codecs import backends
     from hzero.codecs.formats import CODECS
 
-    rows = []
+    settings: list[dict[str, Any]] = [{"codec": codec} for codec in CODECS]
+    settings += [{"codec": "int4", "block_size": 64, "rotation": 64}, {"codec": "zfp", "rate": 9}]
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         chosen, wrong = backends.choice(kind), []
-        if chosen.fallback:
-            findings.append((DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}"))
-        settings: list[dict[str, Any]] = [{"codec": codec} for codec in CODECS]
-        settings += [{"codec": "int4", "block_size": 64, "rotation": 64}, {"codec": "zfp", "rate": 9}]
         for one in settings:
             try:
                 got = _tried(kind, one)
@@ -407,10 +409,11 @@ def examine_codecs(findings: list[Finding]) -> list[dict[str, str]]:
                 wrong += [] if same else [f"{kind}: {one} differs from the reference"]
             except RuntimeError as error:  # a kernel that does not compile or start
                 wrong.append(f"{kind}: {one} fails: {error}")
-        findings += [(UNUSABLE, text) for text in wrong]
-        tried = "WRONG" if wrong else "equal to the reference"
-        rows.append({"device": kind, "backend": chosen.name, "tried": tried, "why": chosen.why})
-    return rows
+        yield from ((UNUSABLE, text) for text in wrong)
+        if chosen.fallback:
+            yield DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}"
+        elif not wrong:
+            yield GOOD, f"{kind}: codecs run as {chosen.name} ({chosen.why}), equal to the reference"
 
 
 def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
@@ -420,39 +423,27 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     from hzero.codecs.codec import Codec
     from hzero.config import CodecConfig
 
-    codec, chunks = Codec.from_config(CodecConfig(**{"block_size": 128, **settings})), (517, 64)
+    codec, chunks = Codec.from_config(CodecConfig(**settings)), (517, 64)
     dtype = torch.bfloat16 if codec.traits.narrow else torch.float32
     generator = torch.Generator().manual_seed(0)
     source = [torch.randn(4 * chunk, generator=generator).to(kind, dtype) for chunk in chunks]
-    payload = codec.encode(source, chunks, sizes=[2, 2], strides=[1, 2], outer=2)
-    decoded = codec.decode(payload, chunks, dtype=dtype, sizes=[2, 2], strides=[1, 2], outer=2)
-    return [payload, *decoded, *codec.summer(2, chunks, inner=2, dtype=dtype, device=payload.device)(payload)]
+    order: dict[str, Any] = {"sizes": [2, 2], "strides": [1, 2], "outer": 2}
+    payload = codec.encode(source, chunks, **order)
+    sums = codec.summer(2, chunks, inner=2, dtype=dtype, device=payload.device)(payload)
+    return [payload, *codec.decode(payload, chunks, dtype=dtype, **order), *sums]
 
 
-def examine_mpi() -> str | None:
-    """The MPI library, or why there is none; None for a process that MPI has not started."""
-    if not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK")):
-        return None
-    from hzero.comm.mpi_wires import import_mpi  # with torch, which a refusal need not wait for
-
-    try:  # only rank 0 comes here
-        return " ".join(import_mpi(initialize=False).Get_library_version().splitlines()[0].split())
-    except ConfigError as error:
-        return str(error)
-
-
-def examine_deepspeed(findings: list[Finding]) -> str:
-    """The installed version of DeepSpeed and what hzero supports there; every function that differs is a finding."""
+def check_deepspeed() -> Iterator[Finding]:
+    """The installed version of DeepSpeed and what hzero supports there, and every function that differs."""
     try:
         with quiet():
             from hzero.deepspeed import versions
-        findings += [(UNUSABLE, f"deepspeed has another {one}") for one in versions.differences()]
+        yield from ((UNUSABLE, f"deepspeed has another {one}") for one in versions.differences())
         versions.check_deepspeed()
-        findings += [(DEGRADED, f"deepspeed: {one}; hzero was not tested with it") for one in versions.changes()]
+        yield from ((DEGRADED, f"deepspeed: {one}; hzero was not tested with it") for one in versions.changes())
+        yield GOOD, f"deepspeed {versions.describe()}"
     except (ImportError, ConfigError) as error:
-        findings.append((UNUSABLE, f"deepspeed cannot be used: {error}"))
-        return str(error)
-    return versions.describe()
+        yield UNUSABLE, f"deepspeed cannot be used: {error}"
 
 
 # ---- a DeepSpeed configuration ----------------------------------------------------------------------------------------
@@ -501,6 +492,8 @@ def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, disco
             return discovered.grouped(topology.nodes_per_group)
         if topology.source not in HERE:
             machine = machine_of(topology.source, where=WHERE)
+            if not machine.devices:
+                raise ConfigError(f"{WHERE}: found no devices in {topology.source!r}; expected a node with some")
         if not machine.devices:
             return None
         declared = grid_of_nodes(machine, WHERE, nodes_per_group=topology.nodes_per_group)
@@ -509,10 +502,10 @@ def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, disco
     return resolve_grid(declared, ranks, WHERE) if ranks else None
 
 
-def examine_config(
+def check_config(
     path: Path, config: Mapping[str, Any], machine: Machine, nodes: int | None, discovered: Grid | None
-) -> tuple[str, list[Finding]]:
-    """What a configuration does, on one line, and all that keeps a run from it.
+) -> list[Finding]:
+    """What a configuration does, and all that keeps a run from it.
 
     Args:
         path: The file, for messages.
@@ -527,7 +520,7 @@ def examine_config(
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None
-    effect, beside = f"{path}: not in effect", ""
+    beside = ""
     with _reported(path, findings):
         block = find(config)
         parsed = parse_config(block) if block is not None else None
@@ -544,11 +537,11 @@ def examine_config(
             autotp.check(read, parsed, grid)
             grid, beside = (partition.grid, str(partition)) if partition is not None else (None, "")
     if parsed is None:
-        findings += [(DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')] if block is None else []
-        return effect, findings
-    effect = f"{path}: {parsed.preset}, on the grid of the ranks that are started"
+        without = (DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
+        return [*findings, without] if block is None else findings
+    effect = f"{parsed.preset}, on the grid of the ranks that are started"
     if config.get(PARENT, {}).get("stage") == 1:
-        effect = f"{path}: codecs of {parsed.preset} with ZeRO-1, of a PipelineModule only"
+        effect = f"codecs of {parsed.preset} with ZeRO-1, of a PipelineModule only"
     else:
         for dimension in sorted({"pipeline", "optimizer"} & set(parsed.written_dimensions)):
             text = f"{path}: {KEY}.codecs.{dimension} has no effect but for a PipelineModule, with stage 1"
@@ -556,13 +549,13 @@ def examine_config(
         with _reported(path, findings):
             if grid is not None:
                 plan = ShardPlan.from_config(parsed, grid, 0)
-                effect = f"{path}: {parsed.preset} on {plan}{beside}"
+                effect = f"{parsed.preset} on {plan}{beside}"
                 findings += [(GOOD, f"{path}: {remark}") for remark in (*plan.adaptations, *plan.notes)]
     if state := autoload_off():
         findings.append((DEGRADED, f"autoload is {state}: start the script with `hzero run`, or import hzero in it"))
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         findings.append((UNUSABLE, "ACCELERATE_USE_CPU is set: Accelerate trains DDP then, without DeepSpeed"))
-    return effect, findings
+    return [(GOOD, f"{path}: {effect}"), *findings]
 
 
 @contextlib.contextmanager
@@ -598,11 +591,10 @@ def _data_parallel_ranks(config: Mapping[str, Any], grid: Grid | None) -> int:
         for size in (tensor_size, config.get("sequence_parallel_size")):
             ranks //= size if type(size) is int and size > 0 else 1
         return max(ranks, 1)
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    batch, micro, steps = (config.get(key, 0) for key in keys)
-    if not all(type(value) is int and value > 0 for value in (batch, micro, steps)):
-        return 1
-    return max(int(batch // (micro * steps)), 1)
+    with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError):  # left out, "auto", 0
+        step = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+        return max(int(config["train_batch_size"] // step), 1)
+    return 1
 
 
 #: What DeepSpeed's Adam takes and torch's does not.
@@ -610,7 +602,7 @@ _OF_KERNELS = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "se
 
 
 def build(config: Any) -> None:
-    """Builds optimizer and schedule on one weight, so that they raise what they would in a run.
+    """Builds what a run builds around one weight, and reads what it reads later, so that wrong values raise here.
 
     Values that are ``auto`` are Trainer's. Optimizers that torch lacks are not built, since they need DeepSpeed's kernels.
 
@@ -618,12 +610,22 @@ def build(config: Any) -> None:
         config: A ``DeepSpeedConfig``.
 
     Raises:
-        ConfigError: DeepSpeed does not find the optimizer or the scheduler; names the key and what is possible.
+        ConfigError: DeepSpeed does not find the optimizer or the scheduler, or a value has a wrong type; names the key and
+            what is possible.
     """
     from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DtypeEnum
     from torch import optim, zeros
 
+    # DeepSpeed takes any value of these keys, and fails once it uses one.
+    for key, default in vars(type(config)({"train_micro_batch_size_per_gpu": 1})).items():
+        if isinstance(default, (int, float)) and isinstance(found := getattr(config, key), (str, list, dict)):
+            expected = "true or false" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"{key}: found {found!r}; expected {expected}")
+    types = [name for name in DtypeEnum._value2member_map_ if isinstance(name, str)]
+    for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+        if (found := getattr(config, key, None)) not in (None, *types):
+            raise one_of(f"data_types.{key}", found, types, "type")
     adam = {"adam": optim.AdamW, "adamw": optim.AdamW}
     optimizers = {**dict.fromkeys(DEEPSPEED_OPTIMIZERS), **adam, **_classes(optim)}
     schedulers = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
@@ -660,7 +662,7 @@ def autoload_off() -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what `examine` has found: sections as YAML, then the remarks and the verdict."""
+    """Prints what `examine` has found: sections as YAML, then the remarks, the worst first, and the verdict."""
     sections = {key: value for key, value in found.items() if key not in ("remarks", "verdict", "status") and value}
     for name, rows in sections.items():
         if isinstance(rows, list) and len(rows) > _ROWS:
