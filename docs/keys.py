@@ -12,8 +12,8 @@ from typing import Any
 from griffe import Docstring
 from pydantic import BaseModel
 
-from hzero.commands.experiment import Configuration, compose, conf_dir
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
+from hzero.experiment import Configuration, compose, conf_dir
 from hzero.plan.machine import CONSTANTS, load_profile
 
 #: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.

@@ -10,8 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
-from hzero.commands.experiment import compose
 from hzero.config import parse_config
+from hzero.experiment import compose
 from hzero.plan.collectives import node_bytes, schemes_node_bytes, step_traffic
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid

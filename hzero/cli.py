@@ -16,10 +16,7 @@ from hzero.validation import ConfigError, Parser, of_file, one_of, report
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
-    "train": (
-        "hzero.commands.train:run_train",
-        "train a language model with Hugging Face's Trainer (a Hydra application)",
-    ),
+    "train": ("hzero.commands.train:run_train", "train a language model with Hugging Face's Trainer (with Hydra)"),
     "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
     "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and a predicted step of a model on a machine"),
     "doctor": ("hzero.commands.doctor:run_doctor", "check this machine, its ranks, and a DeepSpeed configuration"),

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hzero.commands.experiment import Experiment, checkpoint_folder
+from hzero.experiment import Experiment, checkpoint_folder
 from hzero.files import FULL, cache_folder, expanded, refusing
 from hzero.validation import ConfigError
 
@@ -138,7 +138,10 @@ def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Ca
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-    if folder is None or not any((folder / name).is_file() for name in names):
+    there = [folder / name for name in names if (folder / name).exists()] if folder is not None else []
+    if wrong := next((path for path in there if not path.is_file()), None):
+        raise ConfigError(f"model.path: {str(wrong)!r} is not a regular file")
+    if folder is None or not there:
         folder = cache / f"tokenizer-{_hash(texts._fingerprint, vocab)}"
     if not folder.is_dir():
         say(f"training a tokenizer of {vocab:,} tokens (once; kept in {folder})")
@@ -164,9 +167,7 @@ def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Ca
         why = " ".join(str(error).split())
         raise ConfigError(f"model.path: cannot read the tokenizer in {str(folder)!r}: {why}") from None
     if not found.is_fast:
-        raise ConfigError(
-            f"model.path: found {type(found).__name__} in {str(folder)!r}; expected one with tokenizer.json"
-        )
+        raise ConfigError(f"model.path: found {type(found).__name__} in {str(folder)!r}; expected a tokenizer.json")
     if len(found) > vocab:
         tokens = f"{len(found):,} tokens in the tokenizer of {str(folder)!r}"
         raise ConfigError(f"model.path: found {tokens}; expected at most the model's {vocab:,}")

@@ -26,14 +26,9 @@ from hzero.comm import Transport
 from hzero.comm.transport import Pending
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE
-from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, Algorithm, Tier, TopologyConfig, parse_config
+from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, TopologyConfig, parse_config
 from hzero.launch import MAX_RANKS, launched, run_launched, run_ranks
-from hzero.plan.links_file import (
-    LinkRow,
-    LinksFile,
-    node_all_gather,
-    write_links,
-)
+from hzero.plan.links_file import LinkRow, LinksFile, node_all_gather, write_links
 from hzero.plan.shards import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.topology.discovery import ranks_here
@@ -160,8 +155,12 @@ def measure(parsed: argparse.Namespace) -> None:
         for algorithm, part in itertools.product(algorithms, parts_of(sizes, ranks)):
             message = torch.ones(part, dtype=torch.uint8, device=device)
             start = partial(transport.start, lane, "all_gather", message, "a probe", algorithm=algorithm)
-            rows.append(row_of(tier, ranks, algorithm, part, times_of(start, parsed.iterations, device)))
-            say(line(rows[-1]))
+            times = [1e6 * time for time in times_of(start, parsed.iterations, device)]
+            measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+            row = LinkRow(tier=tier, ranks=ranks, algorithm=algorithm, size_bytes=part * ranks, **measured)
+            rows.append(row)
+            shown = " ".join(f"{value:11.1f}" for value in measured.values())
+            say(f"{row.size_bytes:11}  {algorithm:11} {shown} {row.algbw_gb_s:10.4g} {row.busbw_gb_s:10.4g}")
     if rank == 0:
         links = LinksFile(
             schema="hzero-links-1",
@@ -197,26 +196,6 @@ def times_of(start: Callable[[], Pending], iterations: int, device: torch.device
     measured = torch.tensor([timer.seconds() for timer in timers], dtype=torch.float64, device=device)
     dist.all_reduce(measured, dist.ReduceOp.MAX)
     return [max(time, 1e-9) for time in measured.tolist()]  # a device's clock may not resolve less
-
-
-def row_of(tier: Tier, ranks: int, algorithm: Algorithm, part: int, times: Sequence[float]) -> LinkRow:
-    """The row of an all-gather of ``part`` bytes of each rank, from its times in seconds."""
-    return LinkRow(
-        tier=tier,
-        ranks=ranks,
-        algorithm=algorithm,
-        size_bytes=part * ranks,
-        median_us=statistics.median(times) * 1e6,
-        min_us=min(times) * 1e6,
-        max_us=max(times) * 1e6,
-    )
-
-
-def line(row: LinkRow) -> str:
-    """A row under the columns' heads."""
-    times = " ".join(f"{value:11.1f}" for value in (row.median_us, row.min_us, row.max_us))
-    rates = " ".join(f"{value:10.4g}" for value in (row.algbw_gb_s, row.busbw_gb_s))
-    return f"{row.size_bytes:11}  {row.algorithm:11} {times} {rates}"
 
 
 def summary(links: LinksFile) -> str:

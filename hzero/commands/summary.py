@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import Trainer
 
-from hzero.commands.experiment import Experiment
 from hzero.config import NET_TIERS, TIERS
+from hzero.experiment import Experiment
 from hzero.files import replacing
 from hzero.plan.collectives import Scheme, step_traffic
 from hzero.plan.shards import ShardPlan

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import hzero
 from hzero.commands import corpus
-from hzero.commands.experiment import (
+from hzero.experiment import (
     Configuration,
     Experiment,
     compose,

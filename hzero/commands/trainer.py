@@ -27,15 +27,17 @@ from hzero.comm import blaming
 from hzero.commands import summary
 from hzero.commands.corpus import Corpus
 from hzero.commands.doctor import build
-from hzero.commands.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.deepspeed.clients import save_together
 from hzero.deepspeed.refusals import check_written, ignored
+from hzero.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED
 from hzero.terminal import size_text
 from hzero.validation import ConfigError, from_rank_0, one_of, printable, some
 
 #: From this many parameters on, each layer is partitioned as it is built, so that no rank holds the whole model.
 ZERO_INIT_FROM = 500_000_000
+#: Arguments of Trainer that would have no effect, or build the engine again, in a run.
+_NOT_TAKEN = ("auto_find_batch_size", "fsdp", "num_train_epochs", "resume_from_checkpoint")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A C++ extension that DeepSpeed would build and stage 3 never uses. The first look at this dictionary makes DeepSpeed try
@@ -109,9 +111,7 @@ def check(experiment: Experiment) -> None:
     """
     if not torch.cuda.is_available():
         if experiment.dtype == "fp16":
-            raise ConfigError(
-                "train.dtype: found fp16, which DeepSpeed trains on accelerators only; expected fp32 or bf16"
-            )
+            raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on GPUs only; expected fp32 or bf16")
         # Weights, gradients, and AdamW's float32 weights and moments.
         needed, there = 16 * sum(experiment.numels), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > there and not dist.is_initialized():
@@ -124,10 +124,8 @@ def check(experiment: Experiment) -> None:
     with tempfile.TemporaryDirectory() as folder:
         owned, fields = _arguments(experiment, Path(folder)), TrainingArguments.__dataclass_fields__
         for key, value in written.items():
-            if key in owned or key in ("fsdp", "num_train_epochs", "resume_from_checkpoint"):
-                raise ConfigError(
-                    f"trainer.{key}: found {value!r}; expected the groups run, topology, train and checkpoint"
-                )
+            if key in owned or key in _NOT_TAKEN:
+                raise ConfigError(f"trainer.{key}: found {value!r}; expected the groups run, topology, train, checkpoint")
             if key not in fields:
                 raise one_of("trainer", key, fields, "key")
         # A jit checkpoint would take this process's signals, and a Linear uses no column of the text.

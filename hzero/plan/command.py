@@ -33,8 +33,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hzero.commands.experiment import SHORT, full_names, key_of
 from hzero.config import PRESETS, TIERS
+from hzero.experiment import SHORT, full_names, key_of
 from hzero.plan.collectives import (
     Scheme,
     TierTraffic,

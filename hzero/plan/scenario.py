@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hzero.commands.experiment import Architecture, Experiment, compose
 from hzero.config import parse_config
+from hzero.experiment import Architecture, Experiment, compose
 from hzero.plan.collectives import OTHERS, Scheme
 from hzero.plan.links_file import LinksFile, links_for
 from hzero.plan.machine import Machine, Profile, Source, load_profile, profile_names

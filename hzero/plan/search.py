@@ -16,8 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hzero.commands.experiment import key_of
 from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
+from hzero.experiment import key_of
 from hzero.files import refusing, replacing
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Job, Quality, Scenario, buckets_of

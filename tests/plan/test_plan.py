@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hzero.cli import main
-from hzero.commands.experiment import compose
 from hzero.config import PRESETS, parse_config
+from hzero.experiment import compose
 from hzero.plan.scenario import read_scenario
 from hzero.plan.search import node_counts
 from hzero.plan.shards import ShardPlan

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from hzero import cli
-from hzero.commands.experiment import compose
+from hzero.experiment import compose
 from hzero.plan.collectives import step_traffic
 from tests.forks import Command, fork, join, torchrun
 from tests.ranks import LONG, ROOT, environment, mpiexec
@@ -161,6 +161,7 @@ def _refused(commands: Sequence[list[str]]) -> int:
 
 
 REFUSED = {
+    "zero=[topo,mild]": r"zero: found \[topo,mild\]; expected one option",
     "zero=tpo": "zero: unknown option 'tpo'; did you mean 'topo'?",
     "train.stepz=3": "train: unknown key 'stepz'; did you mean 'steps'?",
     "train.steps=many": "train.steps: found 'many'",
@@ -174,6 +175,7 @@ REFUSED = {
     "trainer.max_steps=3": "trainer.max_steps: found 3; expected the groups run, topology, train",
     "trainer.report_to=nosuch": "trainer: nosuch is not supported, only ",
     "trainer.dataloader_num_workers=-1": "trainer: num_workers option should be non-negative",
+    "trainer.auto_find_batch_size=true": "trainer.auto_find_batch_size: found True; expected the groups",
     "trainer.fsdp=full_shard": "trainer.fsdp: found 'full_shard'; expected the groups",
     "deepspeed.train_batch_size=99": "deepspeed.train_batch_size: found 99; input should be None",
     "deepspeed.optimizer.type=adan": "optimizer.type: unknown optimizer 'adan'; did you mean 'adam'?",
@@ -208,7 +210,7 @@ def test_wrong_input_is_one_line_and_status_2(place: Path) -> None:
     (place / "numbers.jsonl").write_text('{"text": null}\n{"text": 3}\n')
     (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 10)
     commands = [overrides(*ONE, override) for override in REFUSED]
-    commands[2] += ["--cfg", "job"]
+    commands[3] += ["--cfg", "job"]
     out, err = place / "refused.txt", place / "refused.err"
     process = fork(_refused, commands, folder=place, env={}, out=out, err=err)
     join(process, 180)
@@ -365,6 +367,10 @@ def test_a_models_folder(place: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
     done = train(place, *given)
     assert done.status == 2 and "found CTRLTokenizer in" in done.err and done.err.count("\n") == 1, done.err
+    (folder / "tokenizer.json").mkdir()
+    done = train(place, *given)
+    assert done.status == 2 and "tokenizer.json' is not a regular file" in done.err, done.err
+    (folder / "tokenizer.json").rmdir()
     (folder / "vocab.json").unlink()
     (folder / "model.safetensors").unlink()
     done = train(place, *given)

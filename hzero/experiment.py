@@ -225,7 +225,10 @@ def compose(overrides: Sequence[str]) -> Experiment:
 
 
 def full_names(overrides: Sequence[str]) -> list[str]:
-    """Overrides with full keys instead of `SHORT` ones."""
+    """Overrides with full keys instead of `SHORT` ones. Raises `ConfigError` for several options of a group."""
+    for key, _, value in (override.partition("=") for override in overrides):
+        if value.lstrip().startswith("[") and (conf_dir() / key).is_dir():  # Hydra takes the last one
+            raise ConfigError(f"{key}: found {value}; expected one option (-m {key}=A,B runs several)")
     return [re.sub(r"^\w+(?==)", lambda key: SHORT.get(key[0], key[0]), override) for override in overrides]
 
 
