@@ -381,21 +381,27 @@ class Summer:
         backend: Any,
     ) -> None:
         _check_dtype(dtype, FLOATS, fmt)
-        self._numels, self._dtype = [rows.inner * chunk for chunk in rows.chunks], torch.float32
+        self._numels = [rows.inner * chunk for chunk in rows.chunks]
         self._arriving = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
         self._what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
-        self.bytes, self._encoder, self._recodes = 0, None, target is not None
+        self.bytes, self._recodes = 0, target is not None
         if target is None:
             self._run = backend.summer(rows, fmt, dtype, add)
             return
         out, outer = target
-        summed = Rows.of(rows.chunks, (rows.inner,), outer=outer)
-        self._dtype = dtype if out.traits.plain else torch.float32
-        self.bytes = out.message_bytes(rows.chunks, rows.inner, self._dtype.itemsize)
+        coded = dtype if out.traits.plain else torch.float32
+        self.bytes = out.message_bytes(rows.chunks, rows.inner, coded.itemsize)
         self._run = backend.recoder(rows, fmt, dtype, outer, out)
-        if self._run is None:  # in two steps
-            self._recodes, self._run = False, backend.summer(rows, fmt, dtype, False)
-            self._encoder = _encoder(out, summed, self._dtype, "", backend)
+        if self._run is None:
+            sum_ = backend.summer(rows, fmt, dtype, False)
+            encode = _encoder(out, Rows.of(rows.chunks, (rows.inner,), outer=outer), coded, "", backend)
+
+            def in_two_steps(payload: torch.Tensor, message: torch.Tensor, seed: int) -> None:
+                sums = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
+                sum_(payload, sums)
+                encode([total.to(coded) for total in sums], message, seed)
+
+            self._run = in_two_steps
 
     def __call__(self, payload: torch.Tensor, out: Any = None, seed: int = 0) -> Any:
         """Sums the messages.
@@ -413,15 +419,12 @@ class Summer:
             out = _written(payload, out, self.bytes)
             self._run(payload, out, seed)
             return out
-        sums = out
-        if out is None or self._encoder is not None:
-            sums = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
+        if out is None:
+            out = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
         else:
-            _check_tensors("sums", sums, torch.float32, payload.device, self._numels)
-        self._run(payload, sums)
-        if self._encoder is None:
-            return sums
-        return self._encoder([total.to(self._dtype) for total in sums], out, seed)
+            _check_tensors("sums", out, torch.float32, payload.device, self._numels)
+        self._run(payload, out)
+        return out
 
 
 # A bucket comes back in every step: its calls are prepared once.

@@ -125,7 +125,9 @@ def check(experiment: Experiment) -> None:
         owned, fields = _arguments(experiment, Path(folder)), TrainingArguments.__dataclass_fields__
         for key, value in written.items():
             if key in owned or key in _NOT_TAKEN:
-                raise ConfigError(f"trainer.{key}: found {value!r}; expected the groups run, topology, train, checkpoint")
+                raise ConfigError(
+                    f"trainer.{key}: found {value!r}; expected the groups run, topology, train, checkpoint"
+                )
             if key not in fields:
                 raise one_of("trainer", key, fields, "key")
         # A jit checkpoint would take this process's signals, and a Linear uses no column of the text.

@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from xml.etree import ElementTree
@@ -80,7 +81,7 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     machine = read_sysfs(Path(environ.get(SYSFS) or "/sys"))
     if machine.devices or environ.get(SYSFS) or not shutil.which("nvidia-smi"):
         return machine
-    return query_nvidia()
+    return replace(query_nvidia(), nics=machine.nics)
 
 
 def read_source(source: str, where: str) -> Machine | TopologyConfig:
@@ -363,7 +364,8 @@ def _nic_kind(name: str, pci: Element) -> str:
 # ---- nvidia-smi topo -m -----------------------------------------------------------------------------------------------------
 
 # Source of the format: the legend that nvidia-smi prints below the matrix. NV# means # NVLinks between two GPUs, also
-# where they run through switches; the other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets).
+# where they run through switches; the other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets). NICs, for
+# which it has no rates, come from sysfs.
 
 _MATRIX = ("nvidia-smi", "topo", "-m")
 _DEVICES = ("nvidia-smi", "--query-gpu=index,pci.bus_id,name,uuid", "--format=csv,noheader")
@@ -372,7 +374,6 @@ _TIMEOUT_S = 30.0
 _ESCAPE = re.compile(r"\x1b\[[0-9;]{0,16}m")
 _GPU = re.compile(r"GPU[0-9]{1,4}")
 _CELL = re.compile(r"X|N/A|PIX|PXB|PHB|NODE|SYS|SOC|NV[1-9][0-9]?")
-_ALIAS = re.compile(r"\s*(NIC[0-9]{1,4}):\s*(\S{1,80})\s*")
 _DEVICE = re.compile(
     r"\s*([0-9]{1,4}), ?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f:.]{7}), ?([^,]{1,80}), ?(GPU-[0-9a-fA-F-]{1,60})\s*"
 )
@@ -401,38 +402,32 @@ def read_matrix(text: str, name: str) -> Machine:
     """
     columns: list[str] = []
     rows: dict[str, list[str]] = {}
-    aliases: dict[str, str] = {}
     known: dict[int, tuple[str, str, str]] = {}  # bus id, product, UUID
     for line in _ESCAPE.sub("", text).split("\n"):
         words = line.split()
         if not columns and words and _GPU.fullmatch(words[0]):
-            columns = words[: words.index("CPU")] if "CPU" in words else words
-            if len(set(columns)) < len(columns) or len(columns) > 2 * MAX_DEVICES:
-                most = 2 * MAX_DEVICES
-                raise ConfigError(f"{name}: found {len(columns)} columns, expected at most {most}, each once")
+            columns = list(itertools.takewhile(_GPU.fullmatch, words))  # those of NICs follow
+            if len(set(columns)) < len(columns) or len(columns) > MAX_DEVICES:
+                raise ConfigError(f"{name}: found {len(columns)} GPUs, expected at most {MAX_DEVICES}, each once")
         elif words and words[0] in columns and words[0] not in rows:
-            rows[words[0]] = words[1:]
-        elif found := _ALIAS.fullmatch(line[:200]):
-            aliases[found[1]] = found[2]
+            rows[words[0]] = words[1 : 1 + len(columns)]
         elif found := _DEVICE.fullmatch(line[:400]):
             known[int(found[1])] = (bus_id(found[2], name), found[3].strip(), found[4])
-    gpus = [column for column in columns if _GPU.fullmatch(column)]
     devices, links = [], []
-    for gpu in gpus:
-        cells = rows.get(gpu, [])[: len(columns)]
+    for gpu in columns:
+        cells = rows.get(gpu, [])
         if len(cells) < len(columns) or not all(map(_CELL.fullmatch, cells)):
             raise ConfigError(f"{name}: row of {gpu}: expected {len(columns)} cells, each X, NV# or a path such as PIX")
         number = int(gpu[3:])
         bus, kind, uuid = known.get(number, ("", "", ""))
         rate = next((rate for name, rate in LINK_GB_S.items() if name in kind), None)
         devices.append(Device(number, bus, kind, uuid=uuid))
-        for column, cell in zip(columns, cells):
-            if cell.startswith("NV") and column in gpus:
-                links.append(Link(number, int(column[3:]), "nvlink", int(cell[2:]), rate and rate * int(cell[2:])))
+        for other, cell in zip(columns, cells):
+            if cell.startswith("NV"):
+                links.append(Link(number, int(other[3:]), "nvlink", int(cell[2:]), rate and rate * int(cell[2:])))
     if not devices:
         raise ConfigError(f"{name}: has no row of a GPU; expected the output of nvidia-smi topo -m")
-    nics = tuple(Nic(aliases.get(column, column)) for column in columns if column not in gpus)
-    return Machine(name, tuple(devices), merge_links(name, links), nics)
+    return Machine(name, tuple(devices), merge_links(name, links))
 
 
 def _run(command: Sequence[str]) -> str:

@@ -197,7 +197,6 @@ def test_a_matrix(tmp_path: Path) -> None:
     machine = read(tmp_path, MATRIX)
     assert machine.devices == tuple(Device(number) for number in range(3))
     assert machine.links == tuple(Link(a, b, "nvlink", 18) for a, b in ((0, 1), (0, 2), (1, 2)))
-    assert machine.nics == (Nic("mlx5_0"), Nic("mlx5_1"))
     assert {tier.name: tier.size for tier in tiers_of(machine) if tier.size > 1} == {"gpu": 3}
     machine = read(tmp_path, MATRIX + DEVICES)
     assert [device.bus for device in machine.devices] == [f"0000:{bus}:00.0" for bus in ("1b", "43", "9d")]
@@ -222,8 +221,8 @@ def test_a_matrix(tmp_path: Path) -> None:
         (PAIR, "<cpu numaid", '<cpu host_hash="1"/><cpu host_hash="2" numaid', "has 2 hosts|has 3 hosts"),
         (PAIR, "<system", '<!DOCTYPE system [<!ENTITY l0 "lol">]><system', "has a DOCTYPE"),
         (MATRIX, "GPU1\tNV18\t X ", "GPU1\tNV12\t X ", "the ends of link 0-1 contradict"),
-        (MATRIX, "GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: expected 5 cells"),
-        (MATRIX, "\tGPU1\tGPU2", "\tGPU1\tGPU1", "columns, expected at most"),
+        (MATRIX, "GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: expected 3 cells"),
+        (MATRIX, "\tGPU1\tGPU2", "\tGPU1\tGPU1", "found 3 GPUs, expected at most"),
         (MATRIX + DEVICES, "00000000:43:00.0", "00000000:1B:00.0", "0000:1b:00.0 occurs twice"),
     ],
 )  # fmt: skip
@@ -241,7 +240,11 @@ def test_the_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f'#!/bin/sh\nif [ "$1" = topo ]; then cat {tmp_path}/matrix; else cat {tmp_path}/devices; fi\n')
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    machine = query_nvidia()
+    (tmp_path / "class/net/eth0/device").mkdir(parents=True)
+    (tmp_path / "class/net/eth0/speed").write_text("10000")
+    monkeypatch.setattr("hzero.topology.sources.read_sysfs", lambda _: read_sysfs(tmp_path))
+    machine = machine_of("auto")
+    assert machine.nics == (Nic("eth0", "ethernet", 1.25),)
     assert machine.source == "nvidia-smi" and {link.gb_s for link in machine.links} == {450.0}
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     with pytest.raises(ConfigError, match="nvidia-smi topo -m: failed with exit status 9: no driver"):
