@@ -22,7 +22,7 @@ _LOST = 255
 _LINES = EXP_BLOCK // EXP_LINE
 
 
-def encode(values: torch.Tensor, fmt: RecordFormat, *_: object) -> list[torch.Tensor]:
+def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[torch.Tensor]:
     """The parts of records, uint8 ``[rows, bytes]`` each, of bfloat16 ``[rows, numel]``."""
     rows, numel = values.shape
     lines = fmt.blocks(numel)

@@ -23,7 +23,7 @@ _BITMAP = MPC_CHUNK // _SIDE
 _EXCHANGED = {16: 0x0000FFFF, 8: 0x00FF00FF, 4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x55555555}
 
 
-def encode(values: torch.Tensor, fmt: RecordFormat, *_: object) -> list[torch.Tensor]:
+def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[torch.Tensor]:
     """The records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
     rows, numel = values.shape
     words = pad(values.view(torch.int32), (0, -numel % MPC_CHUNK)).view(rows, -1, MPC_CHUNK)

@@ -86,7 +86,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(table.to(device) for table in (*tables, torch.arange(ZFP_BLOCK), torch.arange(_LONGEST)))
 
 
-def encode(values: torch.Tensor, fmt: RecordFormat, *_: object) -> list[torch.Tensor]:
+def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[torch.Tensor]:
     """The records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
     rows, numel = values.shape
     short = numel % ZFP_BLOCK

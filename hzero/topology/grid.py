@@ -232,7 +232,9 @@ class Grid:
 
     def tier_group(self, rank: int, tier: Tier) -> list[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
-        ranks: list[int] = self._at(self.coordinates(rank)._replace(**{tier: np.arange(self.size(tier))})).tolist()
+        place: list[Any] = list(self.coordinates(rank))
+        place[TIERS.index(tier)] = np.arange(self.size(tier))
+        ranks: list[int] = self._at(place).tolist()
         return ranks
 
     def of_ranks(self, ranks: Sequence[int]) -> Grid:

@@ -128,7 +128,7 @@ def test_codecs_of_processors_alone(target: tuple[Any, torch.device]) -> None:
     """Codecs zfp and mpc, whose bits end inside bytes and groups of elements; a device leaves them to the REFERENCE."""
     if target[0].launcher.on_device:
         encoder = target[0].encoder(Rows.of((9,), (1,)), ZFP[1], torch.float32, "")
-        assert encoder.func.__module__ == reference.__name__
+        assert encoder.__module__ == reference.__name__
         return
     chunks = itertools.cycle([(700, 0, 1, 64), (1025, 5), (63,), (2048, 130)])
     for index, (kind, chunk) in enumerate(zip(KINDS, chunks)):
