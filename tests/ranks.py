@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LONG = pytest.mark.skipif(
     os.environ.get("HZERO_TESTS") != "all", reason="takes long: HZERO_TESTS=all runs it, as .ci/run does"
 )
+#: Checks of a launch that may fail before the others are given up, which may fail for the same reason, each after a timeout.
+MOST_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,22 @@ def launch(
         environment: Variables of the ranks.
 
     Returns:
-        The outcome of every check. After one that fails none is run: those are skipped.
+        The outcome of every check. A check that fails ends its launch, and those after it have a launch of their own. After
+        `MOST_FAILURES` the others are skipped.
     """
-    wanted = [f"{module}:{name}" for module, name in _checks(modules) if name in checks]
+    deadline, outcomes = time.monotonic() + timeout, dict[str, Outcome]()
+    wanted = [(module, name) for module, name in _checks(modules) if name in checks]
+    for _ in range(MOST_FAILURES):
+        left = [f"{module}:{name}" for module, name in wanted if name not in outcomes]
+        if left:
+            outcomes |= _launched(left, world_size, max(deadline - time.monotonic(), 1.0), environment)
+    failed = [name for name, outcome in outcomes.items() if outcome.status == "failed"]
+    skipped = Outcome("skipped", f"not run: {', '.join(failed)} failed before it")
+    return {name: outcomes.get(name, skipped) for _, name in wanted}
+
+
+def _launched(wanted: list[str], world_size: int, timeout: float, environment: Mapping[str, str]) -> dict[str, Outcome]:
+    """One launch. Returns the outcomes of checks ``MODULE:CHECK`` up to the first that fails."""
     with tempfile.TemporaryDirectory() as folder:
         env = {
             "MASTER_ADDR": "127.0.0.1",
@@ -180,8 +195,6 @@ def _outcomes(folder: Path, names: list[str], timeout: float) -> dict[str, Outco
             if failures
             else f"a rank died, or {timeout:.0f} s were not enough\n{log}",
         )
-        for name in missing[1:]:
-            outcomes[name] = Outcome("skipped", f"not run: {missing[0]} failed before it")
     return outcomes
 
 
