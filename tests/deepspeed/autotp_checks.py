@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,15 @@ def _train(block: dict[str, Any] | None, accumulation: int) -> tuple[list[float]
     return train(engine, STEPS, accumulation, norms=norms, loss_of=_loss), norms, engine
 
 
+@functools.cache
+def _stock(accumulation: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of plain ZeRO-3."""
+    with _autotp():
+        losses, norms, engine = _train(None, accumulation)
+        engine.destroy()
+    return losses, norms
+
+
 def _loss(engine: Any, step: int, micro: int) -> torch.Tensor:
     ids = batch(step, micro, dist.get_rank() // TENSOR)
     return engine(input_ids=ids, labels=ids).loss
@@ -59,9 +69,7 @@ def _same_norm_weight(engine: Any) -> bool:
 def check_autotp_gives_the_losses_of_stock() -> None:
     """With codec none; and int8 and int4 train, on all ranks of a tensor group with the same bits of what is whole."""
     for preset, accumulation in (("lossless", 1), ("zero1", 2), ("topo", 2)):
-        with _autotp():
-            stock, stock_norms, engine = _train(None, accumulation)
-            engine.destroy()
+        stock, stock_norms = _stock(accumulation)
         with _autotp():
             losses, norms, engine = _train(block_of(preset), accumulation)
             own = hzero.state(engine)
@@ -77,9 +85,7 @@ def check_autotp_gives_the_losses_of_stock() -> None:
 
 def check_codecs_of_autotp_reach_its_sums() -> None:
     """Forward sums what two layers of a block leave, backward what each of five takes; another engine gets DeepSpeed's own."""
-    with _autotp():
-        stock, _, engine = _train(None, accumulation=1)
-        engine.destroy()
+    stock, _ = _stock(1)
     with _autotp():
         losses, _, engine = _train(block_of("lossless", codecs={"tensor": "int8"}), accumulation=1)
         hops = [entry for entry in hzero.state(engine).wire_log.entries() if entry.role == "tensor"]

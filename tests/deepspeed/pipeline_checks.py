@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -157,6 +158,14 @@ def end(engine: Any) -> None:
 NONE = {"codecs": {"gradients": "none"}}
 
 
+@functools.cache
+def without_codec(tensor: int) -> list[float]:
+    """Losses of six steps."""
+    losses, _, engine = train_pipeline(NONE, tensor, steps=6)
+    end(engine)
+    return losses
+
+
 def same_weights(engine: Any) -> bool:
     """Whether all ranks that have a weight have the same bits of it: data-parallel ranks, and tensor ranks, masters too."""
     optimizer = engine.optimizer
@@ -200,8 +209,7 @@ LOSSY = {
 
 def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
     for tensor in (1, 2):
-        want, _, engine = train_pipeline(NONE, tensor, steps=6)
-        end(engine)
+        want = without_codec(tensor)
         block = LOSSY if tensor > 1 else {**LOSSY, "codecs": {**LOSSY["codecs"], "tensor": "none"}}
         feedback = {**block, "error_feedback": ["gpu"], "checksum": True}
         for one, dtype in ((block, "bf16"),) if tensor > 1 else ((block, "fp32"), (feedback, "fp32")):
@@ -226,8 +234,7 @@ def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
 def check_presets_of_activations_train() -> None:
     """What the codecs of a preset have to carry between stages: float32 without tensor groups, bfloat16 with them."""
     for tensor, presets in ((1, {"zhybrid": "zfp", "mzhybrid": "mpc"}), (2, {"hybrid": "int8"})):
-        want, _, engine = train_pipeline(NONE, tensor)
-        end(engine)
+        want = without_codec(tensor)[:3]
         for preset, codec in presets.items():
             dtype = "fp32" if tensor == 1 else "bf16"
             losses, _, engine = train_pipeline({"preset": preset}, tensor, dtype)

@@ -14,9 +14,7 @@ CHECKS = {
         "tests.deepspeed.race_checks",
         "tests.deepspeed.delay_checks",
         "tests.deepspeed.tensor_checks",
-        "tests.deepspeed.autotp_checks",
         "tests.deepspeed.pipeline_checks",
-        "tests.deepspeed.checkpoint_checks",
     ),
     6: ("tests.deepspeed.equality_checks",),
     4: (
@@ -27,6 +25,8 @@ CHECKS = {
         "tests.deepspeed.difference_checks",
         "tests.deepspeed.codec_checks",
         "tests.deepspeed.audit_checks",
+        "tests.deepspeed.autotp_checks",
+        "tests.deepspeed.checkpoint_checks",
     ),
     1: ("tests.deepspeed.single_checks",),
 }
