@@ -312,28 +312,18 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        schema = func._schema
-        of_wire = schema.name.startswith("c10d::")
-        read, written = [], []
-        for argument, value in [
-            *zip(schema.arguments, args),
-            *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs),
-        ]:
-            if of_wire:  # their schemas do not say what they write
-                (read if argument.name.startswith("input") else written).extend(_tensors(value))
-                continue
-            target = written if argument.alias_info is not None and argument.alias_info.is_write else read
-            if argument.alias_info is None or argument.alias_info.is_write:
-                target.extend(_tensors(value))
+        of_wire, writes, new = _uses(func)
+        used: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for write, value in [*zip(writes.values(), args), *((writes[name], kwargs[name]) for name in kwargs)]:
+            if write is not None:
+                used[write].extend(_tensors(value))
         if of_wire:
-            self._collective((args, kwargs), read, written)
+            self._collective((args, kwargs), *used)
             return out
-        for result, value in zip(
-            schema.returns, out if isinstance(out, (tuple, list)) and len(schema.returns) > 1 else [out]
-        ):
-            if result.alias_info is None:
-                written.extend(_tensors(value))
-        self._work(World.here.current, read, written)
+        for is_new, value in zip(new, out if isinstance(out, (tuple, list)) and len(new) > 1 else [out]):
+            if is_new:
+                used[True].extend(_tensors(value))
+        self._work(World.here.current, *used)
         return out
 
     def _collective(self, arguments: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
@@ -357,7 +347,9 @@ class Recorder(TorchDispatchMode):
                 if tensor.numel() == 0 or tensor.device.type != "cpu":
                     continue
                 start = tensor.storage_offset() * tensor.element_size()
-                last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride()))
+                last = tensor.numel() - 1
+                if not tensor.is_contiguous():
+                    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
                 end = start + (last + 1) * tensor.element_size()
                 spans.append(_Span(self._memory_of(tensor), start, end, write))
         if spans or collective:
@@ -380,8 +372,27 @@ class Recorder(TorchDispatchMode):
             self._entries.append(_Keep(self._memory_of(tensor), stream.id))
 
 
+@functools.cache
+def _uses(func: Any) -> tuple[bool, dict[str, bool | None], list[bool]]:
+    """Whether an operator is a collective, whether it writes or reads each argument (None: neither), which results are new."""
+    schema, writes = func._schema, dict[str, bool | None]()
+    of_wire = schema.name.startswith("c10d::")
+    for one in schema.arguments:
+        if "Tensor" not in str(one.type):
+            writes[one.name] = None
+        elif of_wire:  # their schemas do not say what they write
+            writes[one.name] = not one.name.startswith("input")
+        elif one.alias_info is None or one.alias_info.is_write:
+            writes[one.name] = one.alias_info is not None
+        else:
+            writes[one.name] = None
+    return of_wire, writes, [result.alias_info is None for result in schema.returns]
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for one in value for leaf in _tensors(one)] if isinstance(value, (list, tuple)) else []
 
 
 def _site() -> str:
