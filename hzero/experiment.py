@@ -117,6 +117,7 @@ class TrainBlock(Frozen):
     eval_batches: Positive
     timeout_s: Timeout
     time_limit: Duration | None
+    trace_step: Count
 
 
 class CheckpointBlock(Frozen):

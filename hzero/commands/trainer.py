@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -78,7 +79,8 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     trainer = ShardTrainer(model, arguments, _batch, **text, processing_class=corpus.tokenizer)
     trainer.remove_callback(PrinterCallback)
     meter = _Meter(trainer)
-    for callback in (meter, _Progress(), _Sample(experiment, trainer), stop):
+    trace = _Trace(experiment["train"]["trace_step"], folder)
+    for callback in (meter, _Progress(folder), trace, _Sample(experiment, trainer), stop):
         trainer.add_callback(callback)
     status = 0
     with blaming():
@@ -334,9 +336,13 @@ class _Meter(TrainerCallback):
 
 
 class _Progress(TrainerCallback):
-    """On rank 0 a progress bar with the loss, if stderr is a terminal, and a line for every tenth of the run."""
+    """On rank 0 ``steps.jsonl``, a progress bar with the loss, if stderr is a terminal, and a line for every tenth of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "steps.jsonl"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
         hidden = None if state.is_world_process_zero else True  # None: without a terminal
         self._bar = tqdm(total=state.max_steps, initial=state.global_step, disable=hidden, dynamic_ncols=True)
 
@@ -344,6 +350,10 @@ class _Progress(TrainerCallback):
         if not state.is_world_process_zero or "loss" not in (logs or {}):
             return
         step, last = state.global_step, state.max_steps
+        began, self._began = self._began, time.perf_counter()
+        row = {"step": step, "loss": logs["loss"], "seconds": round(self._began - began, 6)}
+        with self._file.open("a") as file:  # at once, for a run that is killed
+            print(json.dumps(row), file=file)
         self._bar.set_postfix_str(f"loss {logs['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
         if step in (1, last) or step % max(last // 10, 1) == 0:
@@ -351,6 +361,23 @@ class _Progress(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.close()
+
+
+class _Trace(TrainerCallback):
+    """On rank 0 what torch's profiler sees of one step, as ``trace.json.gz``."""
+
+    def __init__(self, step: int, folder: Path) -> None:
+        self._step, self._file = step, folder / "trace.json.gz"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step + 1 == self._step:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step == self._step:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._file))
 
 
 def say(line: str) -> None:
