@@ -1,7 +1,7 @@
 """Speed of the codec kernels against a copy of the same size, on this machine's CPU or on a GPU.
 
 Every kernel, as `kernel` (into outputs that exist), `call` (with new outputs), `torch eager` and `torch.compile` (the
-reference), and `DeepSpeed` (its quantizer, on a GPU). The copy and all variants take turns. Every output is first compared
+reference). The copy and all variants take turns. Every output is first compared
 to the reference's, bit by bit. Writes a report and all times.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--mib 64 ...] [--dtypes bf16 fp32 fp16] [--threads 1]
@@ -44,7 +44,7 @@ from hzero.validation import ConfigError, validated
 PEERS = 4
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-VARIANTS = ("kernel", "call", "torch eager", "torch.compile", "DeepSpeed")
+VARIANTS = ("kernel", "call", "torch eager", "torch.compile")
 #: A sample repeats a call that takes less than this.
 SAMPLE_S, MAX_CALLS = 5e-3, 200
 Call = Callable[..., Any]
@@ -136,15 +136,6 @@ class Suite:
         self.arguments = arguments
         self.chosen = backends.choice(arguments.device)
         self.groups: list[list[KernelTiming]] = []  # by size and type, the copy first
-        self.quantizer: Any = None
-        self.no_quantizer = "" if arguments.device == "cuda" else "its quantizer is for GPUs"
-        if "DeepSpeed" in arguments.variants:
-            try:
-                from deepspeed.ops.op_builder import QuantizerBuilder
-
-                self.quantizer = QuantizerBuilder().load()
-            except Exception as error:  # whatever a missing or failing compiler raises
-                self.no_quantizer = f"its quantizer needs CUDA or ROCm and does not build here: {reason_of(error)}"
 
     def run(self) -> None:
         """Measures everything."""
@@ -199,9 +190,7 @@ class Suite:
             except NotMeasuredError as error:
                 one.note = str(error)
                 continue
-            if variant == "DeepSpeed":
-                one.note = "its own format"
-            elif not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outputs, expected)):
+            if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outputs, expected)):
                 if variant != "torch.compile":
                     where = f"{kernel}, {variant}, {bucket.dtype}, {bucket.mib} MiB, backend {self.chosen.name}"
                     raise SystemExit(f"kernels.py: {where}: not bit-equal to the reference; nothing is written")
@@ -210,8 +199,6 @@ class Suite:
         return made
 
     def _made(self, bucket: Bucket, kernel: Kernel, variant: str) -> Made:
-        if variant == "DeepSpeed":
-            return self._deepspeed(bucket, kernel)
         compiled_too = variant in ("kernel", "call")
         if compiled_too and self.chosen.name == "reference":
             raise NotMeasuredError(f"the backend in use is the reference, which has no kernels: {self.chosen.why}")
@@ -223,27 +210,6 @@ class Suite:
             operation = compiled(operation, inputs)
             outputs = operation(*inputs)
         return functools.partial(operation, *inputs), tensors(inputs[0]), tensors(outputs)
-
-    def _deepspeed(self, bucket: Bucket, kernel: Kernel) -> Made:
-        """`_made` of DeepSpeed's quantizer, which has a format of its own."""
-        if self.no_quantizer:
-            raise NotMeasuredError(self.no_quantizer)
-        if bucket.dtype != "fp16" or kernel.operation == "decode_sum" or kernel.to not in (None, kernel.codec):
-            raise NotMeasuredError("its quantizer takes fp16 only, sums only to encode again, and keeps the codec")
-        groups, theirs = bucket.numel // self.arguments.block_size, self.quantizer
-        how = (int(kernel.codec.removeprefix("int")), theirs.QuantizationType.Symmetric)
-        try:
-            coded = theirs.quantize(bucket.source, groups, *how)
-            operation, inputs = {
-                "encode": (theirs.quantize, (bucket.source, groups, *how)),
-                "decode": (theirs.dequantize, (*coded, groups, *how)),
-                "decode_sum_encode": (theirs.quantized_reduction, (*coded, groups, groups // PEERS, *how, PEERS)),
-            }[kernel.operation]
-            outputs = tensors(operation(*inputs))
-            torch.cuda.synchronize()
-        except Exception as error:  # an extension's own
-            raise NotMeasuredError(reason_of(error)) from error
-        return functools.partial(operation, *inputs), [x for x in inputs if isinstance(x, torch.Tensor)], outputs
 
 
 def memcpy(source: torch.Tensor, target: torch.Tensor, threads: int) -> Call:
@@ -388,7 +354,6 @@ def main() -> None:
     arguments = parse()
     if arguments.device == "cpu":
         torch.set_num_threads(arguments.threads)
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     suite = Suite(arguments)
     suite.run()
     write(suite)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.cluster``: measures the emulated cluster, and runs commands on it."""
+"""``python -m benchmarks.cluster``: runs commands on the emulated cluster."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from benchmarks.cluster import counters
-from benchmarks.cluster.check import check, print_rows
 from benchmarks.cluster.network import Network, clear_left
 from benchmarks.cluster.ranks import run_command
 from benchmarks.cluster.shape import Cluster
@@ -19,12 +17,10 @@ PROGRAM = "python -m benchmarks.cluster"
 #: Frontier's 200, 75 (50 or 100) and 12.5 GB/s a GCD at 1 Mbit/s for 1 GB/s; four ranks share a node's 50.
 SHAPE, RATES = "2x2x2", "200,75,50"
 COMMANDS = {
-    "check": "set up, measure every tier by TCP streams, tear down; status 1 where a rate does not hold",
     "run": "set up, start a command on every rank with RANK, WORLD_SIZE, MASTER_ADDR and so on, tear down",
     "down": "tear down the remains of a killed process, and end the processes in them",
 }
 _HELP = f"""examples:
-  {PROGRAM} check --shape 4x2x2 --rates 200,75,50
   {PROGRAM} run --rates none -- python train.py
 
 Needs Linux, root and iproute2. A command that is stopped by Ctrl-C or SIGTERM tears down; after SIGKILL, `down` or the next
@@ -52,8 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "Mbit/s each way, of a rank inside its package and inside its node, and of a node's trunk; none: no limit"
         )
         sub.add_argument("--rates", default=RATES, metavar="GCD,GPU,NODE", help=f"{rates} (default {RATES})")
-        if name == "check":
-            sub.add_argument("--seconds", type=float, default=2.0, help="time of one measurement (default 2)")
     given = parser.parse_args(argv)
     if command is not None and given.command != "run":
         parser.error(f"{given.command} takes no --")
@@ -83,20 +77,10 @@ def _run(given: argparse.Namespace, command: list[str] | None) -> int:
         print("\n".join(f"removed: {what}" for what in removed) or "nothing was up")
         return 0
     cluster = Cluster.from_text(given.shape, given.rates)
-    if given.command == "run":
-        if not command:
-            raise ConfigError("run: no COMMAND; expected `run [--shape ...] [--rates ...] -- COMMAND ...`")
-        with Network(cluster):
-            return run_command(cluster, command)
-    if not 0.1 <= given.seconds <= 600:
-        raise ConfigError(f"--seconds: found {given.seconds}, expected 0.1 to 600")
+    if not command:
+        raise ConfigError("run: no COMMAND; expected `run [--shape ...] [--rates ...] -- COMMAND ...`")
     with Network(cluster):
-        rows = check(cluster, given.seconds)
-        drops = counters.dropped(cluster)
-    print_rows(cluster, rows)
-    if drops:
-        print(f"{drops:,} packets were dropped by full queues and sent again")
-    return 0 if all(row.held for row in rows) else 1
+        return run_command(cluster, command)
 
 
 if __name__ == "__main__":
