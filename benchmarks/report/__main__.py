@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import NAME, write_report
+from benchmarks.report import NAME, first_run, write_report
 from benchmarks.report.results import Comparison
 from hzero.validation import ConfigError
 
@@ -20,7 +20,8 @@ _EXAMPLES = """files, each name beginning with DATE-NAME:
 examples:
   python -m benchmarks.report runs/bench                            into runs/bench/report, as `make bench` does
   python -m benchmarks.report runs/bench -o benchmarks/reports      a report to publish
-  python -m benchmarks.report benchmarks/reports/2026-11-23-accumulation.jsonl -o /tmp/again"""
+  python -m benchmarks.report benchmarks/reports/2026-11-23-accumulation.jsonl -o /tmp/again
+  python -m benchmarks.report first_run runs/first_run-JOB          the page of slurm/first_run.sbatch, into that folder"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace a report of the same name")
     given = parser.parse_args(arguments)
     try:
+        if given.results[0] == Path("first_run") and len(given.results) == 2:
+            print(f"page: {first_run.write(given.results[1])}")
+            return 0
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given.name):
             raise ConfigError(f"--name: found {given.name!r}, expected letters, digits, '.', '_' and '-'")
         if given.date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", given.date):

@@ -668,6 +668,7 @@ def show(found: dict[str, Any]) -> None:
         if isinstance(rows, list) and len(rows) > _ROWS:
             print(f"# {name}: the first {_ROWS} of {len(rows):,}; --json has all")
             sections[name] = rows[:_ROWS]
-    print(yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=math.inf), end="")
+    if sections:  # none of logs
+        print(yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=math.inf), end="")
     for text in (*found["remarks"], f"verdict: {found['verdict']}"):
         print(printable(text))

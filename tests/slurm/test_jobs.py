@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report.first_run import write
 from hzero import newest_checkpoint
 from tests.forks import Command
 from tests.ranks import LONG, ROOT
@@ -44,7 +45,8 @@ class _Jobs:
 
     def __init__(self, slurm: Cluster, folder: Path) -> None:
         self._slurm, self._folder = slurm, folder
-        (folder / "slurm").symlink_to(ROOT / "slurm")
+        for name in ("slurm", "benchmarks"):
+            (folder / name).symlink_to(ROOT / name)
         (folder / "book.txt").write_text((ROOT / "hzero" / "config.py").read_text())
 
     def send(
@@ -73,12 +75,12 @@ class _Jobs:
         state = json.loads((Path(newest) / "trainer_state.json").read_text()) if newest else {"log_history": []}
         return [row["loss"] for row in state["log_history"] if "loss" in row]
 
-    def until(self, holds: Callable[[], Any], name: str, what: str) -> None:
-        deadline = time.monotonic() + WAIT_S
+    def until(self, holds: Callable[[], Any], name: str, what: str, wait_s: float = WAIT_S) -> None:
+        deadline = time.monotonic() + wait_s
         while not holds():
             if time.monotonic() > deadline:
                 queue = self._slurm.run("squeue", "--states=all").stdout
-                pytest.fail(f"not within {WAIT_S:g} s: {what}\n{queue}\n{self.logs(name)}\n{self._slurm.log()}")
+                pytest.fail(f"not within {wait_s:g} s: {what}\n{queue}\n{self.logs(name)}\n{self._slurm.log()}")
             time.sleep(0.1)
 
 
@@ -184,11 +186,12 @@ def test_lumis_script_starts_every_rank_in_the_container(
     """With stand-ins for the container's runtime and for the modules."""
     (tmp_path / "image.sif").touch()
     (tmp_path / "go").write_text("0")
-    starts = f'#!/bin/sh\necho "$ROCR_VISIBLE_DEVICES $*" >> {tmp_path}/starts\nshift 3\nexec {tmp_path}/python "$@"\n'
+    starts = f'#!/bin/sh\necho "$ROCR_VISIBLE_DEVICES $*" >> {tmp_path}/starts\nshift 5\nexec {tmp_path}/python "$@"\n'
     (tmp_path / "singularity").write_text(starts)
     (tmp_path / "singularity").chmod(0o755)
     more = {
         "HZERO_ENV": str(tmp_path / "image.sif"),
+        "HZERO_OVERLAY": str(tmp_path / "hzero.sqsh"),
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "USER": "pretend",
         "BASH_FUNC_module%%": f'() {{ echo "$*" >> {tmp_path}/modules; }}',
@@ -198,7 +201,82 @@ def test_lumis_script_starts_every_rank_in_the_container(
     Path("/tmp/pretend-miopen").rmdir()  # as lumi.env has it
     assert (tmp_path / "modules").read_text().splitlines() == ["load Local-LAIF lumi-aif-singularity-bindings"]
     keys = f"run.dir={jobs.run('lumi')} resume=auto topology=auto launcher=slurm"
-    train = f"exec {tmp_path}/image.sif python -m hzero train {keys}"
+    overlay = f"{tmp_path}/hzero.sqsh:/user-software:image-src=/"
+    train = f"exec -B {overlay} {tmp_path}/image.sif /user-software/bin/python -m hzero train {keys}"
     assert sorted((tmp_path / "starts").read_text().splitlines()) == sorted(
         f"{gcd} {train}" for gcd in range(8) for _ in range(2)
     )
+
+
+#: Parts of a first run, in order.
+PARTS = ("plan", "doctor", "links", "kernels", "zero3", "zeropp", "hsdp", "topo", "lossless", "lanes", "faults", "page")
+
+
+def _parts(out: Path) -> list[list[str]]:
+    """Name, status, seconds and limit of every part."""
+    return [line.split() for line in (out / "parts.tsv").read_text().splitlines()]
+
+
+def _first_run(jobs: _Jobs, folder: Path, *keys: str, ranks: int = 1, **more: str) -> Path:
+    """The folder of a first run that has ended."""
+    options = ("-C", "", "--export=ALL", f"--ntasks-per-node={ranks}")
+    number = jobs.send("first", "slurm_local", *keys, script="first_run", options=options, **more)
+    jobs.until(lambda: "to an issue" in jobs.log("first", number), "first", "the archive is written", 900)
+    out = folder / "runs" / f"first_run-{number}"
+    assert [row[0] for row in _parts(out)] == list(PARTS)
+    with tarfile.open(f"{out}.tar.gz") as archive:
+        assert f"{out.name}/first_run.md" in archive.getnames() or not (out / "first_run.md").exists()
+    assert Path(f"{out}.tar.gz").stat().st_size < 10e6
+    return out
+
+
+@pytest.mark.skipif(not FULL, reason="takes five minutes: HZERO_SLURM=full runs it")
+def test_a_first_run_measures_everything_and_makes_its_page(jobs: _Jobs, tmp_path: Path) -> None:
+    keys = [key for key in KEYS if key.startswith(("model.", "data"))]
+    out = _first_run(jobs, tmp_path, *keys, "train.steps=10", ranks=4, HZERO_PATIENCE="400")
+    page = (out / "first_run.md").read_text()
+    print(page)
+    assert {row[1] for row in _parts(out) if row[0] != "doctor"} == {"0"}, page
+    for what in (
+        "The kernels give the bits of plain torch",
+        *(f"hzero `{scheme}`: bytes into a node per step" for scheme in ("zeropp", "topo", "lossless")),
+        "hzero `lossless`: loss of ZeRO-3 (README: in float32)",
+        "Order `lanes` does not hang",
+    ):
+        assert f"| {what} | **confirmed** |" in page
+    assert "| FSDP2, HSDP over the node | 10 |" in page and (out / "hsdp/steps.jsonl").read_text()
+    assert (out / "topo/trace.json.gz").stat().st_size and (out / "zero3/trace.json.gz").stat().st_size
+
+
+@LONG
+def test_the_parts_of_a_first_run_have_keys_that_exist(jobs: _Jobs, tmp_path: Path) -> None:
+    """Rank 0 composes the configurations that have keys of their own, and the plan and the page are real."""
+    real = f"exec {sys.executable}"
+    (tmp_path / "python").write_text(
+        f"""#!/bin/sh
+case "$*" in
+*zero=stock* | *zero.order=lanes*) [ "$SLURM_PROCID" != 0 ] || {real} "$@" --cfg job ;;
+*"hzero plan"* | *first_run*) {real} "$@" ;;
+esac
+"""
+    )
+    (tmp_path / "python").chmod(0o755)
+    out = _first_run(jobs, tmp_path, "model=gpt_neox_1m", HZERO_PYTHON=str(tmp_path / "python"), HZERO_PATIENCE="400")
+    assert {row[1] for row in _parts(out)} == {"0"}, (out / "parts.tsv").read_text()
+    assert "preset: null" in (out / "logs/zero3.log").read_text()
+    assert "order: lanes" in (out / "logs/lanes.log").read_text()
+    assert "| plan | done |" in (out / "first_run.md").read_text()
+
+
+@LONG
+def test_a_part_that_hangs_costs_its_limit(jobs: _Jobs, tmp_path: Path) -> None:
+    """All of them hang here, and the page, made afterwards, says so."""
+    ranks = "case $* in *report* | *plan* | *--log*) ;; *) trap '' TERM ;; esac"  # as ranks that save upon it
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{ranks}\necho begun\nsleep 600 & wait\nsleep 600\n")
+    (tmp_path / "python").chmod(0o755)
+    out = _first_run(jobs, tmp_path, HZERO_PYTHON=str(tmp_path / "python"), HZERO_PATIENCE="1")
+    assert {row[1] for row in _parts(out)} <= {"124", "137"}
+    assert all((out / f"logs/{part}.log").read_text().startswith("begun") for part in PARTS)
+    assert "slurm_local, 2 nodes" in (out / "environment.txt").read_text() and (out / "keys.txt").read_text()
+    page = write(out).read_text()
+    assert all(f"| {part} | **killed** by its limit |" in page for part in PARTS)
