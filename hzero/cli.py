@@ -1,4 +1,15 @@
-"""The ``hzero`` command."""
+"""A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.
+
+Examples:
+  hzero train                                             the main job: 8 ranks on this machine
+  hzero train zero=mild train.steps=50 run.name=mild      another preset
+  hzero train model=hf model.path=FOLDER data=text data.path=book.txt     go on from a model's weights
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48
+  hzero links --topology 2x2x2                            rates of every tier, for hzero plan --links links.json
+  hzero doctor ds_config.json                             a DeepSpeed configuration as it will be used
+
+`hzero COMMAND --help` shows the options of a command.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +39,6 @@ NEEDS = {
     "train": ("hydra", "transformers", "accelerate", "datasets", "matplotlib"),
     "plan": ("hydra", "transformers", "rich"),
 }
-_EXAMPLES = """examples:
-  hzero train                                             the main job: 8 ranks on this machine
-  hzero train zero=mild train.steps=50 run.name=mild      another preset
-  hzero train model=hf model.path=FOLDER data=text data.path=book.txt     go on from a model's weights
-  hzero plan model=gpt_neox_20b topology=frontier nodes=48
-  hzero links --topology 2x2x2                            rates of every tier, for hzero plan --links links.json
-  hzero doctor ds_config.json                             a DeepSpeed configuration as it will be used
-
-`hzero COMMAND --help` shows the options of a command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run_script(argv[1:])  # what a user's script raises is not of this command
     commands = "\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items())
-    about = "A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine."
-    parser = Parser("hzero", about, f"commands:\n{commands}\n\n{_EXAMPLES}")
+    parser = Parser("hzero", f"{__doc__}\ncommands:\n{commands}")
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=" | ".join(COMMANDS))
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")

@@ -1,4 +1,11 @@
-"""``hzero run SCRIPT``, ``torchrun -m hzero.run SCRIPT``: runs a script with hzero, whether or not torch loads it by itself."""
+"""Runs a Python script so that hzero serves DeepSpeed configurations with an "hzero" block. The script needs no change.
+
+With hzero installed this is so anyway; the command also works where torch does not load it (HZERO_AUTOLOAD=0, a checkout).
+
+Examples:
+  torchrun --nproc-per-node=8 -m hzero.run train.py --deepspeed ds_config.json
+  srun -n16 --gpus-per-task=1 hzero run train.py --deepspeed ds_config.json    (sets RANK and the like)
+"""
 
 from __future__ import annotations
 
@@ -14,12 +21,6 @@ from hzero.launch import launched
 from hzero.terminal import keep_streams
 from hzero.validation import ConfigError, Parser
 
-_ABOUT = """Runs a Python script so that hzero serves DeepSpeed configurations with an "hzero" block. The script needs no change.
-With hzero installed this is so anyway; the command also works where torch does not load it (HZERO_AUTOLOAD=0, a checkout)."""
-_EPILOG = """examples:
-  torchrun --nproc-per-node=8 -m hzero.run train.py --deepspeed ds_config.json
-  srun -n16 --gpus-per-task=1 hzero run train.py --deepspeed ds_config.json    (sets RANK and the like)"""
-
 
 def run_script(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. What the script raises passes through untouched.
@@ -27,7 +28,7 @@ def run_script(arguments: Sequence[str]) -> int:
     Returns:
         0, or 2 for a script that is not there or an environment of contradictions, after one line on stderr.
     """
-    parser = Parser("hzero run", _ABOUT, _EPILOG)
+    parser = Parser("hzero run", __doc__)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")

@@ -203,11 +203,17 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command's arguments. It keeps the lines of its texts, and its errors are `ConfigError`."""
+    """The parser of a command's arguments. Its errors are `ConfigError`.
 
-    def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
+    Args:
+        prog: The command.
+        text: Its help, whose lines are kept: the docstring of its module. What follows the first paragraph is shown at the end.
+    """
+
+    def __init__(self, prog: str, text: str | None) -> None:
+        about, _, more = (text or "").partition("\n\n")
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, description=description, epilog=epilog, formatter_class=formatter)
+        super().__init__(prog, description=about, epilog=more, formatter_class=formatter)
 
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` instead of argparse's usage and exit, with the option that may have been meant."""

@@ -1,4 +1,14 @@
-"""``hzero doctor``: checks ranks and devices, links, environment, codecs, versions and a configuration; one verdict."""
+"""Checks ranks, devices, links, environment, codecs, versions and a configuration, and names each fault.
+
+exit status: 0 good, 1 degraded (works, but more slowly than this machine could), 2 unusable or wrong arguments
+
+Examples:
+  hzero doctor                               this machine, as one process sees it
+  srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero doctor     the ranks of a job, each on its device
+  hzero doctor --topology dump.xml --expect frontier     a node from a file, against the links of a preset
+  hzero doctor ds_config.json --nodes 64     a DeepSpeed configuration as it will be used on 64 nodes like this one
+  hzero doctor --log runs/NAME/slurm/*/*.log     known faults of RCCL, libfabric, Slurm and MIOpen in the logs of a job
+"""
 
 from __future__ import annotations
 
@@ -46,16 +56,6 @@ ENOUGH = 0.9
 _PRODUCTS = {"gfx90a": ("MI250X",), "gfx942": ("MI300X", "MI300A")}
 #: Ranks and nodes that are shown; `--json` has all.
 _ROWS = 16
-_EPILOG = f"""exit status: 0 good, 1 degraded (works, but more slowly than this machine could), 2 unusable or wrong arguments
-
-examples:
-  hzero doctor                               this machine, as one process sees it
-  srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero doctor     the ranks of a job, each on its device
-  hzero doctor --topology dump.xml --expect frontier     a node from a file, against the links of a preset
-  hzero doctor ds_config.json --nodes 64     a DeepSpeed configuration as it will be used on 64 nodes like this one
-  hzero doctor --log runs/NAME/slurm/*/*.log     known faults of RCCL, libfabric, Slurm and MIOpen in the logs of a job
-
-presets: {", ".join(PRESETS)}"""
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -63,12 +63,12 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
     As several ranks of a launcher it is collective: rank 0 prints, the others stay silent and end with 0.
     """
-    about = "Checks ranks, links, environment and the backends of the codecs, and names each fault."
-    parser = Parser("hzero doctor", about, _EPILOG)
+    parser = Parser("hzero doctor", __doc__)
     add = parser.add_argument
     add("config", nargs="?", type=Path, metavar="CONFIG", help="a DeepSpeed configuration (JSON) to check")
     add("--topology", metavar="SOURCE", help="a file, a copy of /sys or a preset to check instead of this machine")
-    add("--expect", metavar="PRESET|FILE", help="the machine whose devices, links and NICs the node should have")
+    machine = f"the machine whose devices, links and NICs the node should have; presets: {', '.join(PRESETS)}"
+    add("--expect", metavar="PRESET|FILE", help=machine)
     add("--nodes", type=positive(int, 1e6), metavar="N", help="nodes of the run for which CONFIG is meant")
     wait = "longest wait for other ranks (%(default)g)"
     add("--timeout", type=positive(float, 1e6), default=TIMEOUT_S, metavar="S", help=wait)

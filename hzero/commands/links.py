@@ -1,4 +1,17 @@
-"""``hzero links``: measures bandwidth and latency of every tier, by all-gathers."""
+"""Measures bandwidth and latency of every tier by all-gathers.
+
+Under srun, torchrun or mpiexec every process is a rank; otherwise the command starts the ranks itself.
+
+Sizes and rates are those of rccl-tests (its doc/PERFORMANCE.md): size is the whole array over one group, and busbw =
+size / time x (n - 1) / n for groups of n ranks. Time is the median over the iterations, each of its slowest rank. All
+groups of a tier run at once, as in training. Of the algorithms of an all-gather, library is that
+of RCCL, NCCL, gloo or MPI; doubling and pairs are ours, for tiers between nodes.
+
+Examples:
+  hzero links --topology 2x2x2      8 ranks on this machine as 2 nodes x 2 GPUs x 2 GCDs
+  mpiexec -n 8 hzero links --topology 2x2x2 --transport mpi
+  srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero links --max-bytes 1G --out frontier.json
+"""
 
 from __future__ import annotations
 
@@ -45,19 +58,6 @@ _HEAD = (
     "#      size  algorithm          time         min         max      algbw      busbw\n"
     "#       (B)                     (us)        (us)        (us)     (GB/s)     (GB/s)"
 )
-_ABOUT = (
-    "Measures bandwidth and latency of every tier. Under srun, torchrun or mpiexec every process is a rank; otherwise the "
-    "command starts the ranks itself."
-)
-_EPILOG = """Sizes and rates are those of rccl-tests (its doc/PERFORMANCE.md): size is the whole array over one group, and busbw =
-size / time x (n - 1) / n for groups of n ranks. Time is the median over the iterations, each of its slowest rank. All
-groups of a tier run at once, as in training. Of the algorithms of an all-gather, library is that
-of RCCL, NCCL, gloo or MPI; doubling and pairs are ours, for tiers between nodes.
-
-examples:
-  hzero links --topology 2x2x2      8 ranks on this machine as 2 nodes x 2 GPUs x 2 GCDs
-  mpiexec -n 8 hzero links --topology 2x2x2 --transport mpi
-  srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero links --max-bytes 1G --out frontier.json"""
 
 
 def run_links(arguments: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def run_links(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: Input that cannot be used, or nothing to measure.
     """
-    parser = Parser("hzero links", _ABOUT, _EPILOG)
+    parser = Parser("hzero links", __doc__)
     add = parser.add_argument
     where = "nodes x GPUs per node x GCDs per GPU, a file with the keys of a declared topology, or auto (default): discover it"
     add("--topology", default="auto", metavar="NxPxG|FILE|auto", help=where)

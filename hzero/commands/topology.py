@@ -1,4 +1,16 @@
-"""``hzero topology``: prints a node as a file that hzero reads."""
+"""Prints the packages, links and NICs of a node as YAML that hzero reads, and the tiers that follow from them as comments.
+
+sources:
+  auto    this machine
+  FILE    a declared machine (YAML or JSON), a topology dump of RCCL or NCCL, or a saved nvidia-smi topo -m
+  PRESET  a known machine; a file of such a name is ./NAME
+
+Examples:
+  hzero topology frontier
+  hzero topology topology.xml > node.yaml     a dump as a file to edit, for "topology": "node.yaml"
+
+Exit status 2 if the packages are ambiguous; all known data is printed first.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +26,12 @@ from hzero.topology.machine import AmbiguousTopologyError, Machine, packages_of,
 from hzero.topology.sources import PRESETS, machine_of
 from hzero.validation import Parser, printable
 
-_EXAMPLES = f"""sources:
-  auto    this machine
-  FILE    a declared machine (YAML or JSON), a topology dump of RCCL or NCCL, or a saved nvidia-smi topo -m
-  PRESET  {", ".join(PRESETS)}; a file of such a name is ./NAME
-
-examples:
-  hzero topology frontier
-  hzero topology topology.xml > node.yaml     a dump as a file to edit, for "topology": "node.yaml"
-
-Exit status 2 if the packages are ambiguous; all known data is printed first."""
-
 
 def run_topology(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    about = "Prints the packages, links and NICs of a node as YAML, and the tiers that follow from them as comments."
-    parser = Parser("hzero topology", about, _EXAMPLES)
-    parser.add_argument("source", nargs="?", default="auto", metavar="auto|FILE|PRESET", help="which node")
+    parser = Parser("hzero topology", __doc__)
+    which = f"which node; presets: {', '.join(PRESETS)}"
+    parser.add_argument("source", nargs="?", default="auto", metavar="auto|FILE|PRESET", help=which)
     machine = machine_of(parser.parse_args(arguments).source)
     print(text_of(machine))
     for tier in tiers_of(machine):

@@ -63,9 +63,8 @@ _MODES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 def run_plan(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    about, _, more = (__doc__ or "").partition("\n\n")
     short = "\n".join(f"  {name:15}{key}" for name, key in SHORT.items())
-    parser = Parser("hzero plan", about, f"{more}\nshort names of keys:\n{short}")
+    parser = Parser("hzero plan", f"{__doc__}\nshort names of keys:\n{short}")
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration, and those below")
     add("--links", metavar="FILE", type=Path, help="use the rates that `hzero links` measured")
