@@ -1,8 +1,9 @@
 """Compares the performance model with public measurements of Frontier and LUMI.
 
-    python -m benchmarks.model        # the table of errors in docs/model.md
+    python -m benchmarks.model        # the tables of errors in docs/model.md
 
-The rows are in ``measured_rows.yaml``. Constants of the profiles were fit on the rows C; the rows K only check them.
+The rows, with source and date, are in ``measured_rows.yaml``. Constants of the profiles were fit on the rows C. The rows K
+only check them.
 """
 
 from __future__ import annotations
@@ -10,31 +11,38 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import yaml
 
 from hzero.config import BASE_TIERS, PLAIN
+from hzero.experiment import Architecture
+from hzero.plan.against import PIPELINE, Degrees, against, price
+from hzero.plan.collectives import Scheme
 from hzero.plan.machine import Machine, load_profile
 from hzero.plan.program import Cross, Kind
+from hzero.plan.scenario import Job, Scenario
 from hzero.topology import Grid
 
 #: From this size on an all-reduce is long: bandwidth sets its pace.
 LONG = 16 << 20
+#: Micro-steps where a batch is not public.
+MANY = 256
 
 
 class Check(NamedTuple):
-    """A measured figure and its prediction; ``use`` is C or K."""
+    """A measured figure and its prediction; ``use`` is C, K, or ``seen`` where the model has no such scheme."""
 
     use: str
     what: str
     size: int
     measured: float
-    predicted: float
+    predicted: float | None
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
+        assert self.predicted is not None
         return self.predicted / self.measured - 1
 
 
@@ -63,26 +71,41 @@ def collective_checks(rows: dict[str, Any]) -> Iterator[Check]:
 
 
 def training_checks(rows: dict[str, Any]) -> Iterator[Check]:
-    """Published training against profile frontier-2023, in TFLOPS per device.
-
-    Of the rate of a device Megatron's tensor and pipeline parallelism leave a share: a layer makes four all-reduces of its
-    activations over the tensor-parallel devices, and the bubble of the pipeline is (stages - 1) / micro-batches.
-    """
-    profile = load_profile("frontier-2023")
-    rate, node = profile.value("compute_tflops"), Machine(Grid(1, 4, 2), profile)
+    """Published training, in TFLOPS of a device, beside what `hzero plan --against` predicts of it."""
     for row in rows["training"]:
-        tokens = row["micro_batch"] * row["length"]
-        flops = 72 * tokens * row["hidden"] ** 2 * (1 + row["length"] / (6 * row["hidden"])) / row["tensor"]
-        compute, reduces, bubble = flops / rate / 1e12, 0.0, 0.0
-        if row["tensor"] > 1:
-            tiers = BASE_TIERS[: 1 if row["tensor"] == 2 else 2]
-            crossing = Cross("gradients", "all_reduce", tiers, row["tensor"], PLAIN, 1)
-            reduces = 4 * node.transfer(crossing, 2.0 * tokens * row["hidden"]).alone_s
-        if row["batch"]:
-            replicas = row["devices"] // (row["tensor"] * row["pipeline"])
-            bubble = (row["pipeline"] - 1) * replicas * row["micro_batch"] / row["batch"]
-        share = compute / (compute + reduces) / (1 + bubble)
-        yield Check(row["use"], f"training of {row['name']}", 0, row["tflops"], rate * share)
+        what = f"{row['what']} ({row['source'].partition(',')[0]})"
+        if row["use"] == "seen":
+            yield Check("seen", what, 0, row["tflops"], None)
+            continue
+        job, profile = job_of(row), load_profile(row["profile"])
+        grid = Grid(row["devices"] // 8, 4, 2, nodes_per_group=row.get("shard_nodes"))
+        scheme = Scheme("fsdp", shard="group" if "shard_nodes" in row else "world")
+        if row["scheme"] == "zero1":
+            scheme = Scheme("deepspeed", stage=1)
+        if row["pipeline"] is None:
+            scenario = Scenario(cast(Any, None), job, grid, None, profile, 64 * 10**9, "all", None, ())
+            best = against(scenario, MANY * row["devices"])[PIPELINE]
+            what, step = f"{what}, {best.degrees}", best.step
+        else:
+            step = price(scheme, job, grid, profile, Degrees(row["tensor"], row["pipeline"]))
+        recomputed = 4 / 3 if row["counted"] == "recomputed" else 1.0
+        yield Check(row["use"], what, 0, row["tflops"], step.tflops * recomputed)
+
+
+def job_of(row: dict[str, Any]) -> Job:
+    """What a row trains: a GPT by default, with the keys ``intermediate`` and ``kv`` a Llama."""
+    hidden, layers, vocab = row["hidden"], row["layers"], row.get("vocab", 50257)
+    wide = row.get("intermediate", 4 * hidden)
+    layer = (hidden * (hidden + 2 * row.get("kv", hidden)), hidden * hidden, hidden * wide, hidden * wide)
+    layer += (hidden * wide,) * ("intermediate" in row)
+    ends = (vocab * hidden,)
+    shape = Architecture(
+        (*ends, *layer * layers, *ends), 0, layers * hidden, vocab, hidden, layers, 32, wide, ends, layer, ends
+    )
+    replicas = row["devices"] // ((row["tensor"] or 1) * (row["pipeline"] or 1))
+    micro_steps = row["batch"] // (replicas * row["micro_batch"]) if row["batch"] else MANY
+    return Job(row["what"], shape, row["length"], row["micro_batch"], micro_steps, row.get("checkpointing", True),
+               2, 50_000_000, 1, 500_000_000, True, 10**9, 10**9, None, False)  # fmt: skip
 
 
 def checks() -> list[Check]:
@@ -94,9 +117,14 @@ def checks() -> list[Check]:
 def main() -> None:
     """Prints every row, and the errors of the rows K by kind."""
     found = checks()
-    for check in found:
-        size = f"{check.size:,} bytes" if check.size else ""
-        print(f"{check.use}  {check.what:34}{size:>22}{check.measured:12.1f}{check.predicted:12.1f}{check.error:+8.1%}")
+    print("us, GB/s, or TFLOPS of a device")
+    for use, title in {"C": "fitted", "K": "only checked", "seen": "without such a scheme in the model"}.items():
+        print(f"\n{use}: {title:76}{'measured':>12}{'model':>12}{'error':>8}")
+        for check in (check for check in found if check.use == use):
+            size = f", {check.size:,} bytes" if check.size else ""
+            predicted = "" if check.predicted is None else f"{check.predicted:12.1f}{check.error:+8.1%}"
+            print(f"{check.what + size:79}{check.measured:12.1f}{predicted}")
+    print()
     held_out = [check for check in found if check.use == "K"]
     for name, errors in {
         "all-reduce of 16 MiB and more": [abs(check.error) for check in held_out if check.size >= LONG],

@@ -177,7 +177,7 @@ class StepsRow(_Row):
     config: MeasurementConfig
     scheme: str = Field(min_length=1)
     label: str
-    engine: Literal["ddp", "fsdp", "deepspeed", "hzero"]
+    engine: Literal["ddp", "fsdp", "deepspeed", "tensor", "hzero"]
     scheme_config: dict[str, Any]
     tokens_per_step: Positive
     step_s: list[Seconds] = Field(min_length=1)

@@ -78,9 +78,19 @@ class DataGroup(Frozen):
 
 
 class TopologyGroup(BaseModel, extra="allow", strict=True):
-    """GB/s that one device receives over a tier. `hzero.config` checks the other keys."""
+    """What `hzero plan` knows of a machine. `hzero.config` checks the other keys.
+
+    Attributes:
+        bandwidth_gb_s: GB/s that one device receives over a tier.
+        profile: Profile of predictions.
+        nic_gbit: Gbit/s of one NIC, which replace the profile's rates between nodes.
+        nics_per_node: NICs of a node.
+    """
 
     bandwidth_gb_s: dict[Tier, Annotated[FiniteFloat, Field(gt=0)] | None] | None = None
+    profile: Name | None = None
+    nic_gbit: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    nics_per_node: int = Field(1, ge=1, le=64)
 
 
 class LauncherGroup(Frozen):
@@ -296,7 +306,7 @@ class Experiment:
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
         self.deepspeed = validated(Configuration, config, "").deepspeed
         self.config = {**config, "model": _named(config["model"])}
-        places = {key: value for key, value in config["topology"].items() if key != "bandwidth_gb_s"}
+        places = {key: value for key, value in config["topology"].items() if key not in TopologyGroup.model_fields}
         declared = validated(TopologyConfig, places, "topology")
         self.world_size: int = world_size or config["launcher"]["world_size"] or ranks_here(declared, "topology")
         if not self.world_size:

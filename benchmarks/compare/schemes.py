@@ -43,12 +43,19 @@ class _DeepSpeed(_Entry):
     hpz: Literal["package", "node"] | None = None
 
 
+class _Tensor(_Entry):
+    engine: Literal["tensor"]
+    size: int
+
+
 class _HZero(_Entry):
     engine: Literal["hzero"]
     block: dict[str, Any]
 
 
-ENGINES: dict[str, type[_Entry]] = {"ddp": _Ddp, "fsdp": _Fsdp, "deepspeed": _DeepSpeed, "hzero": _HZero}
+ENGINES: dict[str, type[_Entry]] = {
+    "ddp": _Ddp, "fsdp": _Fsdp, "deepspeed": _DeepSpeed, "tensor": _Tensor, "hzero": _HZero,
+}  # fmt: skip
 
 
 def check(name: str, entry: Any) -> dict[str, Any]:
@@ -75,6 +82,10 @@ def build(entry: dict[str, Any], job: Job) -> Scheme:
         if entry["engine"] == "ddp":
             return Ddp(job, entry.get("hook"))
         return Fsdp(job, entry.get("shard", "world"), entry.get("reshard_after_forward"), entry.get("block"))
+    if entry["engine"] == "tensor":
+        from benchmarks.compare.tensor_scheme import TensorZero1
+
+        return TensorZero1(job, entry["size"])
     from benchmarks.compare.deepspeed_schemes import DeepSpeedZero3
 
     return DeepSpeedZero3(job, hpz=entry.get("hpz"), block=entry.get("block"))

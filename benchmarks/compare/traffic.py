@@ -23,7 +23,9 @@ def step_bytes(
     reduce_scatter: str,
     fetches: float = 2,
 ) -> dict[Tier, float]:
-    """Bytes that all ranks send in one optimizer step, by tier; tiers of size 1 are left out. Empty with a hook of DDP.
+    """Bytes that all ranks send in one optimizer step, by tier; tiers of size 1 are left out.
+
+    Empty with a hook of DDP and with tensor groups.
 
     Args:
         scheme: The catalog's entry.
@@ -36,7 +38,7 @@ def step_bytes(
             for backward.
     """
     grid = cluster.grid
-    if scheme.get("hook") is not None:
+    if scheme.get("hook") is not None or scheme["engine"] == "tensor":
         return {}
     if scheme.get("block") is not None:
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)

@@ -45,6 +45,7 @@ class Scheme:
         reshard: Scope over which FSDP keeps weights sharded from forward to backward; None: ``shard``.
         hpz: Scope of DeepSpeed's secondary copy; None for none.
         quantized: Whether weights travel in 8 and gradients in 4 bits, as in ZeRO++.
+        hierarchical: Whether all-gathers are hierarchical, as in RCCL 2.30 and later; see `hzero.plan.machine.HIERARCHICAL`.
         visible: Devices that a rank sees, which ZeRO++ takes for its node; None: all devices of the node. With ``srun
             --gpus-per-task=1``, as on Frontier, a rank sees one.
     """
@@ -55,6 +56,7 @@ class Scheme:
     reshard: Scope | None = None
     hpz: Scope | None = None
     quantized: bool = False
+    hierarchical: bool = False
     visible: int | None = None
 
 
@@ -62,11 +64,13 @@ class Scheme:
 OTHERS = {
     "DDP": Scheme("ddp"),
     "FSDP2": Scheme("fsdp"),
+    "FSDP2, RCCL 2.30": Scheme("fsdp", hierarchical=True),
     "HSDP, node": Scheme("fsdp", shard="node"),
     "HSDP, package": Scheme("fsdp", shard="package"),
     "ZeRO-1": Scheme("deepspeed", stage=1),
     "ZeRO-2": Scheme("deepspeed", stage=2),
     "ZeRO-3": Scheme("deepspeed"),
+    "ZeRO-3, RCCL 2.30": Scheme("deepspeed", hierarchical=True),
     "hpZ": Scheme("deepspeed", hpz="node"),
     "ZeRO++": Scheme("deepspeed", hpz="node", quantized=True),
 }

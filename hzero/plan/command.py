@@ -7,10 +7,11 @@ Examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero links`
   hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
   hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    largest micro-batch by preset
-  hzero plan --sweep nodes=1..9408 model=gpt_neox_20b topology=frontier train.micro_batch=2 --out scaling.png
+  hzero plan --against nodes=1..9408 experiment=paper_20b --out scaling.png    all schemes, TP x PP x ZeRO-1 too, by nodes
+  hzero plan model=gpt_neox_1b topology=nic nodes=4 topology.nic_gbit=100      an ordinary cluster
 
 keys of a plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or a .yaml is the machine
-that predictions simulate (default: the topology's). --tune and --fit also take global_batch=SEQUENCES of all devices
+that predictions simulate (default: the topology's). The searches also take global_batch=SEQUENCES of all devices
 (default: train.micro_batch x train.grad_accumulation of each). --tune also takes codecs=lossless|weights|all, which
 limits lossy codecs (default: all).
 
@@ -24,9 +25,12 @@ gpu tier of topology=frontier, 50 GB/s is the rate of one link, and a GCD has tw
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from rich.table import Table
 
 from hzero.config import PRESETS, TIERS
 from hzero.experiment import SHORT, full_names, key_of
+from hzero.plan.against import IN_FSDP, Price, against, draw, node_counts
 from hzero.plan.collectives import (
     Scheme,
     TierTraffic,
@@ -45,17 +50,19 @@ from hzero.plan.collectives import (
 )
 from hzero.plan.machine import CONSTANTS
 from hzero.plan.memory import footprint
-from hzero.plan.scenario import KEYS, Scenario, read_scenario
-from hzero.plan.search import Setting, draw, fit, node_counts, sweep, tune
+from hzero.plan.scenario import KEYS, Scenario, read_scenario, sequences_of
+from hzero.plan.search import Setting, fit, tune
 from hzero.plan.shards import Hop, ShardPlan
 from hzero.plan.step import predict
 from hzero.terminal import size_text
 from hzero.validation import ConfigError, Parser, printable
 
+#: Other engines in a plain plan.
+_PEERS = ("FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++")
 #: Of `KEYS` how many each mode reads, and keys, or blocks of keys, that it varies itself.
 _MODES: dict[str, tuple[int, tuple[str, ...]]] = {
     "": (2, ()),
-    "--sweep": (2, ("zero", "topology.nodes")),
+    "--against": (3, ("zero", "topology.nodes")),
     "--fit": (3, ("zero", "train.activation_checkpointing", "train.micro_batch")),
     "--tune": (4, ("zero", "train.activation_checkpointing")),
 }
@@ -71,20 +78,26 @@ def run_plan(arguments: Sequence[str]) -> int:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
     modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
-    modes.add_argument("--sweep", metavar="nodes=A..B", help="predict all schemes on these nodes, and draw them")
-    add("--out", metavar="FILE", type=Path, help="picture of --sweep (PNG; default: scaling.png)")
+    modes.add_argument(
+        "--against", metavar="nodes=A..B", help="price other systems' parallelism on these nodes beside hzero"
+    )
+    add("--out", metavar="FILE", type=Path, help="picture of --against (PNG)")
     add("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     overrides = full_names(parsed.overrides)
-    mode = next((f"--{name}" for name in ("tune", "fit", "sweep") if getattr(parsed, name)), "")
+    mode = next((name for name in _MODES if name and getattr(parsed, name[2:])), "")
     _check_keys(list(map(key_of, overrides)), mode)
-    if parsed.out is not None and mode != "--sweep":
-        raise ConfigError("--out: found without --sweep, whose picture it is")
-    counts = node_counts(parsed.sweep) if mode == "--sweep" else []
+    if parsed.out is not None and mode != "--against":
+        raise ConfigError("--out: found without --against, whose picture it is")
+    counts = node_counts(parsed.against) if mode == "--against" else []
+    batch = None
+    if counts:  # a batch of all devices is cut anew for each number of them
+        batch = next((override for override in overrides if key_of(override) == "global_batch"), None)
+        overrides = [override for override in overrides if override is not batch]
     # Groups of nodes have to divide the largest number.
     scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
-    if mode == "--sweep":
-        result, show = sweep_dict(scenario, counts, parsed.out or Path("scaling.png")), _show_sweep
+    if counts:
+        result, show = against_dict(scenario, counts, batch, parsed.out), _show_against
     elif mode:
         result, show = search_dict(scenario, mode), _show_search
     else:
@@ -100,7 +113,9 @@ def _check_keys(given: Sequence[str], mode: str) -> None:
     """Refuses keys that a mode does not read or varies itself: their values would be ignored."""
     read, varied = _MODES[mode]
     if "global_batch" in given:
-        varied += ("train.micro_batch", "train.grad_accumulation")
+        varied += (
+            ("train.grad_accumulation",) if mode == "--against" else ("train.micro_batch", "train.grad_accumulation")
+        )
     for key in given:
         if key in KEYS[read:]:
             modes = " or ".join(name for name, (count, _) in _MODES.items() if key in KEYS[:count])
@@ -118,10 +133,14 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     """Prints a table; columns whose name begins with * are aligned to the right. Cells cannot command the terminal."""
     table = Table(title=title)
     for name in head:
-        table.add_column(name.lstrip("*"), justify="right" if name.startswith("*") else "left")
+        # Narrow terminals fold what they would cut; names stay whole.
+        justify: Any = "right" if name.startswith("*") else "left"
+        table.add_column(name.lstrip("*"), justify=justify, overflow="fold", no_wrap=name is head[0])
     for row in rows:
         table.add_row(*map(printable, row))
-    Console().print(table)
+    # A file or a pipe has no width of its own, and rich would take 80 columns.
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    Console(width=wide).print(table)
 
 
 # ---- a plan -------------------------------------------------------------------------------------------------------------
@@ -143,6 +162,8 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     traffic, stock = (step_traffic(one, grid, numels, **about) for one in (plan, Scheme("deepspeed")))
     own, other = (footprint(one, grid, job) for one in (plan, Scheme("deepspeed")))
     rates, source = experiment["topology"].get("bandwidth_gb_s") or {}, "nominal rates, not measured"
+    if gbit := experiment["topology"].get("nic_gbit"):
+        rates = {**rates, "node": gbit * experiment["topology"].get("nics_per_node", 1) / 8 / grid.scope_size("node")}
     if links := scenario.links:
         rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
         source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
@@ -160,9 +181,13 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
             "node_bytes": node_bytes(step_traffic(one, grid, numels, **about), grid),
             **_step_dict(scenario, one),
         }
-    for name in ("HSDP, node", "ZeRO-3", "hpZ", "ZeRO++"):
-        into = {"weights": "", "gradients": "", "node_bytes": minimum.get(name)}
-        schemes[name] = {**into, **_step_dict(scenario, scenario.others()[name])}
+    for name in IN_FSDP:  # as hzero.fsdp runs it; bytes are those of DeepSpeed's front end
+        under = replace(scenario, job=job.in_fsdp())
+        schemes[f"FSDP2, {name}"] = {**schemes[name], **_step_dict(under, scenario.shard_plan(name))}
+    others = scenario.others()
+    for name in (name for name in _PEERS if name in others):
+        into = {"weights": "", "gradients": "", "node_bytes": minimum.get(name.partition(",")[0])}
+        schemes[name] = {**into, **_step_dict(scenario, others[name])}
     return {
         "model": job.name,
         "parameters": sum(numels),
@@ -289,42 +314,75 @@ def _about(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def sweep_dict(scenario: Scenario, counts: Sequence[int], picture: Path) -> dict[str, Any]:
-    """All schemes on some numbers of nodes; draws them too."""
-    curves = sweep(scenario, counts)
-    draw(curves, scenario, picture)
+def against_dict(scenario: Scenario, counts: Sequence[int], batch: str | None, picture: Path | None) -> dict[str, Any]:
+    """All schemes on some numbers of nodes, and which is the fastest where; draws them too."""
+    about = _about(scenario)
+    sequences = sequences_of(batch.partition("=")[2], 1) if batch else None
+    found = {count: against(scenario.on(count), sequences) for count in counts}
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for count, prices in found.items():
+        for name, price in prices.items():
+            point = {"nodes": count, "setting": price.setting, "fits": price.fits, **asdict(price.step)}
+            curves.setdefault(name, []).append(point)
+    if picture is not None:
+        draw(found, scenario, picture)
+    job = scenario.job
     grids = [scenario.on(count).grid for count in counts]
     return {
-        **_about(scenario),
-        "tokens_per_device": scenario.job.tokens * scenario.job.accumulation,
-        "picture": str(picture),
+        **about,
+        "work": f"{sequences:,} sequences"
+        if sequences
+        else f"sequences per device: {job.micro_batch * job.accumulation}",
+        "library": scenario.machine.profile.library,
+        "picture": picture and str(picture),
         "notes": [grid.groups_text for grid in grids if grid.nodes_per_group is None and grid.groups_text],
-        "curves": {
-            name: [
-                {"nodes": nodes, "fits": scenario.holds(step.memory_bytes), **asdict(step)}
-                for nodes, step in steps.items()
-            ]
-            for name, steps in curves.items()
-        },
+        "curves": curves,
+        "winners": [_winner(count, prices) for count, prices in found.items()],
     }
 
 
-def _show_sweep(result: dict[str, Any]) -> None:
-    """Prints TFLOPS per device, of eight counts at most."""
-    counts = [point["nodes"] for point in next(iter(result["curves"].values()))]
+def _winner(nodes: int, prices: dict[str, Price]) -> dict[str, Any]:
+    """The fastest schemes that fit, with and without hzero, and the ratio of their steps."""
+    step = {name: price.step.step_s for name, price in prices.items() if price.fits}
+    own = min((name for name in step if "hzero" in name), key=step.__getitem__, default=None)
+    other = min((name for name in step if "hzero" not in name), key=step.__getitem__, default=None)
+    best = min(step, key=step.__getitem__, default=None)
+
+    def ratio(name: str | None) -> float | None:
+        return step[name] / step[own] if own and name in step else None
+
+    setting = prices[best].setting if best else None
+    return {"nodes": nodes, "best": best, "setting": setting, "hzero": own, "other": other,
+            "lead": ratio(other), "over_zero3": ratio("ZeRO-3")}  # fmt: skip
+
+
+def _show_against(result: dict[str, Any]) -> None:
+    """Prints TFLOPS per device, of eight counts at most, and who wins where."""
+    winners = result["winners"]
+    counts = [row["nodes"] for row in winners]
     if len(counts) > 8:
         counts = [counts[round(i * (len(counts) - 1) / 7)] for i in range(8)]
     rows = []
     for name, points in result["curves"].items():
         rates = {point["nodes"]: f"{point['tflops']:.3g}" if point["fits"] else "-" for point in points}
-        rows.append((name, *(rates[count] for count in counts)))
-    memory = size_text(result["memory_bytes"])
-    title = f"predicted model TFLOPS per device, by nodes (-: does not fit into devices of {memory})"
+        rows.append((name, *(rates.get(count, "") for count in counts)))
+    title = f"predicted model TFLOPS per device, by nodes, {result['work']} (-: does not fit; empty: cannot be cut)"
     _table(title, ("scheme", *(f"*{count:,}" for count in counts)), rows)
+    rows = []
+    for row in winners:
+        ratios = (f"{row[key]:.2f}" if row[key] else "" for key in ("lead", "over_zero3"))
+        names = (row[key] or "" for key in ("best", "setting", "hzero", "other"))
+        rows.append((f"{row['nodes']:,}", *names, *ratios))
+    head = ("*nodes", "fastest", "its setting", "best with hzero", "best without", "*ratio", "*to ZeRO-3")
+    _table(
+        f"which is the fastest; ratio: step without hzero to step with it; ZeRO-3 with {result['library']}", head, rows
+    )
+    for name, group in itertools.groupby(winners, key=lambda row: row["best"] or "nothing fits"):
+        nodes = [row["nodes"] for row in group]
+        _say(f"fastest on {nodes[0]:,}{f' to {nodes[-1]:,}' * (len(nodes) > 1)} nodes: {name}")
     for note in result["notes"]:
         _say(note)
     _say(result["about"])
-    _say(f"drawn in {result['picture']}")
 
 
 def search_dict(scenario: Scenario, mode: str) -> dict[str, Any]:

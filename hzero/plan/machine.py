@@ -8,16 +8,17 @@ to the next rank. An all-reduce is a ring on few nodes and a tree on many. An al
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
-from hzero.config import NET_TIERS, Algorithm, CollectiveOrder
+from hzero.config import NET_TIERS, PLAIN, Algorithm, CollectiveOrder, Tier
 from hzero.files import read_text
 from hzero.plan.program import Cross
 from hzero.topology import Grid
@@ -27,8 +28,12 @@ Positive = Annotated[int, Field(ge=1)]
 #: What transfers and kernels share: links of a device in its package and between packages, the NICs of a node, the links
 #: between switch groups, the device's memory and compute.
 Resource = Literal["gcd", "gpu", "node", "uplink", "memory", "compute"]
+_Algorithm: TypeAlias = Algorithm | Literal["hierarchical"]
 #: Bytes of an element that Adam reads and writes: gradient, float32 master and two moments, 16-bit weight.
 ADAM_BYTES = 4 + 2 * 12 + 2
+#: From RCCL 2.30 on, all-gathers over so many nodes are hierarchical, up to so many bytes. A communicator has a buffer of that
+#: size for them (ROCm/rocm-systems#6140, #3856). Reduce-scatters need RCCL_HIERARCHICAL_REDUCE_SCATTER=1 (#7851).
+HIERARCHICAL = {8: 64 << 20, 16: 128 << 20}
 _FOLDER = Path(__file__).parent / "profiles"
 #: Names of the constants that every profile has, and their meanings.
 CONSTANTS: dict[str, str] = yaml.safe_load((_FOLDER.parent / "constants.yaml").read_text())
@@ -80,6 +85,7 @@ class Profile(Frozen):
         taper: Bandwidth of a group's nodes together over that of its links to other groups.
         tree_nodes: Nodes from which an all-reduce is a tree.
         order: The stage's order of collectives by default: ``strict`` with RCCL, one at a time on a device.
+        library: Library of collectives that the figures stand for, with its version.
         error: Error on measured collectives that were not used for calibration, as a share; null: there are none.
         sources: By name.
         constants: The figures.
@@ -95,6 +101,7 @@ class Profile(Frozen):
     taper: Annotated[FiniteFloat, Field(ge=1)] = 1.0
     tree_nodes: Positive = 16
     order: CollectiveOrder = "lanes"
+    library: str = ""
     error: Annotated[FiniteFloat, Field(gt=0, lt=1)] | None = None
     sources: dict[str, Source]
     constants: dict[str, Constant]
@@ -114,6 +121,12 @@ class Profile(Frozen):
                 possible = ", ".join(self.sources)
                 raise ValueError(f"constants.{name}.source: found {constant.source!r}, possible: {possible}")
         return self
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether the library gathers hierarchically: RCCL 2.30 and later."""
+        version = re.fullmatch(r"RCCL (\d+)\.(\d+)\S*", self.library)
+        return version is not None and (int(version[1]), int(version[2])) >= (2, 30)
 
     def value(self, name: str) -> float:
         """A constant's value."""
@@ -171,6 +184,11 @@ def load_profile(name: str) -> Profile:
     return validated(Profile, content, f"{name}:")
 
 
+def gather_buffer(nodes: int) -> int:
+    """Bytes of a communicator's buffer for hierarchical all-gathers over so many nodes; 0 where there is none."""
+    return max((most for least, most in HIERARCHICAL.items() if nodes >= least), default=0)
+
+
 # ---- costs --------------------------------------------------------------------------------------------------------------
 
 
@@ -217,25 +235,35 @@ class Machine:
     """What a machine of accelerators needs for collectives, kernels and compute. All groups of a kind work at once.
 
     Attributes:
-        grid: Its devices.
+        grid: Its devices; with tensor parallelism those that work on different sequences, one of every tensor group.
         profile: Its constants.
+        tensor: Devices of a tensor group, neighbours in a node.
+
+    Args:
+        grid: All devices.
+        profile: Its constants.
+        tensor: Devices of a tensor group.
 
     Raises:
         ConfigError: The profile's machine cannot have such a grid.
     """
 
-    def __init__(self, grid: Grid, profile: Profile) -> None:
+    def __init__(self, grid: Grid, profile: Profile, tensor: int = 1) -> None:
         profile.check(grid)
-        self.grid, self.profile = grid, profile
+        if tensor > 1:
+            gcds = max(grid.gcds_per_gpu // tensor, 1)
+            gpus = grid.scope_size("node") // tensor // gcds
+            grid = replace(grid, gpus_per_node=gpus, gcds_per_gpu=gcds)
+        self.grid, self.profile, self.tensor = grid, profile, tensor
         self._value = profile.value
 
-    def transfer(self, crossing: Cross, size: float, algorithm: Algorithm = "library") -> Phase:
+    def transfer(self, crossing: Cross, size: float, algorithm: _Algorithm = "library") -> Phase:
         """Time of one collective.
 
         Args:
             crossing: The collective.
             size: Bytes of the whole array over a group.
-            algorithm: Of an all-gather between nodes.
+            algorithm: Of an all-gather between nodes; ``hierarchical`` is RCCL's from 2.30 on, where it takes it.
         """
         if crossing.ranks == 1 or not size:
             return Phase(0.0)
@@ -252,7 +280,18 @@ class Machine:
         """Nodes of a group, its ranks on each, and the groups that share a node."""
         nodes = math.prod(self.grid.size(tier) for tier in crossing.tiers if tier in NET_TIERS)
         ranks = crossing.ranks // nodes
-        return nodes, ranks, self.grid.scope_size("node") // ranks
+        return nodes, ranks, self.grid.scope_size("node") * self.tensor // ranks
+
+    def tensor_reduce(self, size: float) -> Phase:
+        """An all-reduce of ``size`` bytes over a tensor group."""
+        gcds = self.profile.gcds_per_gpu
+        tiers: tuple[Tier, ...] = ("gcd",) if self.tensor <= gcds else ("gcd", "gpu") if gcds > 1 else ("gpu",)
+        return self.transfer(Cross("gradients", "all_reduce", tiers, self.tensor, PLAIN, 1), size)
+
+    def message(self, size: float) -> float:
+        """Seconds in which every device sends ``size`` bytes to a device of another node, and receives as many."""
+        latency = self._value("launch_us") + self._value("pair_us")
+        return latency / 1e6 + self._seconds(size * self.grid.scope_size("node") * self.tensor, "net_rails_gb_s")
 
     def _seconds(self, sent: float, rate: str) -> float:
         return sent / self._value(rate) / 1e9
@@ -269,12 +308,14 @@ class Machine:
         seconds = self._seconds(sent, f"flat_{how}_gb_s")
         return {"gcd": seconds, "gpu": seconds}
 
-    def _ring(self, crossing: Cross, size: float, algorithm: Algorithm) -> Phase:
+    def _ring(self, crossing: Cross, size: float, algorithm: _Algorithm) -> Phase:
         nodes, ranks, groups = self.places(crossing)
         sent = size * (crossing.ranks - 1) / crossing.ranks
         work = self._inside(crossing, sent, pairs=False)
         between = nodes - 1
         inside = crossing.ranks - 1 - between
+        if algorithm == "hierarchical" and crossing.kind == "all_gather" and size <= gather_buffer(nodes):
+            inside = ranks - 1  # every device gathers its part between the nodes, and then all parts inside
         if nodes > 1:
             work["node"] = self._seconds(sent * groups, "net_ring_gb_s" if ranks > 1 else "net_rails_gb_s")
             doubling = algorithm == "doubling" and ranks == 1

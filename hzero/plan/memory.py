@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from hzero.codecs.formats import chunk_numel
+from hzero.config import NET_TIERS
 from hzero.plan.collectives import Scheme
+from hzero.plan.machine import gather_buffer
 from hzero.plan.program import IN_FLIGHT, Program, StagePrograms
 from hzero.plan.scenario import Job
 from hzero.plan.shards import ShardPlan
@@ -16,8 +18,8 @@ from hzero.topology import Grid
 #: An estimate of communicators: one of each tier, and DeepSpeed's of the world. A ring has two neighbours, whatever its size,
 #: and a buffer for each on every channel (NVIDIA/nccl#986, #1450). Left out, since no source gives them: the smaller buffers of
 #: the protocols LL and LL128, trees, and the connections of an all-to-all. Logs show more: 67 MB for 4 channels
-#: (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864). From ROCm 7.13 on, a communicator over 8 nodes
-#: or more has up to 128 MB for hierarchical all-gathers (ROCm/rocm-systems#3856), which is left out too: OLCF's wheel is of 7.1.
+#: (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864). From RCCL 2.30 on, each communicator over 8 nodes
+#: or more adds the buffer of `hzero.plan.machine.HIERARCHICAL`.
 #: Channels of an NCCL or RCCL communicator, as ``slurm/frontier.env`` asks for; by default they depend on the
 #: machine. ``NCCL_BUFFSIZE`` is 4 MiB by default, for each channel and neighbour.
 CHANNELS, CHANNEL_BYTES = 16, 4 << 20
@@ -153,9 +155,15 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     # Float32 gradients of a sub-group, and two temporaries of torch's Adam.
     stepped = 0 if job.offload else min(shard, job.sub_group)
     states["transient step"] = State(12 * stepped, "float32 gradients and two temporaries of Adam")
-    count = 1 + (len(grid.crossed) if plan is not None else 0)
-    what = f"estimate: rings of {count}, {CHANNELS} channels of 2 x 4 MiB each"
-    states["communicators"] = State(count * 2 * CHANNELS * CHANNEL_BYTES, what)
+    # Nodes that each joins: DeepSpeed's of the world, and the stage's of the tiers.
+    nodes = [grid.nodes, *(grid.size(tier) if tier in NET_TIERS else 1 for tier in grid.crossed if plan is not None)]
+    what = f"estimate: rings of {len(nodes)}, {CHANNELS} channels of 2 x 4 MiB each"
+    size = len(nodes) * 2 * CHANNELS * CHANNEL_BYTES
+    if job.hierarchical or (isinstance(scheme, Scheme) and scheme.hierarchical):
+        buffers = [gather_buffer(count) for count in nodes]
+        size += sum(buffers)
+        what += f"; buffers of hierarchical all-gathers for {sum(map(bool, buffers))}"
+    states["communicators"] = State(size, what)
     if isinstance(scheme, Scheme) and scheme.hpz:
         # In the weights' type with ZeRO++ too, which quantises what is sent (DeepSpeed 0.19, _partition_param_sec).
         copy = total * itemsize // grid.scope_size(scheme.hpz)
@@ -208,9 +216,9 @@ def activations(job: Job) -> States:
     By the tensors that a GPT-NeoX saves; other architectures are counted as if they were one. Per token a layer keeps its
     input, two normalised inputs, queries, keys and values as one, rotated queries and keys, the output of attention, and
     the hidden units before and after their function: 17 x hidden with 4 x hidden units, as in arXiv 2205.05198, eq. 2,
-    without scores and masks of dropout.
+    without scores and masks of dropout. A tensor group divides all of it, with sequence parallelism (section 4.2.2).
     """
-    model, tokens, size = job.model, job.tokens, job.itemsize
+    model, tokens, size = job.model, job.tokens // job.tensor, job.itemsize
     hidden, vocab = model.hidden, model.vocab_size
     # Sums of attention's softmax, and mean and deviation of two norms, in float32.
     layer = tokens * ((9 * hidden + 2 * model.intermediate) * size + 4 * model.heads + 16)
@@ -219,7 +227,7 @@ def activations(job: Job) -> States:
     kept, again = ("all of", "") if not job.checkpointing else ("inputs of", ", which is computed again")
     return {
         "activations": State(
-            (whole if job.checkpointing else layer) * model.layers + 2 * whole,
+            round(job.stored * (whole if job.checkpointing else layer) * model.layers) + 2 * whole,
             f"{tokens:,} tokens, {kept} {model.layers} layers",
         ),
         "transient loss": State(12 * tokens * vocab, f"logits of {vocab:,}, with gradients, float32"),

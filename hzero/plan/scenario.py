@@ -12,7 +12,7 @@ from hzero.config import parse_config
 from hzero.experiment import Architecture, Experiment, compose
 from hzero.plan.collectives import OTHERS, Scheme
 from hzero.plan.links_file import LinksFile, links_for
-from hzero.plan.machine import Machine, Profile, Source, load_profile, profile_names
+from hzero.plan.machine import CONSTANTS, Machine, Profile, Source, load_profile, profile_names
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import ConfigError, one_of
@@ -21,10 +21,6 @@ from hzero.validation import ConfigError, one_of
 Quality = Literal["lossless", "weights", "all"]
 #: Keys of a plan that the trainer's configuration does not have. The last two are of a search.
 KEYS = ("memory", "profile", "global_batch", "codecs")
-#: The profile of the machine that a topology of ``conf/`` describes.
-PROFILES = {"frontier": "frontier-2026", "lumi": "lumi", "dgx_h200": "dgx_h200"}
-#: The topology of a run on CPU, with float32 weights by default; it has no profile.
-CPU_TOPOLOGY = "emulated_2x2x2"
 
 
 # ---- what is trained ----------------------------------------------------------------------------------------------------
@@ -51,6 +47,9 @@ class Job:
         sub_group: ``sub_group_size``: elements that the optimizer steps together.
         gradient_itemsize: Bytes of an element of the gradient shard; None: of a weight, as DeepSpeed's default is.
         offload: Whether the optimizer and the gradient shard are on the host.
+        hierarchical: Whether the library keeps buffers for hierarchical all-gathers.
+        tensor: Devices of a tensor group, which share every matrix; ``model`` then has the parameters of one device.
+        stored: Micro-batches whose activations a pipeline stage keeps at once.
     """
 
     name: str
@@ -68,15 +67,20 @@ class Job:
     sub_group: int
     gradient_itemsize: int | None
     offload: bool
+    hierarchical: bool = False
+    tensor: int = 1
+    stored: float = 1.0
 
     @classmethod
-    def of(cls, experiment: Experiment, topology: str) -> Job:
+    def of(cls, experiment: Experiment, profile: Profile | ConfigError) -> Job:
         """What a configuration trains.
 
         DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
-        used again soon.
+        used again soon. On a known machine weights have 16 bits by default, elsewhere what a run here would have.
         """
         train, zero = experiment["train"], experiment.deepspeed.zero_optimization
+        known = experiment["topology"].get("profile") or experiment["topology"].get("bandwidth_gb_s")
+        wide = experiment.itemsize == 4 if train["dtype"] == "fp32" or not known else False
         prefetch = int(zero.stage3_prefetch_bucket_size)
         gradient = str(experiment.deepspeed.data_types.get("grad_accum_dtype"))
         return cls(
@@ -86,7 +90,7 @@ class Job:
             micro_batch=train["micro_batch"],
             accumulation=train["grad_accumulation"],
             checkpointing=train["activation_checkpointing"],
-            itemsize={"fp32": 4, "auto": 4 if topology == CPU_TOPOLOGY else 2}.get(train["dtype"], 2),
+            itemsize=4 if wide else 2,
             prefetch=prefetch,
             ahead=int(zero.stage3_max_live_parameters >= 2 * prefetch),
             reduce=int(zero.reduce_bucket_size),
@@ -95,7 +99,12 @@ class Job:
             sub_group=int(zero.sub_group_size),
             gradient_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(gradient),
             offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
+            hierarchical=isinstance(profile, Profile) and profile.hierarchical,
         )
+
+    def in_fsdp(self) -> Job:
+        """The job under FSDP2: a layer is gathered and reduced as a whole, and not kept until its next use."""
+        return replace(self, prefetch=self.layer, reduce=self.layer, reuse=0, ahead=1, contiguous=False)
 
     @property
     def tokens(self) -> int:
@@ -121,11 +130,13 @@ class Bucket:
         name: Equal buckets have equal names.
         numels: Elements of every parameter.
         flops: Of forward, per token.
+        reduces: All-reduces of forward over a tensor group.
     """
 
     name: str
     numels: tuple[int, ...]
     flops: float
+    reduces: int = 0
 
     @property
     def numel(self) -> int:
@@ -136,7 +147,8 @@ class Bucket:
 def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
     """Buckets of a job in the order of forward: as many layers, or else parameters of a layer, as fit; at least one.
 
-    A token takes 2 operations for each weight that it is multiplied with, and 4 x length x width in attention.
+    A token takes 2 operations for each weight that it is multiplied with, and 4 x length x width in attention. A tensor group
+    adds up the results of attention and of the hidden units, two all-reduces a layer (arXiv 1909.08053, section 3).
 
     Args:
         job: The job; all layers of its model are alike.
@@ -148,15 +160,16 @@ def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
     vocab = model.vocab_size * model.hidden
     weights = 2.0 * (job.layer - model.idle / model.layers)
     attention = 4.0 * job.seq_length * model.attention / model.layers
-    embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, 2.0 * vocab)
+    embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, 2.0 * vocab / job.tensor)
     if (together := job.layers_together) > 1:
         counts = [min(together, layers - first) for first in range(0, layers, together)]
-        return [embedding, *(Bucket(f"{n} layers", model.layer * n, (weights + attention) * n) for n in counts), head]
+        whole = (Bucket(f"{n} layers", model.layer * n, (weights + attention) * n, 2 * n) for n in counts)
+        return [embedding, *whole, head]
     of_layer = []
     for index, part in enumerate(_split(model.layer, job.prefetch)):
         # The operations of attention itself count with the bucket of the first matrix.
         flops = weights / job.layer * sum(part) + (attention if index == 0 else 0.0)
-        of_layer.append(Bucket(f"layer.{index}", tuple(part), flops))
+        of_layer.append(Bucket(f"layer.{index}", tuple(part), flops, 2 * (index == 0)))
     return [embedding, *of_layer * layers, head]
 
 
@@ -226,9 +239,11 @@ class Scenario:
         return ShardPlan.from_config(parse_config({"preset": preset}), self.grid, 0)
 
     def others(self) -> dict[str, Scheme]:
-        """Other engines; ZeRO++ as the machine's usual launch line has it."""
-        visible = None if isinstance(self.profile, ConfigError) else self.profile.visible
-        return {**OTHERS, "ZeRO++": replace(OTHERS["ZeRO++"], visible=visible)}
+        """Other engines; ZeRO++ as the machine's usual launch line has it, and variants of RCCL where that is the library."""
+        profile = None if isinstance(self.profile, ConfigError) else self.profile
+        rccl = profile is not None and profile.library.startswith("RCCL")
+        others = {name: scheme for name, scheme in OTHERS.items() if rccl or not scheme.hierarchical}
+        return {**others, "ZeRO++": replace(OTHERS["ZeRO++"], visible=profile.visible if profile else None)}
 
 
 def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenario:
@@ -251,34 +266,40 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     quality: Any = own.get("codecs", "all")
     if quality not in get_args(Quality):
         raise one_of("codecs", quality, get_args(Quality))
-    topology = next((value for key, _, value in split[::-1] if key == "topology"), CPU_TOPOLOGY)
-    profile = _profile_of(topology, own.get("profile"), grid)
+    profile = _profile_of(own.get("profile"), experiment)
     measured = None if links is None else links_for(links, grid)
     if measured is not None and links is not None and isinstance(profile, Profile):
         profile = with_links(profile, measured, links)
-    job = Job.of(experiment, topology)
-    sequences = None
-    if (text := own.get("global_batch")) is not None:
-        sequences, rest = divmod(int(text) if text.isdecimal() and len(text) < 13 else 0, grid.world_size)
-        if not sequences or rest:
-            near = max(round(sequences + rest / grid.world_size), 1) * grid.world_size
-            raise ConfigError(
-                f"global_batch: found {text!r}; expected a multiple of the {grid.world_size:,} devices, such as {near}"
-            )
+    job = Job.of(experiment, profile)
+    sequences = sequences_of(own["global_batch"], grid.world_size) if "global_batch" in own else None
     memory = _bytes_of(own["memory"]) if "memory" in own else None
     if memory is None and isinstance(profile, Profile):
         memory = int(profile.value("memory_gb") * 1e9)
     return Scenario(experiment, job, grid, measured, profile, memory, quality, sequences, kept)
 
 
-def _profile_of(topology: str, name: str | None, grid: Grid) -> Profile | ConfigError:
-    """The profile of that name, or else the one of the chosen topology, if its machine can have such a grid."""
-    if name is None and topology not in PROFILES:
+def sequences_of(text: str, devices: int) -> int:
+    """Sequences of a global batch on each device. Raises `ConfigError` if they are no whole number of at least 1."""
+    sequences, rest = divmod(int(text) if text.isdecimal() and len(text) < 13 else 0, devices)
+    if not sequences or rest:
+        near = max(round(sequences + rest / devices), 1) * devices
+        raise ConfigError(
+            f"global_batch: found {text!r}; expected a multiple of the {devices:,} devices, such as {near}"
+        )
+    return sequences
+
+
+def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigError:
+    """The profile of that name, or else the topology's, if its machine can have such a grid."""
+    topology, grid = experiment["topology"], experiment.grid
+    if not (chosen := name or topology.get("profile")):
         return ConfigError(
-            f"profile: none is known for topology={topology}; give profile=NAME or a .yaml, possible: "
+            "profile: none is known for this topology; give profile=NAME or a .yaml, possible: "
             f"{', '.join(profile_names())}"
         )
-    profile = load_profile(name or PROFILES[topology])
+    profile = load_profile(chosen)
+    if gbit := topology.get("nic_gbit"):
+        profile = with_nics(profile, grid, gbit * topology.get("nics_per_node", 1))
     try:
         profile.check(grid)
     except ConfigError as error:
@@ -286,6 +307,15 @@ def _profile_of(topology: str, name: str | None, grid: Grid) -> Profile | Config
             raise
         return error  # the topology's name stands for the machine, but not for this shape
     return profile
+
+
+def with_nics(profile: Profile, grid: Grid, gbit: float) -> Profile:
+    """The profile of nodes of another size, whose NICs have ``gbit`` Gbit/s together."""
+    source = Source(what="topology.nic_gbit x topology.nics_per_node", date="given", stack="none", kind="nominal")
+    profile = profile.model_copy(update={"gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu})
+    return profile.with_values(
+        source, **dict.fromkeys((name for name in CONSTANTS if name.startswith("net_")), gbit / 8)
+    )
 
 
 def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:

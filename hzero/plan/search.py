@@ -1,24 +1,19 @@
-"""Search: the settings with the shortest predicted step, those that fit into a device, and all schemes over the nodes."""
+"""Search: the settings with the shortest predicted step, and those that fit into a device."""
 
 from __future__ import annotations
 
 import itertools
-import math
-import re
 import shlex
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
+from hzero.config import BASE_TIERS, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
 from hzero.experiment import key_of
-from hzero.files import refusing, replacing
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Job, Quality, Scenario, buckets_of
 from hzero.plan.shards import ShardPlan
@@ -295,64 +290,3 @@ def _order(one: Setting) -> tuple[float, float, bool, int]:
     kept = sum(one.plan.codecs[role].node.format.element_bytes(2) for role in ROLES)
     step = float(f"{one.step.step_s:.3e}")
     return step, -kept, one.job.checkpointing, one.plan.node_all_gather.below_bytes + one.job.prefetch
-
-
-# ---- sweep --------------------------------------------------------------------------------------------------------------
-
-
-def node_counts(text: str) -> list[int]:
-    """The nodes of ``nodes=1..9408``: both ends and the powers of two between them; or those of ``nodes=2,4,48``.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    found = re.fullmatch(r"nodes=(\d{1,6})\.\.(\d{1,6})", text)
-    if found and 1 <= (first := int(found[1])) <= (last := int(found[2])):
-        return sorted({first, last, *(1 << power for power in range(20) if first < 1 << power < last)})
-    if re.fullmatch(r"nodes=[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
-        return sorted({int(count) for count in text.partition("=")[2].split(",")})
-    raise ConfigError(f"--sweep: found {text!r}, expected nodes=1..9408 or nodes=2,4,48")
-
-
-def sweep(scenario: Scenario, nodes: Sequence[int]) -> dict[str, dict[int, Prediction]]:
-    """Predicts every scheme on every number of nodes, with equal work per device."""
-    curves: dict[str, dict[int, Prediction]] = defaultdict(dict)
-    for count in nodes:
-        place = scenario.on(count)
-        for name, scheme in {f"hzero {name}": place.shard_plan(name) for name in PRESETS}.items():
-            curves[name][count] = predict(scheme, place.job, place.machine)
-        for name, other in place.others().items():
-            curves[name][count] = predict(other, place.job, place.machine)
-    return curves
-
-
-def draw(curves: dict[str, dict[int, Prediction]], scenario: Scenario, path: Path) -> None:
-    """Draws TFLOPS per device over the nodes; a curve has a gap where the scheme does not fit.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    profile, job = scenario.machine.profile, scenario.job
-    for index, (name, steps) in enumerate(curves.items()):
-        rates = [step.tflops if scenario.holds(step.memory_bytes) else math.nan for step in steps.values()]
-        if all(map(math.isnan, rates)):  # fits nowhere; the table says so
-            continue
-        style = "-" if name.startswith("hzero ") else "--"
-        width = 3.0 if name == f"hzero {DEFAULT_PRESET}" else 1.4
-        axes.plot(list(steps), rates, style, color=f"C{index % 10}", label=name, linewidth=width)
-    axes.set_xscale("log", base=2)
-    axes.set(ylim=(0, None), xlabel=f"nodes of {profile.name}", ylabel="model TFLOPS per device, predicted")
-    error = "is not known" if profile.error is None else f"is {profile.error:.0%}"
-    tokens = job.tokens * job.accumulation
-    axes.set_title(f"{job.name}, {tokens:,} tokens per device and step; the model's error {error}", fontsize=9)
-    axes.legend(fontsize=7, ncols=3)
-    axes.grid(alpha=0.2)
-    with refusing("--out", path), replacing(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=150)
-    plt.close(figure)

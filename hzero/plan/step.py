@@ -47,14 +47,19 @@ class Prediction:
     memory_bytes: int
 
 
+def require_layers(job: Job) -> None:
+    """Raises `ConfigError` if the model's layers differ."""
+    if job.model.layer is None:
+        raise ConfigError(f"model: the layers of {job.name} differ; expected equal layers for a prediction")
+
+
 def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Prediction:
     """Predicts one step of the stage's shard plan, or of another engine.
 
     Raises:
         ConfigError: The model's layers differ.
     """
-    if job.model.layer is None:
-        raise ConfigError(f"model: the layers of {job.name} differ; expected equal layers for a prediction")
+    require_layers(job)
     job = _as_cut(scheme, job)
     found = _figures(scheme, job, machine)
     seconds = found["seconds"]
@@ -110,6 +115,7 @@ class _Builder:
         self._job, self._machine, self._buckets = job, machine, buckets
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
+        self._hierarchical = isinstance(scheme, Scheme) and (scheme.hierarchical or machine.profile.hierarchical)
         self._programs = chains_of(scheme, machine.grid, job.accumulation)
         # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
@@ -187,8 +193,14 @@ class _Builder:
         job, name = self._job, f"{phase} {bucket.name}"
         factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
         flops = bucket.flops * job.tokens * factor * self._late
-        phases = self._computes.setdefault(name, [self._machine.compute(flops, job.tokens)])
-        return self._add(Task(COMPUTE, name, phases, needs))
+        if name not in self._computes:
+            # A tensor group makes matrices narrower: as many tiles as of so many tokens fewer.
+            self._computes[name] = [self._machine.compute(flops, job.tokens // job.tensor)]
+            if job.tensor > 1 and (count := bucket.reduces * (2 if phase == "backward" and job.checkpointing else 1)):
+                one = self._machine.tensor_reduce(job.tokens * job.model.hidden * job.itemsize)
+                work = {resource: seconds * count for resource, seconds in one.work.items()}
+                self._computes[name].append(Phase(one.latency_s * count, work))
+        return self._add(Task(COMPUTE, name, self._computes[name], needs))
 
     def _optimizer(self) -> Phase:
         ranks = 1 if self._engine == "ddp" else self._machine.grid.world_size
@@ -225,7 +237,8 @@ class _Builder:
                 else:  # both sides sum all words; what a library would sum is sent in parts
                     size += CHECKSUM_BYTES * step.ranks
                     sent = replace(step, kind="all_to_all") if step.kind == "reduce_scatter" else step
-                phases.append(machine.transfer(sent, size, step.algorithms.of(taken)))
+                algorithm = "hierarchical" if self._hierarchical else step.algorithms.of(taken)
+                phases.append(machine.transfer(sent, size, algorithm))
             crossing = program.crossings[number]
             tier = crossing.tiers[-1] if crossing.tiers else "gcd"
             lane = tier if stage is not None else "+".join(crossing.tiers)

@@ -17,11 +17,11 @@ from hzero.config import TIERS, Tier, TopologyConfig
 from hzero.validation import ConfigError, some, validated
 
 #: GB/s each way of one link between two GPUs, by architecture or product. gfx90a: OLCF's Frontier guide (4 links carry 200 GB/s).
-#: The others are half of the two-way figures in AMD's data sheets of MI100 (92 GB/s) and MI300X (128 GB/s), and in NVIDIA's of
-#: V100 (300 GB/s by 6 links), A100 (600 by 12), H100 and H200 (900 by 18) and B200 (1800 by 18).
+#: The others are half of the two-way figures in AMD's data sheets of MI100 (92 GB/s), MI300X (128) and MI355X (153.6), and in
+#: NVIDIA's of V100 (300 GB/s by 6 links), A100 (600 by 12), H100 and H200 (900 by 18) and B200 (1800 by 18).
 LINK_GB_S = {
-    "gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0, "sm_70": 25.0, "sm_80": 25.0, "sm_90": 25.0, "sm_100": 50.0,
-    "V100": 25.0, "A100": 25.0, "H100": 25.0, "H200": 25.0, "B200": 50.0,
+    "gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0, "gfx950": 76.8, "sm_70": 25.0, "sm_80": 25.0, "sm_90": 25.0,
+    "sm_100": 50.0, "V100": 25.0, "A100": 25.0, "H100": 25.0, "H200": 25.0, "B200": 50.0,
 }  # fmt: skip
 
 #: Products by PCI device id (pci.ids). MI250X and MI250 share one; both have two dies per module.
@@ -32,7 +32,7 @@ PRODUCTS = {
 #: Dies of a module, by product or architecture. None: a gfx90a may be a die of an MI250X or a whole MI210.
 DIES = {
     "MI250X": 2, "MI250": 2, "MI210": 1, "MI100": 1, "MI300X": 1, "MI300A": 1, "MI308X": 1, "MI325X": 1, "MI350X": 1,
-    "MI355X": 1, "H200": 1, "gfx908": 1, "gfx90a": None, "gfx942": 1,
+    "MI355X": 1, "H200": 1, "gfx908": 1, "gfx90a": None, "gfx942": 1, "gfx950": 1,
 }  # fmt: skip
 
 #: Largest number of devices of a node; more means a broken or hostile source.

@@ -47,7 +47,7 @@ from hzero.validation import ConfigError, Frozen, nearest, validated
 SYSFS = "HZERO_SYSFS"
 
 #: Nodes of known machines, as declared files that name the public source of every figure.
-PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "dgx_h200", "laptop")
+PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "mi355x", "dgx_h200", "nic", "laptop")
 
 
 #: Largest dump, matrix and declared file, bytes. A dump of a node of 16 devices has 18 kB. PyYAML is slow, and a declared machine

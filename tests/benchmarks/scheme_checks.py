@@ -77,6 +77,19 @@ def check_schemes_without_codec_have_the_losses_of_ddp() -> None:
         assert fetches is not None and 1 <= fetches <= 2, (name, fetches)
 
 
+def check_tensor_groups_with_zero1_train_as_ddp_does() -> None:
+    for dtype, tolerance in (("fp32", 2e-5), ("bf16", 1e-2)):
+        _, expected = _one("ddp", dtype)
+        scheme, losses = _one("tp2-zero1", dtype)
+        assert all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(losses, expected)), (losses, expected)
+        memory, parameters = scheme.memory(), sum(numels(MODEL))
+        # Half of the layers and all of the embeddings; of these, two ranks share the optimizer.
+        layers = parameters - 2 * 263 * 32
+        assert memory["weights"] < (4 if dtype == "fp32" else 2) * (parameters - 0.4 * layers), memory
+        assert 0.9 < memory["optimizer"] / (12 * (parameters - layers / 2) / 2) < 1.15, memory
+        assert memory["gradients"] > 0 and scheme.fetches() is None
+
+
 def check_schemes_in_bfloat16_stay_close_to_ddp() -> None:
     _, expected = _one("ddp", "bf16")
     for name in ("hsdp-package", "zero3-deepspeed", "topo", "topo-feedback", "fsdp2-topo"):

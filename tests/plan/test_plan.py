@@ -13,8 +13,8 @@ import pytest
 from hzero.cli import main
 from hzero.config import PRESETS, parse_config
 from hzero.experiment import compose
+from hzero.plan.against import node_counts
 from hzero.plan.scenario import read_scenario
-from hzero.plan.search import node_counts
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import predict
 
@@ -43,7 +43,8 @@ def test_a_plan_shows_bytes_memory_times_and_a_step(capsys: pytest.CaptureFixtur
     result = _json(capsys, "topology=frontier", "nodes=2", "accumulation=4", "preset=mild")
     assert (result["preset"], result["accumulation"], result["world_size"]) == ("mild", 4, 16)
     assert {row["tier"] for row in result["traffic"] if row["seconds"]} == {"gcd", "gpu", "node"}
-    assert list(result["schemes"]) == [*PRESETS, "HSDP, node", "ZeRO-3", "hpZ", "ZeRO++"]
+    others = ["FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++"]
+    assert list(result["schemes"]) == [*PRESETS, "FSDP2, topo", "FSDP2, lossless", *others]
     assert all(one["step_s"] > 0 for one in result["schemes"].values())
     unknown = _json(capsys, "topology=mi300x", "nodes=2")
     assert unknown["predicted"] is None and unknown["schemes"]["topo"].keys().isdisjoint({"step_s", "tflops"})
@@ -183,20 +184,23 @@ def test_fit_finds_the_largest_that_plans_say_fits(capsys: pytest.CaptureFixture
     assert result["command"] in text and "too much" in text
 
 
-# ---- sweeps -------------------------------------------------------------------------------------------------------------
+# ---- over the nodes -----------------------------------------------------------------------------------------------------
 
 
-def test_sweep_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_against_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "scaling.png"
-    curves = _json(capsys, "--sweep", "nodes=2,48", *FRONTIER, "--out", str(out))["curves"]
+    curves = _json(capsys, "--against", "nodes=2,48", *FRONTIER, "--out", str(out))["curves"]
     assert out.read_bytes().startswith(b"\x89PNG")
     others = {"DDP", "FSDP2", "HSDP, node", "HSDP, package", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ", "ZeRO++"}
+    others |= {"FSDP2, RCCL 2.30", "ZeRO-3, RCCL 2.30", "FSDP2, hzero topo", "FSDP2, hzero lossless"}
+    others |= {"FSDP2 x TP", "TP x PP x ZeRO-1"}
     assert set(curves) == {f"hzero {preset}" for preset in PRESETS} | others
     assert [point["nodes"] for point in curves["hzero topo"]] == [2, 48]
     assert not curves["DDP"][0]["fits"]
-    assert node_counts("nodes=1..9408")[:3] == [1, 2, 4] and node_counts("nodes=1..9408")[-2:] == [8192, 9408]
-    text = _text(capsys, "--sweep", "nodes=64,254", *FRONTIER, "--out", str(out))
-    assert "254 nodes form no groups" in text and "64 nodes form" not in text and f"drawn in {out}" in text
+    counts = node_counts("nodes=1..9408")
+    assert counts[:3] == [1, 2, 4] and counts[-2:] == [8192, 9408]
+    text = _text(capsys, "--against", "nodes=64,254", *FRONTIER)
+    assert "254 nodes form no groups" in text and "64 nodes form" not in text
 
 
 @pytest.mark.parametrize(
@@ -229,15 +233,15 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         (["--tune", *FRONTIER, "nodes=48", "global_batch=100"], "expected a multiple of the 384 devices, such as 384"),
         (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
         ([*FRONTIER, "nodes=48", "profile=dgx_h200"], "profile dgx_h200: found nodes of 4 x 2 devices, expected 8 x 1"),
-        (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for topology=mi300x"),
-        (["--sweep", "nodes=9..2", *FRONTIER], "--sweep: found 'nodes=9..2', expected nodes=1..9408"),
-        (["--sweep", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
-        (["--sweep", "nodes=2,4", *FRONTIER, "nodes=3"], "topology.nodes: found with --sweep, which sets it itself"),
-        (["--sweep", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: cannot write 'no/where.png'"),
+        (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for this topology"),
+        (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2', expected nodes=1..9408"),
+        (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
+        (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "topology.nodes: found with --against, which sets it itself"),
+        (["--against", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: cannot write 'no/where.png'"),
         (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; input should be a valid number"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
         ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
-        ([*FRONTIER, "nodes=2", "--out", "x"], "--out: found without --sweep"),
+        ([*FRONTIER, "nodes=2", "--out", "x"], "--out: found without --against"),
         (["zero=stock"], "zero.preset: found none; expected one"),
         (["preset=tpoo"], "did you mean 'topo'"),
         (["zero.codecs.weights.node=exp"], "zero.codecs.weights.node: found 'exp', which holds bfloat16; expected train.dtype"),

@@ -157,6 +157,10 @@ def test_recorded_dumps(name: str, devices: int, tiers: dict[str, int], gb_s: di
     assert len(machine.devices) == devices
     assert {tier.name: tier.size for tier in found.values() if tier.size > 1} == tiers
     assert {level: found[level].gb_s for level in gb_s} == gb_s
+    if name == "topo_8p_940.xml":
+        rates = {(link.kind, link.count, link.gb_s) for link in machine.links}
+        assert len(machine.links) == len(preset("mi300x").links) == 28
+        assert rates == {(link.kind, link.count, link.gb_s) for link in preset("mi300x").links}
     if name == "topo_8p1h.xml":
         gcd = (0, 1, 4, 5, 6, 7, 2, 3)  # Frontier's number by the dump's
         pairs = {tuple(sorted((gcd[link.a], gcd[link.b]))): link.count for link in machine.links}
@@ -335,14 +339,17 @@ def test_any_file_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) ->
 
 # Presets
 
-SIZES = {"frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8), "dgx_h200": (1, 1, 8)}
+SIZES = {"frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8),
+         "mi355x": (1, 1, 8), "dgx_h200": (1, 1, 8), "nic": (1, 1, 8)}  # fmt: skip
 #: GB/s by tier, which follow from links and NICs.
 RATES = {
     "frontier": {"gcd": 200, "gpu": 50, "node": 12.5},
     "lumi": {"gcd": 200, "gpu": 50, "node": 12.5},
     "el_capitan": {"gpu": 128},
     "mi300x": {"gpu": 64},
+    "mi355x": {"gpu": 76.8, "node": 50},
     "dgx_h200": {"gpu": 450, "node": 50},
+    "nic": {"node": 12.5 / 8},
 }
 
 
@@ -351,7 +358,9 @@ def test_presets() -> None:
     assert {Path(entry.name).stem for entry in folder.iterdir()} == set(PRESETS) == {*SIZES, "laptop"}
     for name, sizes in SIZES.items():
         text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
-        assert yaml.safe_load(text)["name"] == name and "Source" in text  # plain YAML for others, too
+        assert yaml.safe_load(text)["name"] == name and (
+            "Source" in text or name == "nic"
+        )  # plain YAML for others, too
         machine = preset(name)
         tiers = {tier.name: tier for tier in tiers_of(machine)}
         assert (machine.source, *(tiers[tier].size for tier in ("gcd", "hive", "gpu"))) == (f"preset {name}", *sizes)

@@ -1,0 +1,271 @@
+"""Against: all schemes over the nodes, with tensor and pipeline parallelism and ZeRO-1, and FSDP2 with tensor parallelism.
+
+A tensor group splits every matrix and adds up activations twice per layer and direction (Megatron-LM, arXiv 1909.08053); with
+sequence parallelism it also divides what is kept of them (arXiv 2205.05198). Its all-reduces have nothing to overlap with. A
+matrix of t ranks has as many tiles as a whole one of t times fewer tokens, and is taken to have its rate.
+
+A pipeline has p stages of whole nodes, each with some layers in v chunks. One step of m micro-batches takes, by the
+interleaved schedule of one forward and one backward at a time (arXiv 2104.04473, sections 2.2 and 4.1):
+
+    stage(m) + (p - 1) / v x stage's micro-batch + 2 v (m + (p - 1) / v) x message
+
+``stage(m)`` is the simulated step of the slowest stage, the one with the head, as a model of its own with ZeRO-1. A message is
+the activation of a micro-batch, or its gradient, cut among the tensor group; all devices of a node send at once, and compute
+waits. A stage keeps the activations of p micro-batches, (1 + (p - 1) / (p v)) times as many where v > 1 (arXiv 2205.05198).
+
+These formulas favour the others: ZeRO-1 reduces during the last backward, and gradients add up in 16 bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hzero.config import DEFAULT_PRESET, PRESETS
+from hzero.files import refusing, replacing
+from hzero.plan.collectives import OTHERS, Scheme
+from hzero.plan.machine import Machine, Profile
+from hzero.plan.memory import footprint
+from hzero.plan.scenario import Job, Scenario, buckets_of
+from hzero.plan.shards import ShardPlan
+from hzero.plan.step import Prediction, predict, require_layers
+from hzero.topology import Grid
+from hzero.validation import ConfigError
+
+#: Sizes of tensor groups, chunks of a stage beside one, and the most stages that are tried.
+TENSOR, CHUNKS, STAGES = (1, 2, 4, 8), (2, 4), 64
+#: Presets that are priced under FSDP2 too.
+IN_FSDP = ("topo", "lossless")
+#: Names of the schemes that have degrees of their own.
+TENSOR_FSDP, PIPELINE = "FSDP2 x TP", "TP x PP x ZeRO-1"
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees of model parallelism.
+
+    Attributes:
+        tensor: Devices of a tensor group, all of one node.
+        pipeline: Stages of a pipeline, each of whole nodes.
+        chunks: Parts of a stage in the interleaved schedule.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"TP {self.tensor}" + (f" x PP {self.pipeline}{chunks}" if self.pipeline > 1 else "")
+
+
+@dataclass(frozen=True)
+class Price:
+    """A scheme on some nodes.
+
+    Attributes:
+        step: Its predicted step.
+        fits: Whether it fits into a device.
+        job: With its micro-batch, and the micro-steps of a replica.
+        degrees: Of model parallelism; None where it has none.
+    """
+
+    step: Prediction
+    fits: bool
+    job: Job
+    degrees: Degrees | None = None
+
+    @property
+    def setting(self) -> str:
+        """Its degrees, and micro-batch x micro-steps."""
+        return f"{self.degrees or ''}{', ' * bool(self.degrees)}{self.job.micro_batch} x {self.job.accumulation}"
+
+
+def of_rank(job: Job, degrees: Degrees) -> Job:
+    """The job of one device: its part of every matrix, and the layers of the last stage, which has the head.
+
+    The embedding, on the first stage, is left out where there are several.
+    """
+    model, tensor = job.model, degrees.tensor
+    assert model.layer is not None
+    layers = math.ceil(model.layers / degrees.pipeline)
+
+    def part(numels: Sequence[int]) -> tuple[int, ...]:
+        return tuple(math.ceil(numel / tensor) for numel in numels)
+
+    before = part(model.before) if degrees.pipeline == 1 else ()
+    layer, after = part(model.layer), part(model.after)
+    share = layers / model.layers / tensor
+    shapes = replace(
+        model,
+        numels=(*before, *layer * layers, *after),
+        idle=model.idle * share,
+        attention=round(model.attention * share),
+        layers=layers,
+        before=before,
+        layer=layer,
+        after=after,
+    )
+    stages, stored = degrees.pipeline, 1.0
+    if stages > 1:
+        interleaved = 1 + (stages - 1) / (stages * degrees.chunks) if degrees.chunks > 1 else 1.0
+        stored = min(stages, job.accumulation) * interleaved
+    return replace(job, model=shapes, tensor=tensor, stored=stored)
+
+
+def placed(job: Job, grid: Grid, profile: Profile, degrees: Degrees) -> tuple[Job, Machine]:
+    """The job of one device, and the machine of one stage. The number of stages divides the nodes."""
+    if degrees.pipeline > 1:
+        nodes = grid.nodes // degrees.pipeline
+        grid = replace(grid, nodes=nodes, ranks=None, automatic=False, nodes_per_group=None)
+    return of_rank(job, degrees), Machine(grid, profile, degrees.tensor)
+
+
+def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degrees) -> Prediction:
+    """Predicts a step of another engine with model parallelism.
+
+    Args:
+        scheme: Of the data-parallel dimension.
+        job: What is trained; micro-steps are those of a replica.
+        grid: All devices.
+        profile: The machine's constants.
+        degrees: Of model parallelism.
+    """
+    own, machine = placed(job, grid, profile, degrees)
+    found = predict(scheme, own, machine)
+    if degrees.pipeline == 1:
+        return found
+    longer = predict(scheme, replace(own, accumulation=own.accumulation + 1), machine)
+    idle = (degrees.pipeline - 1) / degrees.chunks
+    message = machine.message(job.tokens * job.model.hidden * job.itemsize / degrees.tensor)
+    waits = 2 * degrees.chunks * (job.accumulation + idle) * message
+    seconds = found.step_s + idle * (longer.step_s - found.step_s) + waits
+    flops = 3.0 * job.tokens * job.accumulation * sum(bucket.flops for bucket in buckets_of(job))
+    exposed = {**found.exposed_s, "node": found.exposed_s.get("node", 0.0) + waits}
+    tflops = flops / seconds / 1e12 / (degrees.tensor * degrees.pipeline)
+    return replace(found, step_s=seconds, tflops=tflops, exposed_s=exposed)
+
+
+def against(scenario: Scenario, batch: int | None) -> dict[str, Price]:
+    """Prices every scheme on a scenario's nodes, those with degrees by their best ones that fit.
+
+    Args:
+        scenario: What is trained, and where. A device has as many tokens in a micro-batch as there, or a replica one such
+            micro-batch; fewer where the batch does not have them.
+        batch: Sequences of a step on all devices; None: those of the scenario on each device.
+
+    Raises:
+        ConfigError: The model's layers differ, or no profile of the machine is known.
+
+    Returns:
+        Prices by name. A scheme is left out where the batch cannot be cut among its replicas.
+    """
+    require_layers(scenario.job)
+    found: dict[str, Price] = {}
+    if job := _shared(scenario, batch, 1, scenario.job.micro_batch):
+        own: dict[str, tuple[ShardPlan | Scheme, Job]] = {}
+        for preset in PRESETS:
+            own[f"hzero {preset}"] = (scenario.shard_plan(preset), job)
+        for preset in IN_FSDP:
+            own[f"FSDP2, hzero {preset}"] = (scenario.shard_plan(preset), job.in_fsdp())
+        own |= {name: (scheme, job) for name, scheme in scenario.others().items()}
+        for name, (scheme, cut) in own.items():
+            step = predict(scheme, cut, scenario.machine)
+            found[name] = Price(step, scenario.holds(step.memory_bytes), cut)
+    for name, other, possible in (
+        (TENSOR_FSDP, OTHERS["FSDP2"], [Degrees(tensor) for tensor in TENSOR[1:]]),
+        (PIPELINE, OTHERS["ZeRO-1"], [Degrees(*pair) for pair in itertools.product(TENSOR, range(1, STAGES + 1))]),
+    ):
+        best = _best(scenario, batch, other, possible)
+        pipelines = {price.degrees for price in best if price.degrees and price.degrees.pipeline > 1}
+        chunked = [replace(degrees, chunks=chunks) for degrees in pipelines for chunks in CHUNKS]
+        if best := [*best, *_best(scenario, batch, other, chunked)]:
+            found[name] = min(best, key=lambda one: one.step.step_s)
+    return found
+
+
+def _best(scenario: Scenario, batch: int | None, scheme: Scheme, possible: Sequence[Degrees]) -> list[Price]:
+    """The three shortest steps of those degrees that the machine, the model and the batch allow and that fit."""
+    found: list[Price] = []
+    grid, layers, micro = scenario.grid, scenario.job.model.layers, scenario.job.micro_batch
+    for degrees in possible:
+        tensor, stages, chunks = degrees.tensor, degrees.pipeline, degrees.chunks
+        if grid.scope_size("node") % tensor or grid.nodes % stages or stages > layers:
+            continue
+        for size in {micro, micro * tensor}:
+            job = _shared(scenario, batch, tensor * stages, size)
+            if job is None or (chunks > 1 and (layers % (stages * chunks) or job.accumulation % stages)):
+                continue
+            own, machine = placed(job, grid, scenario.machine.profile, degrees)
+            if scenario.holds(footprint(scheme, machine.grid, own).bytes):
+                found.append(Price(price(scheme, job, grid, machine.profile, degrees), True, job, degrees))
+    return sorted(found, key=lambda one: one.step.step_s)[:3]
+
+
+def _shared(scenario: Scenario, batch: int | None, devices: int, micro: int) -> Job | None:
+    """The job of a replica on so many devices, with micro-batches of at most ``micro`` sequences; None if there is none."""
+    job, world = scenario.job, scenario.grid.world_size
+    sequences, rest = divmod((batch or job.micro_batch * job.accumulation * world) * devices, world)
+    if rest or not sequences:
+        return None
+    micro = math.gcd(sequences, micro)
+    return replace(job, micro_batch=micro, accumulation=sequences // micro)
+
+
+# ---- over the nodes -----------------------------------------------------------------------------------------------------
+
+
+def node_counts(text: str) -> list[int]:
+    """The nodes of ``nodes=1..9408``: both ends and the powers of two between them; or those of ``nodes=2,4,48``.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    found = re.fullmatch(r"nodes=(\d{1,6})\.\.(\d{1,6})", text)
+    if found and 1 <= (first := int(found[1])) <= (last := int(found[2])):
+        return sorted({first, last, *(1 << power for power in range(20) if first < 1 << power < last)})
+    if re.fullmatch(r"nodes=[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
+        return sorted({int(count) for count in text.partition("=")[2].split(",")})
+    raise ConfigError(f"--against: found {text!r}, expected nodes=1..9408 or nodes=2,4,48")
+
+
+def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> None:
+    """Draws TFLOPS per device over the nodes; a curve has a gap where the scheme does not fit, or cannot cut the batch.
+
+    Args:
+        found: Prices by nodes and name.
+        scenario: What is trained.
+        path: The picture, PNG.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    profile, job = scenario.machine.profile, scenario.job
+    for index, name in enumerate(dict.fromkeys(itertools.chain(*found.values()))):
+        prices = [prices.get(name) for prices in found.values()]
+        rates = [price.step.tflops if price and price.fits else math.nan for price in prices]
+        if all(map(math.isnan, rates)):  # fits nowhere; the table says so
+            continue
+        style = "-" if name.startswith("hzero ") else "--"
+        width = 3.0 if name == f"hzero {DEFAULT_PRESET}" else 1.4
+        axes.plot(list(found), rates, style, color=f"C{index % 10}", label=name, linewidth=width)
+    axes.set_xscale("log", base=2)
+    axes.set(ylim=(0, None), xlabel=f"nodes of {profile.name}", ylabel="model TFLOPS per device, predicted")
+    error = "is not known" if profile.error is None else f"is {profile.error:.0%}"
+    tokens = job.tokens * job.accumulation
+    axes.set_title(f"{job.name}, {tokens:,} tokens per device and step; the model's error {error}", fontsize=9)
+    axes.legend(fontsize=7, ncols=3)
+    axes.grid(alpha=0.2)
+    with refusing("--out", path), replacing(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=150)
+    plt.close(figure)

@@ -1,0 +1,232 @@
+"""Tensor and pipeline parallelism beside hzero, hierarchical gathers of RCCL, and clusters with ordinary NICs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.model import checks
+from hzero.cli import main
+from hzero.config import PLAIN, parse_config
+from hzero.experiment import compose
+from hzero.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, of_rank, price
+from hzero.plan.collectives import OTHERS
+from hzero.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
+from hzero.plan.memory import activations, footprint
+from hzero.plan.program import Cross
+from hzero.plan.scenario import Job, buckets_of, read_scenario
+from hzero.plan.step import predict
+from hzero.topology import Grid
+from tests.ranks import ROOT
+
+FRONTIER = load_profile("frontier-2026")
+ZERO1, FSDP2 = OTHERS["ZeRO-1"], OTHERS["FSDP2"]
+
+
+def _free() -> Profile:
+    """Frontier without latencies, jitter or slow links, so that compute alone takes time."""
+    source = Source(what="free", date="2026-11", stack="test", kind="assumed")
+    fast = {name: 1e9 for name in CONSTANTS if name.endswith("_gb_s")}
+    free = {name: 0.0 for name in CONSTANTS if name.endswith("_us") or name in ("stolen_share", "jitter_share")}
+    return FRONTIER.with_values(source, **fast, **free)
+
+
+def _job(**keys: Any) -> Job:
+    job = read_scenario(["model=gpt_neox_1b", "topology=frontier", "topology.nodes=8"]).job
+    return replace(job, **{"micro_batch": 1, "accumulation": 16, **keys})
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+# ---- prices -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_model_parallelism_a_price_is_the_prediction() -> None:
+    grid, job = Grid(8, 4, 2), _job()
+    for scheme in (ZERO1, FSDP2):
+        found, plain = price(scheme, job, grid, FRONTIER, Degrees()), predict(scheme, job, Machine(grid, FRONTIER))
+        assert found == plain
+
+
+def test_a_pipeline_waits_for_its_bubble() -> None:
+    """(m + (p - 1) / v) / m as long as without one: arXiv 2104.04473, section 2.2."""
+    job, profile, grid = _job(), _free(), Grid(8, 4, 2)
+    job = replace(job, model=replace(job.model, after=(), numels=job.model.before + (job.model.layer or ()) * 16))
+    layers = sum(bucket.flops for bucket in buckets_of(job)[1:-1])
+    head = buckets_of(job)[-1].flops
+    m = job.accumulation
+    for stages, chunks in ((2, 1), (4, 1), (4, 2), (8, 2)):
+        step = price(ZERO1, job, grid, profile, Degrees(1, stages, chunks)).step_s
+        micro = 3 * job.tokens * (layers / stages + head) / Machine(grid, profile).rate(job.tokens)
+        assert step == pytest.approx(micro * (m + (stages - 1) / chunks), rel=2e-3), (stages, chunks)
+
+
+def test_messages_of_a_pipeline_wait_on_their_tier() -> None:
+    job, grid = _job(), Grid(8, 4, 2)
+    slow = FRONTIER.with_values(Source(what="slow", date="2026-11", stack="test", kind="assumed"), net_rails_gb_s=9.08)
+    steps = [price(ZERO1, job, grid, profile, Degrees(2, 4, 2)) for profile in (FRONTIER, slow)]
+    message = job.tokens * job.model.hidden * job.itemsize / 2 * 8  # of all devices of a node
+    waits = 2 * 2 * (job.accumulation + 3 / 2) * message * (1 / 9.08e9 - 1 / 90.8e9)
+    assert steps[1].step_s - steps[0].step_s >= waits
+    assert steps[1].exposed_s["node"] - steps[0].exposed_s["node"] >= waits
+
+
+def test_a_tensor_group_divides_work_and_memory_and_adds_up_activations() -> None:
+    job, grid = _job(checkpointing=True), Grid(8, 4, 2)
+    for tensor in (2, 4, 8):
+        own = of_rank(job, Degrees(tensor))
+        assert sum(own.model.numels) == pytest.approx(sum(job.model.numels) / tensor, rel=1e-3)
+        flops = [sum(bucket.flops for bucket in buckets_of(one)) for one in (job, own)]
+        assert flops[1] == pytest.approx(flops[0] / tensor, rel=1e-3)
+        assert activations(own)["activations"].bytes == pytest.approx(activations(job)["activations"].bytes / tensor)
+        machine = Machine(grid, FRONTIER, tensor)
+        assert machine.grid.world_size * tensor == grid.world_size
+        reduces = 16 * 6 * machine.tensor_reduce(job.tokens * job.model.hidden * 2).alone_s * job.accumulation
+        busy = flops[1] * 4 * job.tokens * job.accumulation / machine.rate(job.tokens // tensor)
+        assert price(ZERO1, job, grid, FRONTIER, Degrees(tensor)).step_s > busy + reduces
+    # All data-parallel groups of a node share its NICs: half of the bytes in each of two groups take as long.
+    crossing = Cross("weights", "all_gather", ("gcd", "gpu", "node"), 64, PLAIN, 1)
+    halves = replace(crossing, ranks=32, tiers=("gpu", "node"))
+    whole, half = (Machine(grid, FRONTIER, tensor) for tensor in (1, 2))
+    node = [whole.transfer(crossing, 2e9).work["node"], half.transfer(halves, 1e9).work["node"]]
+    assert node[1] == pytest.approx(node[0], rel=0.05)
+
+
+def test_a_stage_keeps_the_activations_of_its_micro_batches() -> None:
+    job = _job()
+    kept = activations(job)["activations"].bytes
+    for stages, chunks, times in ((4, 1, 1.0), (4, 2, 1 + 3 / 8), (8, 1, 1.0)):
+        found = activations(of_rank(job, Degrees(1, stages, chunks)))["activations"].bytes
+        assert found == pytest.approx(kept * times, rel=0.15)
+    few = of_rank(replace(job, accumulation=2), Degrees(1, 8))
+    assert few.stored == 2
+
+
+def test_schemes_are_priced_for_one_batch() -> None:
+    scenario = read_scenario(["model=gpt_neox_1b", "topology=frontier", "topology.nodes=8", "train.micro_batch=2"])
+    for batch in (None, 256, 32):
+        prices = against(scenario, batch)
+        total = batch or 128
+        for name, one in prices.items():
+            replicas = 64 // (one.degrees.tensor * one.degrees.pipeline if one.degrees else 1)
+            assert one.job.micro_batch * one.job.accumulation * replicas == total, (name, batch)
+        assert {TENSOR_FSDP, PIPELINE} <= set(prices)
+        # 64 devices cannot share 32 sequences without model parallelism.
+        assert ("hzero topo" in prices) == (batch != 32)
+        assert ("ZeRO-3, RCCL 2.30" in prices) == ("ZeRO-3" in prices)
+
+
+def test_hzero_under_fsdp2_gathers_layers() -> None:
+    scenario = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48", "train.micro_batch=1"])
+    own, stock = (against(scenario, None)[name] for name in ("FSDP2, hzero topo", "FSDP2"))
+    assert own.job.prefetch == own.job.layer and own.job.reuse == 0
+    assert own.step.step_s < 1.02 * stock.step.step_s and own.step.memory_bytes > stock.step.memory_bytes
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_against_says_which_is_the_fastest_where(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["--against", "nodes=2,16,128", "model=gpt_neox_1b", "topology=frontier", "train.micro_batch=1"]
+    result = _json(capsys, *keys, "global_batch=2048")
+    assert [row["nodes"] for row in result["winners"]] == [2, 16, 128]
+    for row in result["winners"]:
+        points = {name: next((p for p in curve if p["nodes"] == row["nodes"]), None)
+                  for name, curve in result["curves"].items()}  # fmt: skip
+        fitting = {name: point["step_s"] for name, point in points.items() if point and point["fits"]}
+        assert row["best"] == min(fitting, key=lambda name: fitting[name])
+        assert row["lead"] == pytest.approx(fitting[row["other"]] / fitting[row["hzero"]])
+        assert row["over_zero3"] == pytest.approx(fitting["ZeRO-3"] / fitting[row["hzero"]])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *keys]) == 0
+    text = capsys.readouterr().out
+    assert "ZeRO-3 with RCCL 2.20 to 2.26" in " ".join(text.split()) and re.search(r"fastest on [\d,]+", text)
+    for name in ("FSDP2, RCCL 2.30", "TP x PP x ZeRO-1", "FSDP2, hzero topo"):
+        assert f" {name} " in text, "names stay whole on narrow terminals"
+    assert main(["plan", "--against", "nodes=2,4", "model=gpt_neox_1b", "topology=mi300x"]) == 2
+    assert "profile: none is known" in capsys.readouterr().err
+    assert main(["plan", *keys, "global_batch=7.5"]) == 2
+    assert "global_batch: found '7.5'" in capsys.readouterr().err
+
+
+def test_the_experiment_chooses_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = _json(capsys, "experiment=paper_20b", "nodes=48")
+    assert plan["predicted"]["profile"] == "frontier-2026" and plan["itemsize"] == 2
+    assert plan["schemes"]["topo"]["step_s"] < plan["schemes"]["ZeRO-3"]["step_s"]
+
+
+# ---- hierarchical all-gathers -------------------------------------------------------------------------------------------
+
+
+def test_hierarchical_gathers_save_latency_up_to_their_buffer() -> None:
+    for nodes in (4, 8, 16, 64):
+        machine = Machine(Grid(nodes, 4, 2), FRONTIER)
+        crossing = Cross("weights", "all_gather", ("gcd", "gpu", "node"), 8 * nodes, PLAIN, 1)
+        limit = max((size for least, size in HIERARCHICAL.items() if nodes >= least), default=0)
+        for size in (1 << 20, 64 << 20, 128 << 20, 256 << 20):
+            flat, two = (machine.transfer(crossing, size, how) for how in ("library", "hierarchical"))
+            saved = flat.latency_s - two.latency_s
+            assert saved > 0 if size <= limit else flat == two, (nodes, size)
+            summed = replace(crossing, kind="reduce_scatter")
+            assert machine.transfer(summed, size, "hierarchical") == machine.transfer(summed, size)
+
+
+def test_buffers_of_hierarchical_gathers_count() -> None:
+    job = _job()
+
+    def size(scheme: Any, nodes: int, **keys: Any) -> int:
+        return footprint(scheme, Grid(nodes, 4, 2), replace(job, **keys)).states["communicators"].bytes
+
+    stock, both = OTHERS["ZeRO-3"], OTHERS["ZeRO-3, RCCL 2.30"]
+    assert [size(both, nodes) - size(stock, nodes) for nodes in (4, 8, 16)] == [0, 64 << 20, 128 << 20]
+    plan = read_scenario(["model=gpt_neox_1b", "topology=frontier", "topology.nodes=16"]).shard_plan("topo")
+    # The communicator of the world, and the one between nodes.
+    assert size(plan, 16, hierarchical=True) - size(plan, 16) == 2 * (128 << 20)
+    scenario = read_scenario(["model=gpt_neox_1b", "topology=frontier", "nodes=16", "profile=frontier-rccl-2.30"])
+    assert scenario.job.hierarchical and not read_scenario(["topology=frontier", "nodes=16"]).job.hierarchical
+
+
+# ---- ordinary clusters --------------------------------------------------------------------------------------------------
+
+
+def test_nics_set_the_rates_between_nodes() -> None:
+    keys = ["model=gpt_neox_1b", "topology=nic", "nodes=4", "train.micro_batch=1"]
+    steps = {}
+    for gbit, nics in ((10, 1), (25, 1), (100, 1), (400, 1), (100, 4)):
+        scenario = read_scenario([*keys, f"topology.nic_gbit={gbit}", f"topology.nics_per_node={nics}"])
+        assert scenario.machine.profile.value("net_ring_gb_s") == gbit * nics / 8
+        steps[gbit, nics] = [predict(one, scenario.job, scenario.machine).step_s
+                             for one in (scenario.shard_plan("topo"), scenario.others()["ZeRO-3"])]  # fmt: skip
+    assert steps[10, 1] > steps[25, 1] > steps[100, 1] > steps[400, 1] == steps[100, 4]
+    assert all(topo < zero3 for topo, zero3 in steps.values())
+    four = read_scenario([*keys, "gpus_per_node=4"])
+    assert four.grid == Grid(4, 4, 1) and four.machine.profile.value("net_ring_gb_s") == 12.5
+
+
+def test_nics_reach_neither_the_block_nor_the_trainer() -> None:
+    experiment = compose(["topology=nic", "nodes=2", "topology.nic_gbit=25"])
+    assert experiment.block is not None and not {"nic_gbit", "profile"} & set(experiment.block["topology"])
+    assert parse_config(experiment.block).topology.gpus_per_node == 8 and experiment.world_size == 16
+    assert parse_config({"preset": "topo", "topology": "nic"}).topology.source == "nic"
+
+
+def test_documentation_has_the_published_rows() -> None:
+    """The errors that docs/model.md shows are those of the command."""
+    page = (ROOT / "docs" / "model.md").read_text()
+    training = [check for check in checks() if not check.size]
+    assert {check.use for check in training} == {"C", "K", "seen"}
+    for check in training:
+        cells = f"| {check.what} | {check.measured:.1f} |"
+        if check.predicted is not None:
+            cells += f" {check.predicted:.1f} | {check.error:+.0%} |"
+        assert cells in page, cells
