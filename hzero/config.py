@@ -21,7 +21,7 @@ Role: TypeAlias = Literal["weights", "gradients"]
 #: A parallel dimension of a model, over whose groups activations and their gradients travel; and, of a model with pipeline
 #: stages, the weights that ZeRO-1's owners send.
 Dimension: TypeAlias = Literal["tensor", "sequence", "expert", "pipeline", "optimizer"]
-#: How an all-gather between nodes moves its messages, see `hzero.comm.transport.Collective`.
+#: How an all-gather between nodes moves its messages, see `hzero.comm.runtime.Collective`.
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 #: What carries hops: torch.distributed, or MPI beside it.
 TransportName: TypeAlias = Literal["torch", "mpi"]

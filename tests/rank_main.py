@@ -37,13 +37,13 @@ DEVICE = os.environ.get("HZERO_CHECKS_DEVICE", "cpu")
 def begin_anew() -> None:
     """After waits that have failed on purpose: what ranks that are started again have. On all ranks."""
     if TRANSPORT == "mpi":
-        from hzero.comm.mpi_wires import MpiWires, shared_communicators
+        from hzero.comm import mpi_wires
 
-        for work in [work for wires in shared_communicators._made.values() for work in wires.under_way]:
+        for work in [work for wires in mpi_wires.made.values() for work in wires.under_way]:
             with contextlib.suppress(RuntimeError):  # what is left of them would fail later
                 work.wait()
-        MpiWires.broken = None
-        shared_communicators._made.clear()
+        mpi_wires.MpiWires.broken = None
+        mpi_wires.made.clear()
         dist.barrier()
 
 

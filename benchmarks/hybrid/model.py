@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hzero.comm import Communicator
 from hzero.comm.activations import copy_to, reduce_from
-from hzero.comm.wires import shared_groups, world_timeout
+from hzero.comm.wires import process_group, world_timeout
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Mpu:
     def __init__(self, layout: Layout) -> None:
         self._rank, self._layout = dist.get_rank(), layout
         timeout = world_timeout()
-        self._tensor = shared_groups.get(("mpu tensor", "gcd"), layout.tensor_group(self._rank), timeout)
-        self._data = shared_groups.get(("mpu data", "node"), layout.data_group(self._rank), timeout)
+        self._tensor = process_group(("mpu tensor", "gcd"), layout.tensor_group(self._rank), timeout)
+        self._data = process_group(("mpu data", "node"), layout.data_group(self._rank), timeout)
 
     def get_model_parallel_group(self) -> Any:
         """The tensor group."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from hzero.comm.communicator import Communicator, CommunicatorConfig, for_dimension, in_use
 from hzero.comm.lanes import Chain, DeviceStreams, Lanes, lasting, shared_lanes
-from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback, in_buckets
-from hzero.comm.transport import Transport, most_failures
-from hzero.comm.watchdog import HopError, blaming, shared_watchdog
+from hzero.comm.memory import ErrorFeedback
+from hzero.comm.peers import HopError, blaming, peers_of
+from hzero.comm.runtime import Bucket, Collectives, in_buckets
+from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wirelog import WireEntry, WireLog
 from hzero.comm.wires import limit_waits
 

@@ -20,11 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hzero.comm.watchdog import HopError
+from hzero.comm.peers import HopError
 
 #: Words that share a table of weights: 16 KiB, which stays in the first-level cache.
 _BLOCK = 2048
-_LEVELS = 6  # 2048**6 words
 _MASK = 2**64 - 1
 #: Senders that an error names one by one.
 _NAMED = 4
@@ -158,18 +157,13 @@ def _words(message: torch.Tensor, parts: int) -> torch.Tensor:
 
 def _summed(words: torch.Tensor, shift: int) -> torch.Tensor:
     """int64 ``[parts]`` from ``[parts, n]``, of the words without their lowest bits."""
-    tables = _weights(words.device)
-    weights = tables[int(shift > 0)]
-    for level in range(2, 2 + _LEVELS):
-        blocks = words.unsqueeze(1)
-        if words.shape[1] > _BLOCK:
-            blocks = torch.nn.functional.pad(words, (0, -words.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
-        shifted = blocks >> shift if shift else blocks
-        words = (_by_matrix if words.is_cpu else _by_product)(shifted, weights[: blocks.shape[2]])
-        if words.shape[1] == 1:
-            return words[:, 0]
-        weights, shift = tables[level], 0
-    raise AssertionError("a message of more bytes than 64-bit addresses reach")
+    blocks = words.unsqueeze(1)
+    if words.shape[1] > _BLOCK:
+        blocks = torch.nn.functional.pad(words, (0, -words.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    weights = _weights(words.device, 17 + shift, _BLOCK)[: blocks.shape[2]]
+    sums = (_by_matrix if words.is_cpu else _by_product)(blocks >> shift if shift else blocks, weights)
+    count = sums.shape[1]
+    return (sums * _weights(words.device, 16, 1 << (count - 1).bit_length())[:count]).sum(1)
 
 
 def _by_product(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -183,9 +177,9 @@ def _by_matrix(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers, int64 ``[2 + levels, block]``, the same on all ranks; the copy to a device ends before this returns."""
-    drawn = np.random.default_rng(17).integers(-(2**63), 2**63, (2 + _LEVELS, _BLOCK), dtype=np.int64)
+def _weights(device: torch.device, seed: int, count: int) -> torch.Tensor:
+    """So many odd numbers, int64, the same on all ranks; the copy to a device ends before this returns."""
+    drawn = np.random.default_rng(seed).integers(-(2**63), 2**63, count, dtype=np.int64)
     return torch.from_numpy(drawn | 1).to(device)
 
 

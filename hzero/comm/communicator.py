@@ -19,9 +19,9 @@ from hzero.block import find, load
 from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import Chain, shared_lanes
-from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback, Lost, first_lost
-from hzero.comm.transport import Transport, most_failures, wires_of
-from hzero.comm.watchdog import HopError
+from hzero.comm.memory import ErrorFeedback
+from hzero.comm.peers import HopError, Peers, peers_of, unused_name, wires_of
+from hzero.comm.runtime import Bucket, Collectives
 from hzero.comm.wirelog import WireLog
 from hzero.comm.wires import group_timeout, world_timeout
 from hzero.config import (
@@ -60,14 +60,6 @@ USES: tuple[Use, ...] = ("sums", "copies", "messages")
 _NOTHING = Program(())
 #: What a reduction makes.
 Sum: TypeAlias = Literal["sum", "mean"]
-
-
-def _check_uses(uses: Collection[Use]) -> list[Use]:
-    """The uses in one order on all ranks, which make their wires in it; `ConfigError` if one is unknown."""
-    for use in uses:
-        if use not in USES:
-            raise one_of("communicator: uses", use, USES)
-    return [use for use in USES if use in uses]
 
 
 class CommunicatorConfig(Frozen):
@@ -204,24 +196,24 @@ class Communicator:
         lanes = shared_lanes(torch.cuda if self._device == "cuda" else None, settings.transport)
         self.role, self.adopted, self.streams = role, False, lanes.streams
         timeout = timeout or group_timeout(group)
-        failures = most_failures(lanes.failures, settings.transport, group, ranks, timeout)
+        self._ranks, self._timeout = ranks, timeout
         name = role or "collectives"
         if not whole:
             name += f" {zlib.crc32(repr(ranks).encode()):08x}"
-        if failures:
-            name += f" #{failures}"
-        self._sums, self._copies, self._messages = (f"{name} {use}" for use in USES)
-        uses = _check_uses(uses)
-        self._channels = [f"{name} {use}" for use in uses]
+        name = unused_name(name, lanes.failures, settings.transport, group, ranks, timeout)
+        if wrong := [use for use in uses if use not in USES]:
+            raise one_of("communicator: uses", wrong[0], USES)
+        self._channels: dict[Use, str] = {
+            use: f"{name} {use}" for use in USES if use in uses
+        }  # in one order on all ranks
         own_backend = None if whole else backend
-        channels = [channel for channel in self._channels if channel != self._messages]
-        self._transport = Transport(
-            self.plan, timeout, channels=channels, ranks=ranks, backend=own_backend, streams=lanes.streams, sums=False
-        )
+        channels = [channel for use, channel in self._channels.items() if use != "messages"]
+        peers = peers_of(self.plan, timeout, channels=channels, ranks=ranks, backend=own_backend, streams=lanes.streams)
         feedback = ErrorFeedback() if settings.error_feedback else None
-        self._collectives = Collectives(self.plan, self._transport, WireLog(), feedback, lanes)
+        self._collectives = Collectives(self.plan, peers, WireLog(), feedback, lanes, library_sums=False)
         if "messages" in uses and len(ranks) > 1:
-            self._wires = wires_of(settings.transport, (self._messages, "node"), ranks, timeout, own_backend)
+            channel = self._channels["messages"]
+            self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, own_backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
         self._narrow = next((hop.codec.codec for hop in (*copying, *reducing) if hop.codec.traits.narrow), None)
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
@@ -261,17 +253,16 @@ class Communicator:
         Returns:
             A tensor like ``tensor``; with ``async_op`` a `Chain` of it.
         """
-        flat, then = self._flat("all_reduce", tensor), _shaped(tensor.dtype, tensor.shape)
+        flat, then = self._flat("all_reduce", tensor), self._shaped(tensor.dtype, tensor.shape)
         self._check_sum("all_reduce", op, key)
         chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
-        sums, copies = (self._bucket("all_reduce", tensor, chunk, of, key) for of in (self._sums, self._copies))
+        sums, copies = (self._bucket("all_reduce", tensor, chunk, use, key) for use in USES[:2])
         if not self._copying.steps or not flat.numel():
             return _ended(self._run(copies, self._again, flat, then), async_op)
         same, own = self._seeds()
         held: list[torch.Tensor] = []
-        lost: list[Lost] = []  # the second half tells of it, since the hops of both are made on all ranks
-        reduced = self._reduce(sums, flat, op, own, held.append, lost=lost, tells=False)
-        how: dict[str, Any] = {"seed": same, "own_seed": own, "after": [reduced], "lost": lost}
+        reduced = self._reduce(sums, flat, op, own, held.append)
+        how: dict[str, Any] = {"seed": same, "own_seed": own, "after": [reduced]}
         return _ended(self._run(copies, self._again, flat, then, read=lambda: [held.pop()], **how), async_op)
 
     @torch.compiler.disable
@@ -292,8 +283,8 @@ class Communicator:
         flat = self._flat("reduce_scatter", tensor)
         self._check_sum("reduce_scatter", op, key)
         shape = self._part("reduce_scatter", tensor)
-        bucket = self._bucket("reduce_scatter", tensor, math.prod(shape), self._sums, key)
-        return _ended(self._reduce(bucket, flat, op, self._seeds()[1], _shaped(tensor.dtype, shape)), async_op)
+        bucket = self._bucket("reduce_scatter", tensor, math.prod(shape), "sums", key)
+        return _ended(self._reduce(bucket, flat, op, self._seeds()[1], self._shaped(tensor.dtype, shape)), async_op)
 
     def _reduce(
         self, bucket: Bucket, flat: torch.Tensor, op: str, seed: int, then: Callable[[torch.Tensor], Any], **how: Any
@@ -330,8 +321,8 @@ class Communicator:
             A tensor with the group's size times as large a first dimension; with ``async_op`` a `Chain` of it.
         """
         flat, (rows, *rest) = self._flat("all_gather", tensor), tensor.shape or (1,)
-        bucket = self._bucket("all_gather", tensor, flat.numel(), self._copies)
-        then = _shaped(tensor.dtype, (rows * self.plan.grid.world_size, *rest))
+        bucket = self._bucket("all_gather", tensor, flat.numel(), "copies")
+        then = self._shaped(tensor.dtype, (rows * self.plan.grid.world_size, *rest))
         same, own = self._seeds()
         return _ended(self._run(bucket, self._copying, flat, then, seed=same, own_seed=own), async_op)
 
@@ -348,8 +339,8 @@ class Communicator:
             A tensor like ``tensor``, whose part i is of rank i; with ``async_op`` a `Chain` of it.
         """
         flat, part = self._flat("all_to_all", tensor), self._part("all_to_all", tensor)
-        bucket = self._bucket("all_to_all", tensor, math.prod(part), self._sums)
-        program, then = self._program(all_to_all_program), _shaped(tensor.dtype, tensor.shape)
+        bucket = self._bucket("all_to_all", tensor, math.prod(part), "sums")
+        program, then = self._program(all_to_all_program), self._shaped(tensor.dtype, tensor.shape)
         return _ended(self._run(bucket, program, flat, then, seed=self._seeds()[1]), async_op)
 
     @torch.compiler.disable
@@ -366,11 +357,11 @@ class Communicator:
         """
         flat = self._flat("broadcast", tensor)
         self._check_rank("broadcast: src", src)
-        bucket = self._bucket("broadcast", tensor, flat.numel(), self._copies)
+        bucket = self._bucket("broadcast", tensor, flat.numel(), "copies")
         program, read = self._program(broadcast_program, int(src)), None
         if src != self.plan.rank:
             read = _room(program, bucket, flat)
-        then = _shaped(tensor.dtype, tensor.shape)
+        then = self._shaped(tensor.dtype, tensor.shape)
         return _ended(self._run(bucket, program, flat, then, read=read, seed=self._seeds()[0]), async_op)
 
     # ---- point to point --------------------------------------------------------------------------------------
@@ -410,7 +401,7 @@ class Communicator:
         """
         flat = self._flat("recv", tensor)
         program, bucket = self._message("recv", tensor, "src", src)
-        then = _shaped(tensor.dtype, tensor.shape)
+        then = self._shaped(tensor.dtype, tensor.shape)
         return _ended(self._run(bucket, program, flat, then, read=_room(program, bucket, flat)), async_op)
 
     def _message(self, operation: str, tensor: torch.Tensor, argument: str, peer: int) -> tuple[Program, Bucket]:
@@ -422,9 +413,11 @@ class Communicator:
             raise ValueError(
                 f"{operation}: {argument}: found {peer}, this rank itself; expected another rank of the group"
             )
-        bucket = self._bucket(operation, tensor, tensor.numel(), self._messages, direction=f"{source} to {target}")
+        bucket = self._bucket(operation, tensor, tensor.numel(), "messages", direction=f"{source} to {target}")
         lane = self._collectives.lane(bucket, self.plan.grid.tier_between(source, target))
-        self._transport.direction(lane, self._wires, source, target)
+        if lane not in self._collectives.peers:
+            pair = [self._ranks[source], self._ranks[target]]
+            self._collectives.peers[lane] = Peers.of(lane, self._wires, pair, self._timeout)
         return self._program(message_program, source, target), bucket
 
     # ---- common ----------------------------------------------------------------------------------------------
@@ -436,15 +429,16 @@ class Communicator:
             HopError: A message arrived changed, or lost a block.
         """
         self._collectives.verify()
-        _refuse(self._collectives.lost())
+        self._refuse_lost()
 
     def _bucket(
-        self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None, direction: str = ""
+        self, role: str, tensor: torch.Tensor, chunk: int, use: Use, key: int | None = None, direction: str = ""
     ) -> Bucket:
-        if channel not in self._channels:
-            raise ValueError(f"{role}: found no {channel!r} among the uses of this communicator: {self._channels}")
+        if use not in self._channels:
+            raise ValueError(f"{role}: found no {use!r} among the uses of this communicator: {list(self._channels)}")
         of = f"{self.role} in " if self.role else ""
         name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        channel = self._channels[use]
         return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, direction, name)
 
     def _run(
@@ -455,23 +449,31 @@ class Communicator:
         then: Callable[[torch.Tensor], Any],
         *,
         read: Callable[[], Any] | None = None,
-        lost: list[Lost] | None = None,
-        tells: bool = True,
         **how: Any,
     ) -> Chain[Any]:
-        """Starts a program that ends with ``then`` of its only tensor. ``lost`` is shared by the halves of an operation."""
+        """Starts a program that ends with ``then`` of its only tensor."""
         read = read or (lambda: [flat])
         if not program.steps or not flat.numel():  # nothing has to be sent
             program, read = _NOTHING, lambda: [self._collectives.used(flat).clone()]
-        # On a device the host does not wait for what is lost: `verify` tells.
-        counts = None if self.streams is not None else [] if lost is None else lost
+        return self._collectives.bind(program, bucket).run(read, lambda left: then(left[0]), **how)
 
-        def end(left: Any) -> Any:
-            if tells and counts:
-                _refuse(first_lost(counts))
-            return then(left[0])
+    def _shaped(self, dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Makes the result of an operation of the elements that it leaves, which may be float32, and more than there are.
 
-        return self._collectives.run(program, bucket, read, end, lost=counts, **how)
+        All its hops have been made, on all ranks, so an error of this rank alone leaves the lanes in step.
+        """
+        numel = math.prod(shape)
+
+        def made(left: torch.Tensor) -> torch.Tensor:
+            if self.streams is None:  # on a device the host does not wait: `verify` tells
+                self._refuse_lost()
+            return left.to(dtype)[:numel].view(shape)
+
+        return made
+
+    def _refuse_lost(self) -> None:
+        if (lost := self._collectives.lost()) is not None:
+            raise HopError(f"hzero: {lost}; expected codec none, bf16 or int8 on this tier")
 
     def _program(self, make: Callable[..., Program], *ranks: int) -> Program:
         """A program of this group, made once."""
@@ -536,21 +538,10 @@ def _ended(chain: Chain[Any], async_op: bool) -> Any:
     return chain if async_op else chain.wait()
 
 
-def _shaped(dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes a result of the elements that a program leaves, which may be float32, and more than there are."""
-    numel = math.prod(shape)
-    return lambda left: left.to(dtype)[:numel].view(shape)
-
-
 def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Makes the buffer of a message that another rank sends."""
     size = program.crossings[0].message_bytes(bucket.chunks, bucket.dtype.itemsize)
     return lambda: like.new_empty(size, dtype=torch.uint8)
-
-
-def _refuse(lost: str | None) -> None:
-    if lost is not None:
-        raise HopError(f"hzero: {lost}; expected codec none, bf16 or int8 on this tier")
 
 
 # ---- parallel dimensions of a model ---------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -31,13 +31,11 @@ from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
-#: Yields None when it has read its inputs, then each hop (`hzero.comm.transport.Pending`) when it has started it; of a hop of
+#: Yields None when it has read its inputs, then each hop (`hzero.comm.runtime.Pending`) when it has started it; of a hop of
 #: several rounds the last one. Is resumed when the hop has ended, and returns the chain's result.
 Hops: TypeAlias = Generator[Any, None, T]
 #: How long hops under way may take to end after an exception, whose peers may never come, in seconds.
 _AFTER_ERROR_S = 3.0
-#: Time after which a process that waits for them says so, in seconds.
-_TOLD_S = 10.0
 
 
 class DeviceStreams:
@@ -122,21 +120,23 @@ class Chain(Generic[T]):
 
     Attributes:
         lanes: Lanes of the hops.
-        done: Whether the result is there, or an error. On a device: whether all work has been enqueued.
     """
 
     def __init__(self, run_by: Lanes, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]]) -> None:
-        self.lanes, self.done = lanes, False
+        self.lanes = lanes
         self._run_by, self._hops, self._after = run_by, hops, after
-        self._given = 0  # hops that have a place on their lanes
-        self._ended = 0  # hops
+        self._ended: float = 0  # hops that have; infinite when the result is there, or an error
         self._changed = threading.Condition()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._before: Any = None
         self._read: Any = None
         self._finished: Any = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the result is there, or an error. On a device: whether all work has been enqueued."""
+        return self._ended == math.inf
 
     @torch.compiler.disable
     def wait(self) -> T:
@@ -147,8 +147,18 @@ class Chain(Generic[T]):
         Raises:
             HopError: A hop of this chain, or of one that it waits for, failed.
         """
-        self._run_by.wait(self)
-        return self._result  # type: ignore[return-value]
+        streams = self._run_by.streams
+        if streams is None and not self.done:
+            with record_function("hzero: wait"):
+                self._await()
+        if self._error is not None:
+            raise self._error
+        result: Any = self._result
+        if streams is not None:
+            streams.wait(self._finished)
+            for tensor in [result] if isinstance(result, torch.Tensor) else result or ():
+                streams.used(tensor)
+        return result  # type: ignore[no-any-return]
 
     def take(self) -> T:
         """The result, for a chain after this one that nobody else shares it with."""
@@ -158,7 +168,7 @@ class Chain(Generic[T]):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once `wait` would return or raise at once, on any thread; now if it is so already.
 
-        A lane does not go on meanwhile, so it must not wait for another chain. Not for a patient chain.
+        A lane does not go on meanwhile, so it must not wait for another chain.
         """
         with self._changed:
             if not self.done:
@@ -190,41 +200,36 @@ class Chain(Generic[T]):
         self._resume()
 
     def _end(self, result: T | None, error: BaseException | None) -> None:
-        with self._changed:
-            self._result, self._error, self.done = result, error, True
-            callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
-        for callback in callbacks:
+        self._result, self._error = result, error
+        self._pass(math.inf)
+        for callback in self._callbacks:
             callback()
 
-    def _pass(self, hops: int) -> None:
+    def _pass(self, hops: float) -> None:
+        """So many hops have ended."""
         with self._changed:
-            self._ended = hops
+            self._ended = max(self._ended, hops)
             self._changed.notify_all()
 
-    def _await(self, hops: float = float("inf")) -> None:
-        """Waits until as many hops have ended, or until the whole chain has."""
-        if not self.done and self._ended < hops:
+    def _await(self, hops: float = math.inf) -> None:
+        """Waits until as many hops have ended, or the whole chain has."""
+        if self._ended < hops:
             with self._changed:
-                self._changed.wait_for(lambda: self.done or self._ended >= hops)
+                self._changed.wait_for(lambda: self._ended >= hops)
 
 
 class Lanes:
     """Runs the hops of chains.
 
-    The places of hops on their lanes have one order, which is the same on all ranks that submit alike. A hop comes behind the
-    one before it in its chain, and behind the chains that its chain reads. So the first hop that has not ended can always
-    go on, and no rank waits for ever.
-
-    A gather crosses the outermost tier first, a reduction the innermost. One behind the other, neither could use a tier
-    while the other uses another one. So a reduction that nobody waits for soon is patient: its hops get their places later.
-    Each later chain of the same owner that is not patient places its own hops, then one hop of every patient chain.
+    A chain takes its places on the lanes of its hops when it is submitted, which all ranks do alike. So the places have one
+    order on all ranks. A hop comes behind the one before it in its chain, and behind the chains that its chain reads. So the
+    first hop that has not ended can always go on, and no rank waits for ever.
 
     On CPUs a chain reads its inputs where it is submitted. Each hop, and what is computed before it, runs on the thread of its
     lane, once the chain's hop before it has ended. The last hop's lane makes the result.
 
-    On a device a hop is enqueued when it gets its place. The stream of a hop's lane waits for the chain's hop before
-    it. So it encodes the next chain's message while its own hop is under way. Results have streams of their own.
+    On a device all of a chain is enqueued when it is submitted. The stream of a hop's lane waits for the chain's hop before it.
+    So it encodes the next chain's message while its own hop is under way. Results have streams of their own.
 
     On a device whose hops MPI carries, lanes are threads, since only the host starts and ends such hops.
 
@@ -241,7 +246,6 @@ class Lanes:
         order: As above.
         kind: What carries the hops, in words.
         failures: Chains that have failed.
-        waited_s: Seconds for which `Chain.wait` has blocked until now, of all chains together.
     """
 
     def __init__(
@@ -254,26 +258,15 @@ class Lanes:
         self.kind = "cpu"
         self._jobs: dict[Lane | None, queue.SimpleQueue[Any]] = {}
         self._running: dict[Chain[Any], None] = {}
-        self._patient: dict[Chain[Any], Any] = {}  # chains with hops that have no place yet, and their owners
         self._changed = threading.Condition()  # of these
-        self._under_way: dict[Lane | None, Any] = {}
         self._broken: dict[Lane | None, BaseException] = {}
-        self.waited_s = 0.0
 
     @property
     def apart(self) -> bool:
         """Whether roles have lanes of their own."""
         return self.streams is None and self.order == "lanes"
 
-    def submit(
-        self,
-        hops: Hops[T],
-        lanes: Sequence[Lane],
-        after: Sequence[Chain[Any]] = (),
-        *,
-        owner: Any = None,
-        patient: bool = False,
-    ) -> Chain[T]:
+    def submit(self, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
         """Starts a chain. All ranks of a lane submit its chains in the same order.
 
         Args:
@@ -281,9 +274,6 @@ class Lanes:
                 another thread.
             lanes: Lanes of the hops.
             after: Chains whose results this one reads.
-            owner: What the ranks that submit alike share.
-            patient: Whether only the first hop gets a place now, see `Lanes`. The others get theirs at the latest when this
-                chain, or one behind it, is waited for, which all ranks do between the same chains.
 
         Returns:
             The chain. Its inputs are read on this call, except where it comes after others.
@@ -291,86 +281,40 @@ class Lanes:
         chain = Chain(self, hops, lanes, after)
         interrupt: BaseException | None = None
         if self.streams is not None:
-            chain._before = self.streams.event()
-        elif not after:
-            try:
-                with self._around(), lasting():
-                    chain._resume()
-                    if not lanes:
-                        chain._resume()
-            except BaseException as error:  # its lanes will know of it
-                self._fail(chain, error)
-                interrupt = None if isinstance(error, Exception) else error
-        if lanes or not chain.done:
             with self._changed:
-                self._running[chain] = None
-                if patient:
-                    self._patient[chain] = owner
-                    self._advance([chain])
-                else:
-                    for other in after:
-                        self._place(other)
-                    for _ in lanes or (None,):
-                        self._give_place(chain)
-                    self._advance([one for one, of in self._patient.items() if of is owner])
+                interrupt = self._enqueue(chain, self.streams)
+        else:
+            if not after:
+                interrupt = self._read(chain)
+            with self._changed:
+                if lanes or not chain.done:
+                    self._running[chain] = None
+                    for index, lane in enumerate(lanes or (None,)):
+                        self._jobs_of(lane).put((chain, index, lane))
         if interrupt is not None:
             raise interrupt
         return chain
 
-    def _advance(self, chains: Sequence[Chain[Any]]) -> None:
-        """Gives the next hop of each patient chain a place, but for those after one that has not all of its places yet."""
-        waiting = list(self._patient)
-        for chain in chains:
-            if not any(other in waiting for other in chain._after):
-                self._give_place(chain)
-
-    def _place(self, chain: Chain[Any] | None) -> None:
-        """Gives all hops of a patient chain, and of those before it, their places; None: of all."""
-        while self._patient if chain is None else chain in self._patient:
-            waiting = list(self._patient)
-            self._advance(waiting if chain is None else waiting[: waiting.index(chain) + 1])
-
-    def place(self) -> None:
-        """Gives all hops their places. All ranks call it between the same chains.
-
-        Under the order ``strict`` a device's current stream waits for them, so that collectives of others come behind.
-        """
-        with self._changed:
-            self._place(None)
-        if self.streams is not None and self.order == "strict":
-            self.streams.join()
-
-    def _give_place(self, chain: Chain[Any]) -> None:
-        index, chain._given = chain._given, chain._given + 1
-        if chain._given >= len(chain.lanes):
-            self._patient.pop(chain, None)
-        if self.streams is not None:
-            self._enqueue(chain, index, self.streams)
-        else:
-            self._lane(chain.lanes[index] if chain.lanes else None).put((chain, index))
-
-    def _fail(self, chain: Chain[Any], error: BaseException) -> None:
-        """Keeps the error for whoever waits for the chain, which all ranks do at the same point."""
+    def _fail(self, chain: Chain[Any], error: BaseException) -> BaseException | None:
+        """Keeps the error for whoever waits for the chain, which all ranks do at the same point; gives an interrupt back."""
         if not chain.done:
             self.failures += 1
             chain._end(None, error)
-
-    def _left(
-        self, chain: Chain[Any], lane: Lane | None, error: BaseException | None, *, last: bool, broken: bool
-    ) -> None:
-        """A chain has left a lane, the last one or not; with an error it has started its hop there or not."""
-        if error is not None:
-            self._fail(chain, error)
-            if broken:  # peers may have started this hop, and would pair it with the next chain's
-                self._broken.setdefault(lane, error)
-        if last:
-            with self._changed:
-                del self._running[chain]
-                self._changed.notify_all()
+        return None if isinstance(error, Exception) else error
 
     # ---- threads ------------------------------------------------------------------------------------------------
 
-    def _lane(self, lane: Lane | None) -> queue.SimpleQueue[Any]:
+    def _read(self, chain: Chain[Any]) -> BaseException | None:
+        try:
+            with self._around(), lasting():
+                chain._resume()
+                if not chain.lanes:
+                    chain._resume()
+        except BaseException as error:  # its lanes will know of it
+            return self._fail(chain, error)
+        return None
+
+    def _jobs_of(self, lane: Lane | None) -> queue.SimpleQueue[Any]:
         lane = None if self.order == "strict" else lane
         if lane not in self._jobs:
             self._jobs[lane] = queue.SimpleQueue()
@@ -385,9 +329,9 @@ class Lanes:
             self._run(*job)
             del job  # it holds a chain, and so its buffers
 
-    def _run(self, chain: Chain[Any], index: int) -> None:
+    def _run(self, chain: Chain[Any], index: int, lane: Lane | None) -> None:
         """Runs a hop of a chain on its lane; the last one's lane makes the result."""
-        lane, last, started = chain.lanes[index] if chain.lanes else None, index + 1 >= len(chain.lanes), False
+        last, started = index + 1 >= len(chain.lanes), False
         chain._await(index)
         error = chain._error or self._broken.get(lane)
         if error is None:
@@ -399,9 +343,8 @@ class Lanes:
                 assert (pending is None) == (lane is None), "it has as many hops as it has announced"
                 if pending is not None:
                     started = True
-                    self._under_way[lane] = pending
                     pending.end()
-                    del pending, self._under_way[lane]  # what was sent is not needed any more
+                    del pending  # what was sent is not needed any more
                     if last:
                         with self._around():
                             chain._resume()
@@ -409,64 +352,58 @@ class Lanes:
                         chain._pass(index + 1)
             except BaseException as raised:
                 error = raised
-            self._under_way.pop(lane, None)
-        self._left(chain, lane, error, last=last, broken=not started)
+        if error is not None:
+            self._fail(chain, error)
+            if not started:  # peers may have started this hop, and would pair it with the next chain's
+                self._broken.setdefault(lane, error)
+        if last:
+            with self._changed:
+                del self._running[chain]
+                self._changed.notify_all()
 
     # ---- streams ------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, chain: Chain[Any], index: int, streams: DeviceStreams) -> None:
-        lane, last = chain.lanes[index] if chain.lanes else None, index + 1 >= len(chain.lanes)
-        error = chain._error or self._broken.get(lane)
-        if error is None:
-            try:
-                if index == 0:
-                    with streams.on(lane, results=lane is None), lasting():
-                        for other in chain._after:
-                            if other._error is None:
-                                streams.wait(other._finished)
-                        streams.wait(chain._before)
-                        chain._prepare()
-                        chain._read = streams.event()
-                if lane is not None:
-                    with streams.on(lane), lasting():
-                        chain._resume()
-                        chain._finished = streams.event()
-                if last:
-                    with streams.on(lane, results=True), lasting():
-                        chain._resume()
-                        chain._finished = streams.event()
-            except BaseException as raised:
-                error = raised
-        self._left(chain, lane, error, last=last, broken=True)
-        if error is not None and not isinstance(error, Exception):
-            raise error
+    def _enqueue(self, chain: Chain[Any], streams: DeviceStreams) -> BaseException | None:
+        """Enqueues all of a chain."""
+        left, before = list(chain.lanes), streams.event()
+        try:
+            with streams.on(left[0] if left else None, results=not left), lasting():
+                streams.wait(before)
+                for other in chain._after:
+                    if other._error is None:
+                        streams.wait(other._finished)
+                chain._prepare()
+                chain._read = streams.event()
+            while left:
+                if left[0] in self._broken:
+                    raise self._broken[left[0]]
+                with streams.on(left[0]), lasting():
+                    chain._resume()
+                del left[0]
+            with streams.on(chain.lanes[-1] if chain.lanes else None, results=True), lasting():
+                chain._resume()
+                chain._finished = streams.event()
+        except BaseException as error:
+            for lane in left:  # as for threads
+                self._broken.setdefault(lane, error)
+            return self._fail(chain, error)
+        return None
+
+    def before_others(self) -> None:
+        """Before collectives of others: under ``strict`` a device's current stream waits for all hops submitted so far.
+
+        All ranks call it between the same chains.
+        """
+        if self.streams is not None and self.order == "strict":
+            self.streams.join()
 
     # ---- waits --------------------------------------------------------------------------------------------------
-
-    def wait(self, chain: Chain[Any]) -> None:
-        """Waits for the end of a chain, on a device as a stream; raises its error."""
-        if chain in self._patient:
-            with self._changed:
-                self._place(chain)
-        if self.streams is None and not chain.done:
-            since = time.perf_counter()
-            with record_function("hzero: wait"):
-                chain._await()
-            self.waited_s += time.perf_counter() - since
-        if chain._error is not None:
-            raise chain._error
-        if self.streams is not None:
-            self.streams.wait(chain._finished)
-            made = chain._result
-            for tensor in [made] if isinstance(made, torch.Tensor) else made or ():
-                self.streams.used(tensor)
 
     def drain(self) -> None:
         """Waits for all chains in flight, which all ranks must do, since a hop needs its peers. Raises the error of one.
 
         On a device the current stream waits: memory that is freed afterwards is used again behind them.
         """
-        self.place()
         if self.streams is not None:
             self.streams.join()
         while under_way := [chain for chain in list(self._running) if not chain.done]:
@@ -479,16 +416,8 @@ class Lanes:
         Returns:
             Whether all have ended.
         """
-
-        def idle() -> bool:
-            return not self._running
-
         with self._changed:
-            if self._changed.wait_for(idle, _TOLD_S if within_s is None else within_s) or within_s is not None:
-                return idle()
-            hop = next(map(str, self._under_way.copy().values()), "a hop")
-            print(f"hzero: warning: {hop}: waits to end for its peers", file=sys.stderr, flush=True)
-            return self._changed.wait_for(idle)
+            return self._changed.wait_for(lambda: not self._running, within_s)
 
 
 @contextlib.contextmanager
@@ -568,8 +497,4 @@ def _end_with_process() -> None:
 
 def _end_hops(after_error: bool) -> bool:
     """Waits for the hops under way: for as long as hops may take, since peers may be late, or shortly after an error."""
-    if _of_world is None:
-        return True
-    if not after_error:  # peers may not start any more what has no place yet
-        _of_world[1].place()
-    return _of_world[1].end(_AFTER_ERROR_S if after_error else None)
+    return _of_world is None or _of_world[1].end(_AFTER_ERROR_S if after_error else None)

@@ -6,39 +6,32 @@ The tiers are those of MI250X machines in arXiv 2501.04266; hops that sum and qu
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import functools
 import math
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from hzero.codecs.codec import Codec
-from hzero.comm.lanes import Chain, DeviceStreams, Hops, Lanes
-from hzero.comm.transport import Collective, Pending, Transport
-from hzero.comm.watchdog import HopError
+from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
+from hzero.comm.lanes import Chain, Hops, Lanes
+from hzero.comm.memory import Arena, ErrorFeedback, Floats, Room
+from hzero.comm.peers import HopError, MissingPeerError, Peers
 from hzero.comm.wirelog import HopTimer, WireEntry, WireLog
-from hzero.comm.wires import STAGE, Lane
-from hzero.config import TIERS, Tier
-from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, Step, Sum, Turn
+from hzero.comm.wires import STAGE, DisagreementError, Lane, Work
+from hzero.config import TIERS, Algorithm, Tier
+from hzero.plan.program import Cross, Decode, Encode, Kind, Program, Sum, Turn
 from hzero.plan.shards import ShardPlan
 
 T = TypeVar("T")
 
-#: Blocks of a message that its codec could not hold, int64 ``[]``, and descriptions of the message and of such blocks.
-Lost: TypeAlias = tuple[torch.Tensor, str, str]
 #: Comparisons of a device that have not been looked at yet, at most.
 _UNREAD = 256
-#: Buffers of one size that a device has not passed yet before one of them is taken again, which serialises their programs.
-_BEHIND = 4
-#: Largest buffer that waits for another program where nothing else needs it. Memory that waits is missing in a layer's
-#: activations, and to allocate a large buffer takes less time than to fill it.
-_SMALL = 1 << 14
 #: Bound programs that are kept.
 _BOUND = 4096
 #: Added to a seed for each tier; seeds have 31 bits.
@@ -87,176 +80,6 @@ def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
         yield bucket
 
 
-# ---- error feedback --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Residual:
-    """What one tier has lost of one parameter until now.
-
-    Attributes:
-        values: The loss, bfloat16, flat; updated where it lies.
-        scale: Loss scale of it.
-    """
-
-    values: torch.Tensor
-    scale: float
-
-
-class ErrorFeedback:
-    """Residuals in bfloat16, one per tier and parameter (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847).
-
-    A residual is at most an encoding's error, and bfloat16 loses a 256th of that. It is kept once: an encoding reads it and
-    overwrites it (as LoCo does, arXiv 2407.04480). A step that is skipped discards its gradients. Residuals that they have
-    changed start at zero again, so such a step loses at most the error of one more encoding. Residuals start at zero.
-    """
-
-    def __init__(self) -> None:
-        self._residuals: dict[tuple[str, int], Residual] = {}
-        self._changed: dict[tuple[str, int], Residual] = {}  # since the last step that is done
-
-    def of(
-        self, name: str, keys: Sequence[int], tensors: Sequence[torch.Tensor], scale: float
-    ) -> tuple[list[torch.Tensor], list[float]]:
-        """The residuals to add to tensors before they are encoded, which the encoding overwrites with what it loses.
-
-        Args:
-            name: Of the residuals, such as the tier of the hop.
-            keys: Of the tensors.
-            tensors: Flat floating tensors.
-            scale: Loss scale of ``tensors``, and so of the new residuals.
-
-        Returns:
-            Tensors of as many elements as ``tensors``, and the factors to multiply them by, which convert residuals of
-            another scale.
-        """
-        residuals, factors = [], []
-        for key, tensor in zip(keys, tensors):
-            place = name, key
-            kept = self._residuals.get(place)
-            if kept is None or kept.values.numel() != tensor.numel():
-                kept = self._residuals[place] = Residual(tensor.new_zeros(tensor.numel(), dtype=torch.bfloat16), scale)
-            self._changed[place] = kept
-            residuals.append(kept.values)
-            factors.append(scale / kept.scale)
-            kept.scale = scale
-        return residuals, factors
-
-    def commit(self) -> None:
-        """The step is done: its residuals are added to the next gradients."""
-        self._changed.clear()
-
-    def discard(self) -> None:
-        """Sets residuals to zero that gradients since the last `commit`, which were discarded, have changed."""
-        for kept in self._changed.values():
-            kept.values.zero_()
-        self._changed.clear()
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the residuals on this rank."""
-        return sum(kept.values.nbytes for kept in self._residuals.values())
-
-    def clear(self) -> None:
-        """Forgets all residuals: their weights have been replaced."""
-        self._residuals.clear()
-        self._changed.clear()
-
-
-# ---- memory of messages -----------------------------------------------------------------------------------------------
-
-
-class Floats(NamedTuple):
-    """Tensors between two steps: their type and elements."""
-
-    dtype: torch.dtype
-    numels: list[int]
-
-    @property
-    def bytes(self) -> int:
-        """Their memory."""
-        return sum(self.numels) * self.dtype.itemsize
-
-
-class Room:
-    """A buffer of the `Arena`.
-
-    Attributes:
-        buffer: Its memory, uint8.
-        event: On a device: recorded where it was last used.
-    """
-
-    def __init__(self, buffer: torch.Tensor, streams: DeviceStreams | None) -> None:
-        self.buffer, self._streams = buffer, streams
-        self.event: Any = None if streams is None else streams.event()
-        self._wanted: Any = None
-        self._view: Any = None
-
-    def view(self, wanted: int | Floats) -> Any:
-        """A message of so many bytes in it, or flat tensors, one after the other."""
-        if self._wanted != wanted:
-            self._wanted = wanted
-            if isinstance(wanted, int):
-                self._view = self.buffer[:wanted]
-            else:
-                self._view = list(self.buffer[: wanted.bytes].view(wanted.dtype).split(wanted.numels))
-        return self._view
-
-    def __del__(self) -> None:
-        # Also of an engine that nobody has closed, and of a chain that has failed: its streams may still use the memory.
-        if self._streams is not None:
-            with contextlib.suppress(Exception):  # at the end of the process the device may be gone
-                self._streams.used_by_all(self.buffer)
-
-
-class Arena:
-    """Memory of messages, which a run of a program takes step by step and leaves to the next run.
-
-    What is left is used again at once on CPUs, where large buffers are not kept. On a device the stream that takes a buffer
-    waits for the event of its last use; until some are `_BEHIND`, a buffer that the device has passed or a new one is taken
-    instead, so that programs overlap. Before it makes a new one it frees large ones that the device has passed.
-
-    Args:
-        streams: Of the lanes; None on CPUs.
-    """
-
-    def __init__(self, streams: DeviceStreams | None) -> None:
-        self._streams = streams
-        self._free: list[Room] = []  # by size
-        self._lock = threading.Lock()
-
-    def take(self, size: int, device: torch.device) -> Room:
-        """A buffer of at least ``size`` bytes, for the current stream."""
-        with self._lock:
-            first = found = bisect.bisect_left(self._free, size, key=_size_of)
-            end = bisect.bisect_right(self._free, 2 * size, key=_size_of)
-            while found < end and self._streams is not None and not self._free[found].event.query():
-                found += 1
-            if found == end and end - first >= _BEHIND:
-                found = first
-            room = self._free.pop(found) if found < end else None
-            if room is None and self._streams is not None:
-                self._free = [one for one in self._free if _size_of(one) <= _SMALL or not one.event.query()]
-        if room is None:
-            return Room(torch.empty(size, dtype=torch.uint8, device=device), self._streams)
-        if self._streams is not None:
-            self._streams.wait(room.event)
-        return room
-
-    def give(self, room: Room) -> None:
-        """Takes a buffer back that the current stream has used last."""
-        if self._streams is not None:
-            room.event.record(self._streams.device.current_stream())
-        elif _size_of(room) > _SMALL:
-            return
-        with self._lock:
-            bisect.insort(self._free, room, key=_size_of)
-
-
-def _size_of(room: Room) -> int:
-    return room.buffer.numel()
-
-
 # ---- collectives --------------------------------------------------------------------------------------------------------
 
 
@@ -275,31 +98,32 @@ class Collectives:
 
     Args:
         plan: The shard plan of this rank.
-        transport: Its tier groups.
-        wire_log: Counts every hop.
+        peers: The ranks of every lane, see `hzero.comm.peers.peers_of`.
+        wire_log: Counts every hop of a program.
         feedback: Residuals of lossy gradient hops; None where no tier keeps one.
         lanes: Run the hops; None makes some.
         roles: The channel of each role of buckets; None: the bucket says it.
+        library_sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements.
+            Otherwise they are made here, in float32 and in peer order, and rounded once.
     """
 
     def __init__(
         self,
         plan: ShardPlan,
-        transport: Transport,
+        peers: dict[Lane, Peers],
         wire_log: WireLog,
         feedback: ErrorFeedback | None = None,
         lanes: Lanes | None = None,
         roles: Mapping[str, str] | None = None,
+        library_sums: bool = True,
     ) -> None:
-        self.plan, self.wire_log, self.feedback = plan, wire_log, feedback
-        self.lanes = lanes or Lanes()
-        self.transport, self._roles = transport, roles or {}
+        self.plan, self.peers, self.wire_log, self.feedback = plan, peers, wire_log, feedback
+        self.lanes, self.library_sums = lanes or Lanes(), library_sums
         self.arena = Arena(self.lanes.streams)
-        if self.lanes.streams is not None and transport.unread is None:
-            transport.unread = []
-        self._lost: list[Lost] = []
+        self._roles = roles or {}
         self._bound: dict[tuple[int, Bucket], Bound] = {}
-        self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lost: list[tuple[torch.Tensor, str, str]] = []
+        self._unread: list[Comparison] = []
 
     def bind(self, program: Program, bucket: Bucket) -> Bound:
         """A program, ready for a bucket; the same object for the same ones."""
@@ -311,21 +135,14 @@ class Collectives:
             bound = self._bound[key] = Bound(self, program, bucket)
         return bound
 
-    def run(
-        self, program: Program, bucket: Bucket, read: Callable[[], Any], then: Callable[[Any], T], **how: Any
-    ) -> Chain[T]:
-        """Starts a program; arguments as of `Bound.run`."""
-        return self.bind(program, bucket).run(read, then, **how)
+    def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
+        """A collective over the ranks of a lane, to be started any number of times; arguments as of `Collective`."""
+        return Collective(self, lane, kind, size, what, **how)
 
     def lane(self, bucket: Bucket, tier: Tier) -> Lane:
         """The lane of a bucket's hops on a tier."""
         channel = self._roles.get(bucket.role, bucket.channel)
         return (channel, tier, bucket.direction) if bucket.direction else (channel, tier)
-
-    def place(self, tier: Tier) -> int:
-        """Coordinate of this rank on a tier."""
-        place: int = getattr(self.plan.grid.coordinates(self.plan.rank), tier)
-        return place
 
     def used(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, whose memory is kept until the current stream of an asynchronous device has passed this point."""
@@ -333,34 +150,19 @@ class Collectives:
             self.lanes.streams.used(tensor)
         return tensor
 
-    def received(self, pending: Pending) -> torch.Tensor:
-        """What a collective has brought.
-
-        Its buffers belong to the stream of its lane, which does not wait for it. They are kept until the current stream, which
-        does, is past this point.
-        """
-        arrived = pending.wait()
-        if self.lanes.streams is not None:
-            for buffer in (*pending.buffers, arrived):
-                self.used(buffer)
-            if self.transport.unread is not None and len(self.transport.unread) >= _UNREAD:
-                self.verify()
-        return arrived
-
-    def table(self, order: Order, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shard of every row, and row of every shard."""
-        key = order.table, device
-        if key not in self._tables:
-            # Made on the host: other lanes' streams, which do not wait for this one's, read them too.
-            rows = torch.tensor(order.table)
-            self._tables[key] = rows.to(device), rows.argsort().to(device)
-        return self._tables[key]
-
     # ---- what arrives changed, or incomplete --------------------------------------------------------------------
 
-    def note(self, lost: Sequence[Lost]) -> None:
-        """Keeps the counts of a chain for `lost`."""
-        self._lost += lost
+    def note(self, blocks: torch.Tensor, what: str, why: str) -> None:
+        """Keeps the number of a message's blocks that its codec could not hold for `lost`, if there may be some.
+
+        Args:
+            blocks: int64 ``[]``.
+            what: Describes the message.
+            why: Describes such blocks.
+        """
+        if self.lanes.streams is None and not int(blocks):
+            return
+        self._lost.append((blocks, what, why))
         if len(self._lost) > _UNREAD:  # one of the older ones tells as much
             self._lost = [max(self._lost, key=lambda one: int(one[0]))]
 
@@ -369,7 +171,19 @@ class Collectives:
         lost, self._lost = self._lost, []
         if lost and self.lanes.streams is not None:
             self.lanes.streams.join()
-        return first_lost([(self.used(blocks), what, why) for blocks, what, why in lost])
+        for blocks, what, why in lost:
+            if count := int(self.used(blocks)):
+                return f"{what}: {count} {why}"
+        return None
+
+    def compare(self, comparison: Comparison) -> None:
+        """Compares checksums: at once, or in `verify` on an asynchronous device, where the host would have to wait."""
+        if self.lanes.streams is None:
+            comparison.check()
+            return
+        self._unread.append(comparison)
+        if len(self._unread) >= _UNREAD:
+            self.verify()
 
     def verify(self) -> None:
         """On an asynchronous device: waits for all that has arrived until now, and looks whether it has arrived whole.
@@ -377,10 +191,9 @@ class Collectives:
         Raises:
             HopError: A message arrived changed.
         """
-        unread = self.transport.unread
+        unread, self._unread = self._unread, []
         if not unread or self.lanes.streams is None:
             return
-        self.transport.unread = []
         self.lanes.streams.join()
         for comparison in unread:
             self.used(comparison.sent)
@@ -391,23 +204,24 @@ class Collectives:
                 comparison.check()
 
 
-def first_lost(lost: Sequence[Lost]) -> str | None:
-    """The first message with lost blocks, in words; the host waits."""
-    for blocks, what, why in lost:
-        if count := int(blocks):
-            return f"{what}: {count} {why}"
-    return None
-
-
 # ---- programs of one bucket -----------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
-    """What one run brings: arguments of `Bound.run`."""
+    """What one run brings.
 
+    Attributes:
+        seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
+        own_seed: Seed of the first encoding; None takes the same.
+        scale: Loss scale of gradients; residuals are converted to it.
+        into: Called when everything has arrived. Gives the tensors, like the result, that the last step writes, or adds to if
+            it is a sum or a `Decode` that adds. If it gives None, new ones are made.
+    """
+
+    seed: int = 0
+    own_seed: int | None = None
     scale: float = 1.0
     into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None
-    lost: list[Lost] | None = None
 
 
 class _Local(NamedTuple):
@@ -436,48 +250,40 @@ class Bound:
         bucket: The tensors; ``bucket.dtype`` is the type of hops with codec ``none``.
 
     Attributes:
+        bucket: As given.
         lanes: Those of its hops.
     """
 
     def __init__(self, collectives: Collectives, program: Program, bucket: Bucket) -> None:
-        self._own, self._program, self._bucket = collectives, program, bucket
+        self._own, self._program, self.bucket = collectives, program, bucket
         self.lanes = [collectives.lane(bucket, cross.tiers[0]) for cross in program.crossings]
         self._steps: tuple[torch.dtype | None, list[_Local | _Hop]] = None, []  # for the type of what a run begins with
 
     def run(
         self,
         read: Callable[[], Any],
-        then: Callable[[Any], T],
+        then: Callable[[Any], Any] = lambda left: left,
         *,
-        seed: int = 0,
-        own_seed: int | None = None,
         after: Sequence[Chain[Any]] = (),
-        patient: bool = False,
         **call: Any,
-    ) -> Chain[T]:
+    ) -> Chain[Any]:
         """Starts the program.
 
         Args:
             read: Gives what the first step takes: a uint8 message, or flat tensors whose missing elements count as zero.
             then: Makes the result of what the last step leaves: a uint8 message, or flat tensors.
-            seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
-            own_seed: Seed of the first encoding; None takes the same.
             after: Chains that make what ``read`` reads.
-            patient: Whether the hops make way for those of later programs, see `Lanes.submit`.
-            call: ``scale``: loss scale of gradients; residuals are converted to it. ``into``: called when everything has
-                arrived, gives the tensors, like the result, that the last step writes, or adds to if it is a sum or a `Decode`
-                that adds; if it gives None, new ones are made. ``lost``: takes the blocks that a codec could not hold, which
-                otherwise `Collectives.lost` tells of.
+            call: As of `Call`.
 
         Returns:
             A chain with the result of ``then``.
         """
-        hops = self.hops(read, then, seed, seed if own_seed is None else own_seed, Call(**call))
-        return self._own.lanes.submit(hops, self.lanes, after, owner=self._own.transport, patient=patient)
+        hops = self.hops(read, then, Call(**call))
+        return self._own.lanes.submit(hops, self.lanes, after)
 
-    def hops(self, read: Callable[[], Any], then: Callable[[Any], T], seed: int, own_seed: int, call: Call) -> Hops[T]:
-        """The steps, as lanes run them."""
-        value, arena = read(), self._own.arena
+    def hops(self, read: Callable[[], Any], then: Callable[[Any], T], call: Call) -> Hops[T]:
+        """The steps, one after the other, as lanes run them. What lies in the arena goes back once the next step has read it."""
+        value, own, arena = read(), self._own, self._own.arena
         del read  # it may hold what has been read
         tensors = [value] if isinstance(value, torch.Tensor) else value
         dtype, device = tensors[0].dtype, tensors[0].device
@@ -486,31 +292,34 @@ class Bound:
             steps = self._ready(dtype, device)
             self._steps = dtype, steps
         if tensors is value:
-            list(map(self._own.used, tensors))
+            list(map(own.used, tensors))
         del tensors
+        seed = call.seed if call.own_seed is None else call.own_seed
         room: Room | None = None  # where the value lies
-        crossed, lost = False, list[Lost]()
+        crossed = False
         for step in steps:
             if isinstance(step, _Local):
-                into = None if step.room is None else arena.take(_bytes_of(step.room), device)
+                into = None if step.room is None else arena.take(step.room, device)
                 out = None if into is None else into.view(step.room)  # type: ignore[arg-type]
-                value = step.run(value, out, (seed if crossed else own_seed) + step.salt & _SEED, call)
+                value = step.run(value, out, seed + step.salt & _SEED, call)
             else:
                 if not crossed:
-                    yield None
-                crossed = True
-                value, into = yield from step.cross(value, room, lost)
-                if into is room:
+                    yield None  # the inputs have been read
+                crossed, seed = True, call.seed
+                collective, value = step.fitted(value)
+                size = collective.output_bytes
+                into = arena.take(size, device) if size and step.kept else None
+                pending = collective.start(value, None if into is None else into.view(size))
+                yield pending
+                value = step.restored(pending.wait(ours=room is not None and into is not None))
+                del pending  # and what was sent
+                if step.in_place:
                     continue
             if room is not None:
                 arena.give(room)
             room = into
         if not crossed:
             yield None
-        if call.lost is None:
-            self._own.note(lost)
-        else:
-            call.lost.extend(lost)
         result = then(value)
         if room is not None:
             arena.give(room)
@@ -521,44 +330,42 @@ class Bound:
     def _ready(self, dtype: torch.dtype, device: torch.device) -> list[_Local | _Hop]:
         """The steps for inputs of a type."""
         steps, ready = self._program.steps, list[_Local | _Hop]()
+        makers: dict[Any, Callable[..., list[_Local]]] = {
+            Encode: self._encoding,
+            Turn: self._turning,
+            Sum: self._summing,
+            Decode: self._decoding,
+        }
         for index, step in enumerate(steps):
             last = index + 1 == len(steps)
             if isinstance(step, Cross):
                 made = _Hop if step.codec.traits.fixed else _Cut
-                ready.append(made(self._own, self._bucket, step, device, last=last))
+                ready.append(made(self._own, self.bucket, step, device, last=last))
                 continue
             following = next((one for one in steps[index:] if isinstance(one, Cross)), None)
             salt = (1 + TIERS.index(following.tiers[0])) * _SALT if index and following is not None else 0
-            local = [one._replace(salt=salt) for one in self._made(step, dtype, device)]
+            local = [one._replace(salt=salt) for one in makers[type(step)](step, dtype, device)]
             if last:  # what it leaves is the caller's
                 local[-1] = local[-1]._replace(room=None)
             ready += local
             if isinstance(step, Sum) and step.target is None:
                 dtype = torch.float32
             elif isinstance(step, Decode):
-                dtype = self._bucket.dtype
+                dtype = self.bucket.dtype
         return ready
 
-    def _made(self, step: Step, dtype: torch.dtype, device: torch.device) -> list[_Local]:
-        """A step without a collective; of tensors of ``dtype``, if it takes some."""
-        if isinstance(step, Encode):
-            return self._encoding(step, dtype, device)
-        if isinstance(step, Decode):
-            return [self._decoding(step, device)]
-        if isinstance(step, Turn):
-            return [self._turning(step)]
-        assert isinstance(step, Sum), step
-        return [self._summing(step, device)]
+    def _floats(self, dtype: torch.dtype, rows: int) -> Floats:
+        return Floats(dtype, [rows * chunk for chunk in self.bucket.chunks])
 
     def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device) -> list[_Local]:
-        own, bucket, order = self._own, self._bucket, step.order
-        codec, feedback, residual = Codec.from_config(step.codec), own.feedback, step.residual
+        bucket, order, feedback, residual = self.bucket, step.order, self._own.feedback, step.residual
+        codec = Codec.from_config(step.codec)
         made: list[_Local] = []
         encoded = bucket.dtype if codec.traits.exact else dtype
         if order.table is not None:
-            made.append(_Local(partial(self._in_table, order), None))
+            made.append(_Local(partial(self._in_table, _rows_of(order.table, device)[0]), None))
         if encoded != dtype:
-            made.append(_Local(_copied, Floats(encoded, [order.rows * chunk for chunk in bucket.chunks])))
+            made.append(_Local(_copied, self._floats(encoded, order.rows)))
         adds = "residuals" if feedback is not None and residual is not None else ""
         how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "adds": adds}
         encode = codec.encoder(bucket.chunks, encoded, device, **how)
@@ -571,25 +378,24 @@ class Bound:
 
         return [*made, _Local(run, encode.bytes)]
 
-    def _in_table(self, order: Order, tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    def _in_table(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
         """Tensors whose shards lie in the order of a table's rows."""
-        rows = self._own.table(order, tensors[0].device)[0]
         padded = (
             torch.nn.functional.pad(tensor, (0, len(rows) * chunk - tensor.numel()))
-            for tensor, chunk in zip(tensors, self._bucket.chunks)
+            for tensor, chunk in zip(tensors, self.bucket.chunks)
         )
         return [tensor.view(len(rows), -1)[rows].view(-1) for tensor in padded]
 
-    def _decoding(self, step: Decode, device: torch.device) -> _Local:
-        own, bucket, order = self._own, self._bucket, step.order
+    def _decoding(self, step: Decode, _: torch.dtype, device: torch.device) -> list[_Local]:
+        bucket, order = self.bucket, step.order
         how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "add": step.add}
         decode = Codec.from_config(step.codec).decoder(bucket.chunks, bucket.dtype, device, **how)
-        room = Floats(bucket.dtype, [order.rows * chunk for chunk in bucket.chunks])
         if order.table is None:
-            return _Local(lambda message, out, _, call: decode(message, call.into() if out is None else out), room)
+            room = self._floats(bucket.dtype, order.rows)
+            return [_Local(lambda message, out, _, call: decode(message, call.into() if out is None else out), room)]
+        shards, rows = _rows_of(order.table, device)
 
         def in_order(message: torch.Tensor, _: Any, __: int, call: Call) -> Sequence[torch.Tensor]:
-            shards, rows = own.table(order, device)
             into, held = call.into(), None
             if step.add:
                 assert into is not None, "there is nothing to add to"
@@ -597,9 +403,9 @@ class Bound:
             whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, held)]
             return whole if into is None else [place.view(-1).copy_(one) for place, one in zip(into, whole)]
 
-        return _Local(in_order, None)
+        return [_Local(in_order, None)]
 
-    def _turning(self, step: Turn) -> _Local:
+    def _turning(self, step: Turn, *_: Any) -> list[_Local]:
         world = self._own.plan.grid.world_size
         shape = step.crossed, step.ranks, world // step.crossed // step.ranks, -1
 
@@ -608,14 +414,14 @@ class Bound:
             out.view(turned.shape).copy_(turned)
             return out
 
-        return _Local(turn, step.codec.format.message_bytes(self._bucket.chunks, world, self._bucket.dtype.itemsize))
+        return [_Local(turn, step.codec.format.message_bytes(self.bucket.chunks, world, self.bucket.dtype.itemsize))]
 
-    def _summing(self, step: Sum, device: torch.device) -> _Local:
-        codec, chunks = Codec.from_config(step.codec), self._bucket.chunks
-        how: dict[str, Any] = {"inner": step.rows, "dtype": self._bucket.dtype, "device": device}
+    def _summing(self, step: Sum, _: torch.dtype, device: torch.device) -> list[_Local]:
+        codec, chunks = Codec.from_config(step.codec), self.bucket.chunks
+        how: dict[str, Any] = {"inner": step.rows, "dtype": self.bucket.dtype, "device": device}
         if step.target is not None:
             encode = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.pieces, **how)
-            return _Local(lambda value, out, seed, _: encode(value, out, seed), encode.bytes)
+            return [_Local(lambda value, out, seed, _: encode(value, out, seed), encode.bytes)]
         new = codec.summer(step.peers, chunks, **how)
         onto = codec.summer(step.peers, chunks, add=True, **how)
 
@@ -623,7 +429,24 @@ class Bound:
             sums = call.into() if out is None else None
             return new(value, out) if sums is None else onto(value, sums)
 
-        return _Local(run, Floats(torch.float32, [step.rows * chunk for chunk in chunks]))
+        return [_Local(run, self._floats(torch.float32, step.rows))]
+
+
+def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    """Tensors in another type; one without all of its shards is shorter."""
+    made = [room[: tensor.numel()] for room, tensor in zip(out, tensors)]
+    torch._foreach_copy_(made, list(tensors))
+    return made
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_of(table: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shard of every row, and row of every shard."""
+    rows = torch.tensor(table)  # on the host: other lanes' streams, which do not wait for this one's, read them too
+    return rows.to(device), rows.argsort().to(device)
+
+
+# ---- hops -----------------------------------------------------------------------------------------------------------
 
 
 class _Hop:
@@ -635,114 +458,306 @@ class _Hop:
         step: The collective.
         device: Where the message lies.
         last: Whether what arrives is the caller's.
+
+    Attributes:
+        kept: Whether what arrives goes into a buffer of the arena.
+        in_place: Whether what arrives lies where the message did.
     """
 
     def __init__(self, own: Collectives, bucket: Bucket, step: Cross, device: torch.device, *, last: bool) -> None:
-        self._own, self._step, self._bucket, self._device = own, step, bucket, device
-        self._lane, self._codec = own.lane(bucket, step.tiers[0]), Codec.from_config(step.codec)
-        self._what = f"{bucket.label} in codec {step.codec.codec}"
-        self._size, self._kept = step.message_bytes(bucket.chunks, bucket.dtype.itemsize), not last
-        self._counts = self._counted(self._size)
-        self._fallible = bool(self._codec.traits.lost) and step.kind != "send"  # of which the receiver tells
-        # A hop that the host starts and ends is timed by its clock, wherever its memory is.
-        self._timed_on = device if own.lanes.streams is not None else torch.device("cpu")
-        self._collective = self._prepared(step.kind, self._size, self._what)
+        self._own, self._bucket, self._step, self._device = own, bucket, step, device
+        self._codec, self._what = Codec.from_config(step.codec), f"{bucket.label} in codec {step.codec.codec}"
+        self._size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
+        coordinate = getattr(own.plan.grid.coordinates(own.plan.rank), step.tiers[0])
+        self._receives = step.kind == "receive" or (step.kind == "broadcast" and step.root != coordinate)
+        self._loses = self._codec.traits.lost if step.kind != "send" else ""  # the receiver tells
+        self._collective = self._prepared(step.kind, self._size, self._what, self._counts(self._size))
+        self.kept, self.in_place = not last, not self._collective.output_bytes
 
-    def _prepared(self, kind: Kind, size: int, what: str) -> Collective:
-        step = self._step
-        how: dict[str, Any] = {"algorithm": step.algorithms.of(self._size), "root": step.root}
-        return self._own.transport.prepare(self._lane, kind, size, what, dtype=self._bucket.dtype, **how)
+    def _prepared(self, kind: Kind, size: int, what: str, counts: WireEntry | None) -> Collective:
+        step, bucket = self._step, self._bucket
+        how: dict[str, Any] = {"algorithm": step.algorithms.of(self._size), "root": step.root, "counts": counts}
+        return self._own.prepare(self._own.lane(bucket, step.tiers[0]), kind, size, what, dtype=bucket.dtype, **how)
 
-    def _counted(self, payload: int) -> WireEntry:
-        step, bucket, peers = self._step, self._bucket, self._step.received
-        if step.kind == "broadcast":
-            peers = float(self._own.place(step.tiers[0]) != step.root)
+    def _counts(self, payload: int) -> WireEntry:
+        """What the wire log counts of a message of so many bytes."""
+        step, bucket = self._step, self._bucket
+        peers = float(self._receives) if step.kind == "broadcast" else step.received
         elements = step.rows * sum(bucket.chunks)
         raw = math.ceil(elements * bucket.dtype.itemsize * peers)
-        return WireEntry(
-            bucket.role, step.tiers[0], self._codec.name, 1, elements, payload, round(payload * peers), raw
-        )
+        name = self._codec.name
+        return WireEntry(bucket.role, step.tiers[0], name, 1, elements, payload, round(payload * peers), raw)
 
-    def cross(
-        self, message: torch.Tensor, room: Room | None, lost: list[Lost]
-    ) -> Hops[tuple[torch.Tensor, Room | None]]:
-        """Moves a message. ``lost`` gets the number of its blocks that the codec could not hold.
+    def fitted(self, message: torch.Tensor) -> tuple[Collective, torch.Tensor]:
+        """The collective that carries a message, and what it carries."""
+        return self._collective, message
 
-        Args:
-            message: What is sent.
-            room: Where it lies.
-            lost: As above.
-
-        Yields:
-            The collective, once it is started.
-
-        Returns:
-            What has arrived, and where it lies.
-
-        Raises:
-            HopError: A message arrived changed.
-        """
-        own, size = self._own, self._collective.output_bytes
-        into = own.arena.take(size, self._device) if size and self._kept else None
-        pending = self._started(self._collective, message, None if into is None else into.view(size))
-        given = room is None or into is None or self._collective.checksum
-        del message
-        yield pending
-        arrived = own.received(pending) if given else pending.wait()
-        if self._fallible:
+    def restored(self, arrived: torch.Tensor) -> torch.Tensor:
+        """The message that has arrived. Notes blocks that the codec could not hold."""
+        if self._loses:
             blocks = self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces)
-            lost.append((blocks, self._what, self._codec.traits.lost))
-        return arrived, into if size else room
-
-    def _started(self, collective: Collective, message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:
-        timer = self._own.wire_log.timer(self._timed_on)
-        return collective.start(message, output, partial(self._end, timer), timer.ready)
-
-    def _end(self, timer: HopTimer) -> None:
-        timer.stop()
-        self._own.wire_log.add(self._counts, timer)
+            self._own.note(blocks, self._what, self._loses)
+        return arrived
 
 
 class _Cut(_Hop):
     """A collective of messages without a fixed size: the largest number of bytes is exchanged first, and the host waits."""
 
-    def cross(
-        self, message: torch.Tensor, room: Room | None, lost: list[Lost]
-    ) -> Hops[tuple[torch.Tensor, Room | None]]:
-        """As `_Hop.cross`.
+    def __init__(self, *arguments: Any, **how: Any) -> None:
+        super().__init__(*arguments, **how)
+        step = self._step
+        self._parts = step.ranks if step.kind == "all_to_all" else 1
+        self._senders = step.ranks if step.kind in ("all_to_all", "all_gather") else 1
+        self._rows, self._row_bytes = step.rows // self._parts, self._size // step.rows
+        self.kept = self.in_place = False
 
-        Raises:
-            HopError: Also for bytes that the codec does not write.
-        """
-        own, step, every = self._own, self._step, self._step.kind == "all_to_all"
-        parts, senders = step.ranks if every else 1, step.ranks if every or step.kind == "all_gather" else 1
-        rows, row = step.rows // parts, self._size // step.rows
-        used: list[torch.Tensor] = []
-        receives = step.kind == "broadcast" and step.root != own.place(step.tiers[0])
-        if step.kind != "receive" and not receives:
-            used = self._codec.cut(message, parts, row)
+    def fitted(self, message: torch.Tensor) -> tuple[Collective, torch.Tensor]:
+        """A collective of the longest part of any rank, and the parts of the message, filled up with zeros."""
+        kind = self._step.kind
+        used = [] if self._receives else self._codec.cut(message, self._parts, self._row_bytes)
         told = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
-        asking = self._prepared("all_gather" if every else step.kind, told.numel(), f"{self._what} (lengths)")
-        length = int(own.received(asking.start(told)).view(torch.int64).max())
-        sent = message.new_zeros(parts, length)
+        asks: Kind = "all_gather" if kind == "all_to_all" else kind
+        asking = self._prepared(asks, told.numel(), f"{self._what} (lengths)", None)
+        length = int(asking.start(told).wait().view(torch.int64).max())
+        sent = message.new_zeros(self._parts, length)
         for place, part in zip(sent, used):
             place[: part.numel()] = part
-        self._counts = self._counted(sent.numel())
-        pending = self._started(self._prepared(step.kind, sent.numel(), self._what), sent.view(-1))
-        del message, sent, used
-        yield pending
+        return self._prepared(kind, sent.numel(), self._what, self._counts(sent.numel())), sent.view(-1)
+
+    def restored(self, arrived: torch.Tensor) -> torch.Tensor:
+        """The message with records of their full size.
+
+        Raises:
+            HopError: Bytes that the codec does not write.
+        """
         try:
-            return self._codec.whole(own.received(pending), senders, rows, row), None
+            return self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
         except ValueError as error:
             raise HopError(f"hzero: {self._what}: {error}") from error
 
 
-def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
-    """Tensors in another type; one without all of its shards is shorter."""
-    made = [room[: tensor.numel()] for room, tensor in zip(out, tensors)]
-    torch._foreach_copy_(made, list(tensors))
-    return made
+class Collective:
+    """A collective over the k ranks of a lane, with all that does not change from one start to the next.
+
+    ``all_gather`` brings uint8 ``[b]`` of every rank to ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part i
+    of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
+    for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
+
+    With checksums each part is followed by 16 bytes. Then sums are made here, in float32, since a library that sums on its
+    way has no message to check. On gloo and MPI they are always made here (`TorchWires.library_sums` is False).
+
+    Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
+    with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles
+    the messages that a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message
+    to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
+
+    Args:
+        own: Has the lane.
+        lane: The lane.
+        kind: The collective, the same on all ranks.
+        size: Bytes of the message.
+        what: Describes the message, for errors.
+        algorithm: Of an all-gather, the same on all ranks.
+        root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
+        dtype: Type of the elements that are summed.
+        counts: What the wire log counts of each start; None: nothing.
+
+    Attributes:
+        peers: The ranks of the lane.
+        output_bytes: Bytes of the buffer that it fills; 0 where it fills the message itself.
+        checksum: Whether its messages have checksums.
+        counts: As given.
+    """
+
+    def __init__(
+        self,
+        own: Collectives,
+        lane: Lane,
+        kind: Kind,
+        size: int,
+        what: str,
+        *,
+        algorithm: Algorithm = "library",
+        root: int = 0,
+        dtype: torch.dtype = torch.uint8,
+        counts: WireEntry | None = None,
+    ) -> None:
+        self.own, self.peers, self.counts, self.checksum = own, own.peers[lane], counts, own.plan.checksum
+        self._lane, self._kind, self._size, self._what = lane, kind, size, what
+        self._root, self._dtype = root, dtype
+        self._algorithm: Algorithm = algorithm if kind == "all_gather" else "library"
+        self._label = f"hzero: {kind} {lane[1]}: {what}"
+        ranks, reduces = len(self.peers.ranks), kind == "reduce_scatter"
+        self._parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
+        self._library_sums = reduces and self.peers.wires.library_sums and own.library_sums and not self.checksum
+        self._sums = reduces and not self._library_sums
+        self._start = self._starter()
+        in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
+        elsewhere = {"all_gather": in_flight * ranks, "broadcast": 0, "send": 0, "receive": 0}
+        self.output_bytes = elsewhere.get(kind, size // ranks if self._library_sums else in_flight)
+
+    def __str__(self) -> str:
+        ranks, own, what = self.peers.ranks, self.peers.own, self._what
+        if self._kind in ("send", "receive"):
+            way = f"{'to' if self._kind == 'send' else 'from'} rank {ranks[1 - own]}"
+            return f"hzero: {what} {way} (rank {ranks[own]}, {self._size:,} bytes)"
+        shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
+        where = f"on tier {self._lane[1]!r} (rank {ranks[own]} among {shown}, {self._size:,} bytes)"
+        return f"hzero: {self._kind.replace('_', '-')} of {what} {where}"
+
+    def start(self, message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:
+        """Starts the collective.
+
+        Args:
+            message: uint8, contiguous; of a rank that only receives, what is filled.
+            output: uint8 ``[output_bytes]``, which belongs to the collective until its result has been read; None makes one.
+
+        Returns:
+            The collective; of several rounds the last one, once the others have ended.
+
+        Raises:
+            HopError: It cannot be started, since peers are gone.
+        """
+        peers, timer = self.peers, None
+        if self.counts is not None:
+            # A hop that the host starts and ends is timed by its clock, wherever its memory is.
+            timer = self.own.wire_log.timer(message.device if self.own.lanes.streams is not None else _HOST)
+        if output is None and self.output_bytes:
+            output = message.new_empty(self.output_bytes)
+        try:
+            with record_function(self._label):
+                if self.checksum:
+                    peers.messages += 1
+                    message = signed(message, self._parts, peers.messages, peers.own)
+                output = message if output is None else output
+                return Pending(self, self._start(output, message), (message, output), timer)
+        except HopError:  # of a round
+            raise
+        except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
+            raise MissingPeerError.of(f"{self} cannot start: ", error) from error
+
+    def _starter(self) -> Callable[[torch.Tensor, torch.Tensor], Work]:
+        """What starts the messages, of an output and a message."""
+        wires: Any = self.peers.wires
+        if self._kind == "broadcast":
+            return lambda output, _: wires.broadcast(output, self._root)
+        if self._kind in ("send", "receive"):
+            return lambda output, _: wires.message(output, self._root, sends=self._kind == "send")
+        if self._library_sums:
+            return lambda output, message: wires.reduce_scatter(output.view(self._dtype), message.view(self._dtype))
+        if self._algorithm == "pairs":
+            return lambda output, message: wires.all_to_all(output, message.repeat(len(self.peers.ranks)))
+        if self._algorithm == "doubling":
+            return self._doubling
+        return wires.all_gather if self._kind == "all_gather" else wires.all_to_all  # type: ignore[no-any-return]
+
+    def _doubling(self, output: torch.Tensor, message: torch.Tensor) -> Work:
+        """Makes all rounds but the last one, which it starts. Rank i then holds the messages of i, i + 1, .. (modulo k).
+
+        It has those of the ranks i to i + distance - 1 in the first rows of what it holds. In a round it sends them, or as many
+        as are missing, to rank i - distance, and receives as many from rank i + distance in the rows that follow.
+        """
+        own, ranks = self.peers.own, len(self.peers.ranks)
+        held = output.view(ranks, -1)
+        held[0] = message
+        distance = 1
+        while True:
+            rows = min(distance, ranks - distance)
+            sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
+            work = self.peers.wires.exchange(received, sent, (own + distance) % ranks, (own - distance) % ranks)
+            if 2 * distance >= ranks:
+                return work
+            Pending(self, work, (held,)).end()
+            distance *= 2
+
+    def arrived(self, output: torch.Tensor, number: int) -> torch.Tensor:
+        """What a message of this number on its lane has brought: in the order of coordinates, compared, and summed."""
+        if self._algorithm == "doubling":
+            output = output.view(len(self.peers.ranks), -1).roll(self.peers.own, 0).view(-1)
+        if self.checksum:
+            output = self._verified(output, number)
+        return self._summed(output) if self._sums else output
+
+    def _verified(self, output: torch.Tensor, number: int) -> torch.Tensor:
+        peers = self.peers
+        alone = {"broadcast": self._root, "send": peers.own, "receive": 1 - peers.own}.get(self._kind)
+        senders = list(range(len(peers.ranks))) if alone is None else [alone]
+        receiver = peers.own if self._parts > 1 else 0
+        message, comparison = verified(output.view(-1), senders, number, receiver, peers.ranks, self.__str__)
+        self.own.compare(comparison)
+        return message
+
+    def _summed(self, output: torch.Tensor) -> torch.Tensor:
+        """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of the elements, which are overwritten."""
+        first, *others = output.view(self._dtype).view(len(self.peers.ranks), -1)
+        if len(others) == 1:  # one addition rounds once in any type
+            return first.add_(others[0]).view(torch.uint8)
+        total = first.to(torch.float32)
+        for other in others:
+            total.add_(other)
+        return first.copy_(total).view(torch.uint8)
 
 
-def _bytes_of(room: int | Floats) -> int:
-    return room if isinstance(room, int) else room.bytes
+_HOST = torch.device("cpu")
+
+
+class Pending:
+    """A collective under way.
+
+    Args:
+        collective: The collective.
+        work: What is under way.
+        buffers: What it reads and fills, the output last.
+        timer: Of a hop that the wire log counts.
+    """
+
+    def __init__(
+        self, collective: Collective, work: Work, buffers: Sequence[torch.Tensor], timer: HopTimer | None = None
+    ) -> None:
+        self.collective, self.buffers = collective, buffers
+        self._work: Work | None = work
+        self._timer, self._message = timer, collective.peers.messages
+        passed = timer.ready if timer is not None else lambda: True
+        self._number = collective.peers.hops.start(collective.__str__, buffers[-1].nbytes, passed)
+        self._started = time.monotonic()
+
+    def __str__(self) -> str:
+        return str(self.collective)
+
+    def end(self) -> None:
+        """Waits for the collective; on a device the current stream does.
+
+        Raises:
+            HopError: The collective failed, a peer is gone or the group's timeout passed.
+        """
+        if self._work is None:
+            return
+        hops = self.collective.peers.hops
+        try:
+            self._work.wait()
+        except DisagreementError as error:
+            raise HopError(f"{self} failed: {error}") from error
+        except RuntimeError as error:
+            failed = f"{self} failed after {time.monotonic() - self._started:.1f} s: "
+            raise MissingPeerError.of(failed, error, hops, self._number) from error
+        self._work = None
+        hops.ended += 1
+        if self._timer is not None and self.collective.counts is not None:
+            self._timer.stop()
+            self.collective.own.wire_log.add(self.collective.counts, self._timer)
+
+    def wait(self, ours: bool = False) -> torch.Tensor:
+        """Waits as `end` does, and returns what has arrived.
+
+        On a device the buffers belong to the stream of the lane, which does not wait for the collective. They are kept until the
+        current stream, which does, is past this point; those of the arena (``ours``) are kept anyway.
+
+        Raises:
+            HopError: Also if a message arrived changed, and the host can look at once.
+        """
+        self.end()
+        arrived = self.collective.arrived(self.buffers[-1], self._message)
+        if not ours or self.collective.checksum:
+            for buffer in (*self.buffers, arrived):
+                self.collective.own.used(buffer)
+        return arrived

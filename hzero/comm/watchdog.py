@@ -17,16 +17,16 @@ import socket
 import sys
 import threading
 import time
-import traceback
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 
-from hzero.comm.wires import Lane, NoAnswer, connection_to_store, in_time
-from hzero.validation import PeerError, PlainError, hook_errors, some
+from hzero.comm.wires import NoAnswer, connection_to_store, in_time
+from hzero.validation import PeerError, hook_errors, some
+
+if TYPE_CHECKING:
+    from hzero.comm.peers import LaneHops
 
 #: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.
 PERIOD_S, WRITES_PER_S = 1.0, 2000
@@ -38,47 +38,6 @@ _ANSWER_S = 3.0
 _READ, _READ_BY_ALL = 64, 2**18
 #: Ranks to blame, as far as they are known, and the same in words.
 Missing: TypeAlias = tuple[Sequence[int], str]
-
-
-@dataclass
-class LaneHops:
-    """Hops of this rank on one lane, counted where they start and where they have been waited for.
-
-    Attributes:
-        name: Of the lane and its ranks, the same on all of them.
-        ranks: Of the world.
-        timeout_s: Longest wait for one hop.
-        started: Hops that this rank has started; the same on all ranks once all have come.
-        ended: Those that it has waited for. On a device a wait does not block, so this says little there.
-        since: When the last one started.
-        size: Its bytes.
-        what: Describes it.
-        passed: Whether the device is past it.
-    """
-
-    name: str
-    ranks: Sequence[int]
-    timeout_s: float
-    started: int = 0
-    ended: int = 0
-    since: float = 0.0
-    size: int = 0
-    what: Callable[[], str] = str
-    passed: Callable[[], bool] = bool
-
-    def start(self, what: Callable[[], str], size: int, passed: Callable[[], bool]) -> int:
-        """Counts a hop. Returns its number, from 1."""
-        self.what, self.size, self.passed, self.since = what, size, passed, time.monotonic()
-        self.started += 1
-        return self.started
-
-    def waited_s(self) -> float:
-        """Seconds since the start of the last hop, or 0 if it has ended."""
-        waited_s, waits = time.monotonic() - self.since, self.started > self.ended
-        if not waits and self.started and waited_s > self.timeout_s / 2:  # asked earlier, a device may capture a graph
-            with contextlib.suppress(RuntimeError):  # of a device that has failed
-                waits = not self.passed()
-        return waited_s if waits else 0.0
 
 
 class Watchdog:
@@ -97,6 +56,7 @@ class Watchdog:
     Attributes:
         step: Optimizer steps that this rank has finished.
         micro: Micro-steps that it has begun since.
+        lanes: The hops of this rank, by the name of their lane.
         pid: This process.
         period_s: Seconds between two records.
     """
@@ -105,7 +65,8 @@ class Watchdog:
         self.step, self.micro, self.pid = 0, 0, os.getpid()
         self.period_s = max(PERIOD_S, world_size / WRITES_PER_S)
         self._rank, self._world_size, self._world = rank, world_size, dist.group.WORLD
-        self._store, self._lanes = functools.cache(connect), dict[str, LaneHops]()
+        self._store = functools.cache(connect)
+        self.lanes: dict[str, LaneHops] = {}
         self._error: Missing | None = None  # the first rank that has ended with an error
         self._missing: tuple[int, Missing] = -1, ((), "")  # hops that had ended when a wait failed, and who was missing
         self._answered, self._warned = time.monotonic(), (-1, -1)
@@ -113,11 +74,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="hzero watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a thread that enters the interpreter at its end would abort the process
-
-    def lane(self, lane: Lane, ranks: Sequence[int], timeout_s: float) -> LaneHops:
-        """The count of a lane between ranks of the world, which all transports of this process share."""
-        name = f"{' '.join(lane)} {zlib.crc32(repr([*ranks]).encode())}"
-        return self._lanes.setdefault(name, LaneHops(name, ranks, timeout_s))
 
     def stop(self) -> None:
         """Ends the thread; the last record stays in the store."""
@@ -128,7 +84,7 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):  # the store is gone
             while dist.group.WORLD is self._world and not self._stopped.is_set():
                 self._write()
-                late = [lane for lane in list(self._lanes.values()) if lane.waited_s() > lane.timeout_s / 2]
+                late = [lane for lane in list(self.lanes.values()) if lane.waited_s() > lane.timeout_s / 2]
                 if late and self._warned != (self.step, self.micro):
                     self._warned = self.step, self.micro
                     # This thread must go on writing, or others would take the rank for frozen.
@@ -140,7 +96,7 @@ class Watchdog:
         print(f"hzero: warning: rank {self._rank}: {what}", file=sys.stderr, flush=True)
 
     def _write(self) -> None:
-        lanes = [lane for lane in list(self._lanes.values()) if lane.started]
+        lanes = [lane for lane in list(self.lanes.values()) if lane.started]
         last = max(lanes, key=lambda lane: lane.since, default=None)
         record = {
             "who": self._who(),
@@ -160,7 +116,7 @@ class Watchdog:
         return f"rank {self._rank} (host {socket.gethostname()}, pid {self.pid}, {after})"
 
     def _ended(self) -> int:
-        return sum(lane.ended for lane in list(self._lanes.values()))
+        return sum(lane.ended for lane in list(self.lanes.values()))
 
     def tell(self, error: BaseException) -> None:
         """Tells all ranks that this one ends with an error; the first that is no other rank's fault counts."""
@@ -266,56 +222,3 @@ def tell(error: BaseException) -> None:
     """Tells the other ranks, if there is a world, that this one ends with an error."""
     if _of_world is not None and _of_world[0] is dist.group.WORLD and _of_world[1].pid == os.getpid():  # no fork
         _of_world[1].tell(error)
-
-
-# ---- errors -----------------------------------------------------------------------------------------------------------
-
-
-class HopError(PlainError):
-    """A hop failed, or a message arrived changed, or with blocks that its codec could not hold.
-
-    It names the collective, its payload, tier and ranks.
-    """
-
-
-class DisagreementError(RuntimeError):
-    """A message of another size has come than this rank expects. Wires raise it, and whoever waits makes a `HopError` of it."""
-
-
-class MissingPeerError(HopError, PeerError):
-    """A collective failed or timed out since peers are gone or late. The message also says who did not come."""
-
-    @classmethod
-    def of(
-        cls, what: str, error: Exception | None = None, lane: LaneHops | None = None, number: int = 0
-    ) -> MissingPeerError:
-        """The error of a collective that has failed.
-
-        Args:
-            what: The collective, how it ended, and a colon, before who is missing.
-            error: What the library says of it.
-            lane: As for `Watchdog.missing`.
-            number: As for `Watchdog.missing`.
-        """
-        ranks, text = shared_watchdog().missing(lane, number)
-        said = f" ({str(error).partition(chr(10))[0]})" if error is not None else ""
-        return cls(f"{what}{text}{said}", ranks)
-
-
-@contextlib.contextmanager
-def blaming() -> Iterator[None]:
-    """Turns an error of a collective outside hops, such as DeepSpeed's all-reduce of the norm, into one that names who.
-
-    Raises:
-        MissingPeerError: A collective failed or timed out.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        of_group = isinstance(error, dist.DistError) or "/gloo/" in str(error)
-        if isinstance(error, PeerError) or not of_group or dist.group.WORLD is None:
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]
-        place = f"{own[-1].filename}:{own[-1].lineno} {own[-1].name}"
-        raise MissingPeerError.of(f"hzero: rank {dist.get_rank()}, a collective at {place}: ", error) from error

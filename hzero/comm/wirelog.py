@@ -137,12 +137,6 @@ class WireLog:
         """`entries` as plain dictionaries, for JSON."""
         return [dataclasses.asdict(entry) for entry in self.entries()]
 
-    def seconds(self) -> float:
-        """Seconds of all hops that have ended, by now or in order. Does not wait for the device."""
-        with self._lock:
-            self._settle(wait=False)
-            return sum(entry.seconds for entry in self._entries.values())
-
     def wire_bytes(self, tier: Tier | None = None, role: str | None = None) -> int:
         """Bytes that this rank received: of one tier, of one role, or of all."""
         with self._lock:

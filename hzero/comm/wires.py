@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
 from datetime import timedelta
 from functools import partial
@@ -52,6 +52,10 @@ def in_time(call: Callable[[], T], within_s: float) -> T:
 
     threading.Thread(target=run, name="hzero call", daemon=True).start()
     return answer.result(within_s)
+
+
+class DisagreementError(RuntimeError):
+    """A message of another size has come than this rank expects; whoever waits makes a `HopError` of it."""
 
 
 class Work(Protocol):
@@ -127,44 +131,42 @@ class TorchWires:
 # ---- process groups, made once per world of torch.distributed ------------------------------------------------------------
 
 
-class ProcessGroups:
-    """The tier groups of this process, shared by its engines for as long as torch.distributed's world lives.
+_groups: tuple[Any, dict[Any, dist.ProcessGroup]] = None, {}  # of a world
 
-    They cannot be made anew for every engine. With ``use_local_synchronization`` torch names a group after its ranks: a
-    group made after one of the same ranks was destroyed finds that one's keys in the store, and hangs.
+
+def process_group(
+    lane: Lane, ranks: Sequence[int], timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    """The group of ``ranks``, in this order; made at the first call. All its ranks must call alike.
+
+    The engines of this process share it for as long as torch.distributed's world lives. With ``use_local_synchronization``
+    torch names a group after its ranks: a group made after one of the same ranks was destroyed finds that one's keys in the
+    store, and hangs.
+
+    Args:
+        lane: What it is for.
+        ranks: Of the world.
+        timeout: Longest wait for one collective.
+        backend: None: the world's.
     """
-
-    def __init__(self) -> None:
-        self._world: dist.ProcessGroup | None = None
-        self._made: dict[tuple[Lane, tuple[int, ...], timedelta, str | None], dist.ProcessGroup] = {}
-
-    def get(self, lane: Lane, ranks: list[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-        """The group of ``ranks``, in this order; made at the first call. All its ranks must call alike.
-
-        Args:
-            lane: What it is for.
-            ranks: Of the world.
-            timeout: Longest wait for one collective.
-            backend: None: the world's.
-        """
-        if self._world is not dist.group.WORLD:
-            self._world, self._made = dist.group.WORLD, {}
-        key = (lane, tuple(ranks), timeout, backend)
-        if key not in self._made:
-            in_order: dict[str, Any] = (
-                {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    global _groups
+    if _groups[0] is not dist.group.WORLD:
+        _groups = dist.group.WORLD, {}
+    made, key = _groups[1], (lane, tuple(ranks), timeout, backend)
+    if key not in made:
+        sorts = "sort_ranks" in inspect.signature(dist.new_group).parameters
+        in_order: dict[str, Any] = {"sort_ranks": False} if sorts else {}
+        with _apart(key):
+            made[key] = dist.new_group(
+                list(ranks),
+                timeout=timeout,
+                backend=backend,
+                pg_options=_nccl_options(backend, timeout),
+                use_local_synchronization=True,
+                group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
+                **in_order,
             )
-            with _apart(key):
-                self._made[key] = dist.new_group(
-                    ranks,
-                    timeout=timeout,
-                    backend=backend,
-                    pg_options=_nccl_options(backend, timeout),
-                    use_local_synchronization=True,
-                    group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
-                    **in_order,
-                )
-        return self._made[key]
+    return made[key]
 
 
 def world_timeout() -> timedelta:
@@ -200,10 +202,6 @@ def limit_waits() -> None:
     for group in list(c10d._world.pg_map):
         if group_timeout(group) in stock:
             c10d._set_pg_timeout(timeout, group)
-
-
-#: Those of this process.
-shared_groups = ProcessGroups()
 
 
 @contextlib.contextmanager

@@ -35,8 +35,7 @@ import torch
 import torch.distributed as dist
 
 from hzero import __version__
-from hzero.comm import Transport
-from hzero.comm.transport import Pending
+from hzero.comm import Collectives, WireLog, peers_of
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE
 from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, TopologyConfig, parse_config
@@ -146,7 +145,8 @@ def measure(parsed: argparse.Namespace) -> None:
     say(f"# hzero links: {world_size:,} ranks, {grid}; {backend} on {name}")
     sizes = [parsed.min_bytes * 4**step for step in range(25) if parsed.min_bytes * 4**step <= parsed.max_bytes]
     config = parse_config({"preset": "lossless", "transport": parsed.transport})
-    transport = Transport(ShardPlan.from_config(config, grid, rank), timedelta(seconds=parsed.timeout))
+    plan = ShardPlan.from_config(config, grid, rank)
+    collectives = Collectives(plan, peers_of(plan, timedelta(seconds=parsed.timeout)), WireLog())
     rows: list[LinkRow] = []
     for tier in grid.crossed:
         ranks, lane = grid.size(tier), (STAGE, tier)
@@ -154,8 +154,9 @@ def measure(parsed: argparse.Namespace) -> None:
         algorithms = ALGORITHMS if tier in NET_TIERS else ALGORITHMS[:1]  # inside a node there is the library's only
         for algorithm, part in itertools.product(algorithms, parts_of(sizes, ranks)):
             message = torch.ones(part, dtype=torch.uint8, device=device)
-            start = partial(transport.start, lane, "all_gather", message, "a probe", algorithm=algorithm)
-            times = [1e6 * time for time in times_of(start, parsed.iterations, device)]
+            gather = collectives.prepare(lane, "all_gather", part, "a probe", algorithm=algorithm)
+            seconds = times_of(lambda: gather.start(message).wait(), parsed.iterations, device)  # noqa: B023
+            times = [1e6 * time for time in seconds]
             measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
             row = LinkRow(tier=tier, ranks=ranks, algorithm=algorithm, size_bytes=part * ranks, **measured)
             rows.append(row)
@@ -183,15 +184,15 @@ def parts_of(sizes: Sequence[int], ranks: int) -> list[int]:
     return sorted({max(size // ranks // _ALIGNMENT, 1) * _ALIGNMENT for size in sizes})
 
 
-def times_of(start: Callable[[], Pending], iterations: int, device: torch.device) -> list[float]:
+def times_of(run: Callable[[], object], iterations: int, device: torch.device) -> list[float]:
     """Seconds of each iteration of a collective, of its slowest rank."""
     for _ in range(_WARMUP):
-        start().wait()
+        run()
     dist.barrier()
     timers = []
     for _ in range(iterations):
         timers.append(HopTimer(device))
-        start().wait()
+        run()
         timers[-1].stop()
     measured = torch.tensor([timer.seconds() for timer in timers], dtype=torch.float64, device=device)
     dist.all_reduce(measured, dist.ReduceOp.MAX)

@@ -359,7 +359,7 @@ def gathers_exactly(stock: Callable[..., Any]) -> Callable[..., Any]:
         # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
         idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
         for managed in idle:
-            inexact = managed.decoded or managed.whole is not None
+            inexact = managed.decoded or managed.owner.weights.plan.decoded
             if managed.param.ds_status == ZeroParamStatus.AVAILABLE and inexact:
                 managed.param.partition()
         with lasting() if found else contextlib.nullcontext():

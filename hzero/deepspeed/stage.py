@@ -284,7 +284,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         super().independent_gradient_partition_epilogue()
         self.hzero.parameters.units.end()
-        self.hzero.lanes.place()
+        self.hzero.lanes.before_others()
         if versions.at_boundary(self):
             self._cross_boundary()
 
@@ -316,7 +316,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.after_step(done=not self.overflow)
         self._new_window()
         self.hzero.parameters.gather_kept_whole()
-        self.hzero.lanes.place()
+        self.hzero.lanes.before_others()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
         watchdog = shared_watchdog()

@@ -13,21 +13,12 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import backends
-from hzero.comm import (
-    Collectives,
-    Communicator,
-    ErrorFeedback,
-    Transport,
-    WireLog,
-    in_use,
-    limit_waits,
-    most_failures,
-    shared_lanes,
-)
+from hzero.comm import Collectives, Communicator, ErrorFeedback, WireLog, in_use, limit_waits, peers_of, shared_lanes
+from hzero.comm.peers import unused_name
 from hzero.comm.wires import STAGE, world_timeout
-from hzero.config import ROLES, Dimension, HZeroConfig, Tier, TopologyConfig
+from hzero.config import ROLES, HZeroConfig, TopologyConfig
 from hzero.engine.gradients import Gradients
-from hzero.engine.guard import Audit, GradientOf, Guard
+from hzero.engine.guard import GradientOf, Guard, speaks
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
 from hzero.plan.shards import ShardPlan
@@ -151,15 +142,6 @@ class Traffic:
         for communicator in self._communicators:
             communicator.verify()
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds in which this rank has waited for other ranks' part of hops.
-
-        On a CPU those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
-        all lanes together and of those that have ended.
-        """
-        return self.lanes.waited_s if self.lanes.streams is None else self.wire_log.seconds()
-
 
 class Engine(Traffic):
     """Resident weights, gradients and guard of one model. All ranks call all methods alike, since most are collective.
@@ -177,10 +159,12 @@ class Engine(Traffic):
         bucket_numel: Max elements of the parameters that share one message of a refresh or a boundary.
         device: Where the model is computed.
         accelerator: As of `Traffic`.
+        group: The ranks that train the model together, and so decide alike; None is the world.
 
     Attributes:
         plan: As given.
         partition: As given.
+        group: As given.
         weights: The resident weights.
         gradients: Reductions and accumulators.
         guard: Ends a training that diverges.
@@ -199,24 +183,21 @@ class Engine(Traffic):
         bucket_numel: int,
         device: torch.device,
         accelerator: Any = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(config, module, device, accelerator)
-        self.plan, self.partition = plan, partition
+        self.plan, self.partition, self.group = plan, partition, group
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        failures = most_failures(
-            self.lanes.failures, config.transport, partition.group, partition.ranks, world_timeout()
-        )
-        name = f"{STAGE} #{failures}" if failures else STAGE
+        failures, ranks = self.lanes.failures, partition.ranks
+        name = unused_name(STAGE, failures, config.transport, partition.group, ranks, world_timeout())
         roles: dict[str, str] = {role: f"{name} {role}" if self.lanes.apart else name for role in ROLES}
         channels = list(dict.fromkeys(roles.values()))
-        transport = Transport(plan, channels=channels, ranks=partition.ranks, streams=self.lanes.streams)
-        self._collectives = Collectives(plan, transport, self.wire_log, self._feedback, self.lanes, roles)
+        peers = peers_of(plan, channels=channels, ranks=ranks, streams=self.lanes.streams)
+        self._collectives = Collectives(plan, peers, self.wire_log, self._feedback, self.lanes, roles)
         self._synchronous = accelerator is None
         self.weights = Weights(self._collectives, parameters, bucket_numel, accelerator)
         self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))
-        self.guard = Guard(self.weights, config.guard.discarded_steps, device)
-        self._steps = 0
-        self._audit, self._audit_due = Audit(self.weights, self._collectives, device, self.ADVICE), True
+        self.guard = Guard(self.weights, config.guard, device, self.ADVICE, group)
 
     # ---- the optimizer step ----------------------------------------------------------------------------------------
 
@@ -233,12 +214,8 @@ class Engine(Traffic):
         self.weights.before_change()
         if self._synchronous:
             self.settle()
-        self.lanes.place()
-        self._steps += 1
-        every = self.config.guard.every
-        if every and (self._audit_due or self._steps % every == 0):
-            self._audit.run(self._steps, params, gradient_of)
-            self._audit_due = False
+        self.lanes.before_others()
+        self.guard.before_step(params, gradient_of)
 
     def lost(self) -> bool:
         """Whether a step has to be discarded since a codec could not hold weights, which are NaN then.
@@ -249,10 +226,10 @@ class Engine(Traffic):
             return False
         what = self._collectives.lost()
         lost = torch.tensor(int(what is not None), dtype=torch.uint8, device=self.device)
-        dist.all_reduce(lost, dist.ReduceOp.MAX)
+        dist.all_reduce(lost, dist.ReduceOp.MAX, self.group)
         if not int(lost):
             return False
-        if is_rank_0():
+        if speaks(self.group):
             logger.warning(
                 "hzero: %s; this step is discarded, and weights travel without the codec from now on",
                 what or "the codec of weights could not hold some of them",
@@ -278,7 +255,7 @@ class Engine(Traffic):
         """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""
         self.weights.mark_stale()
         self.gradients.clear()
-        self._audit_due = True
+        self.guard.audit_due = True
         if self._feedback is not None:
             self._feedback.clear()
 
@@ -303,7 +280,7 @@ class Engine(Traffic):
         Args:
             seeds: What `state_dict` has given; None where the checkpoint has nothing, as one of stock.
         """
-        if self._feedback is not None and is_rank_0():
+        if self._feedback is not None and speaks(self.group):
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints have none")
         if seeds is not None:
             self.weights.version, self.gradients.reductions = seeds["weights"], seeds["gradients"]
@@ -312,8 +289,8 @@ class Engine(Traffic):
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Signal-to-noise ratios that the last audit found, in dB; see `Audit`."""
-        return self._audit.ratios
+        """Signal-to-noise ratios that the last audit found, in dB; see `Guard`."""
+        return self.guard.ratios
 
     def memory(self) -> dict[str, int]:
         """Measured bytes of each state on this rank, without transient buffers.
@@ -357,29 +334,24 @@ def _communicators_of(module: torch.nn.Module, config: HZeroConfig) -> list[Comm
     """The communicators of a model's layers, whose hops its engine counts; warns of codecs of a dimension that nobody sends."""
     used = in_use()
     held = {id(value) for one in module.modules() for value in vars(one).values()}
-    crossed: dict[str | None, set[Tier]] = {}
-    for communicator in used:
-        crossed.setdefault(communicator.role, set()).update(hop.tier for hop in communicator.plan.gather_hops())
     for dimension in config.written_dimensions if is_rank_0() else ():
-        tiers = crossed.get(dimension)
+        plans = [communicator.plan for communicator in used if communicator.role == dimension]
+        tiers = {hop.tier for plan in plans for hop in plan.gather_hops()}
+        why = ""
         if not tiers:
-            logger.warning(
-                "hzero: codecs.%s has no effect: nothing in this process sends over such a group; %s",
-                dimension,
-                _who_sends(dimension),
-            )
+            why = f"nothing in this process sends over such a group; {_SENDERS.get(dimension, _ANY_MODEL)}"
         elif all(config.codecs[dimension][tier].traits.plain for tier in tiers):
-            logger.warning(
-                "hzero: codecs.%s has no effect: its groups cross %s alone", dimension, ", ".join(sorted(tiers))
-            )
+            why = f"its groups cross {', '.join(sorted(tiers))} alone"
+        if why:
+            logger.warning("hzero: codecs.%s has no effect: %s", dimension, why)
     # Not those of another engine's model.
     return [communicator for communicator in used if id(communicator) in held or not communicator.adopted]
 
 
-def _who_sends(dimension: Dimension) -> str:
-    if dimension in ("pipeline", "optimizer"):
-        return "a PipelineModule does, with zero_optimization.stage 1 and more than one stage or data-parallel rank"
-    autotp = "AutoTP does (tensor_parallel.autotp_size), or " if dimension == "tensor" else ""
-    return (
-        f"{autotp}a model does, with hzero.comm.for_dimension({dimension!r}, config, group), before its engine is built"
-    )
+_PIPELINE = "a PipelineModule does, with zero_optimization.stage 1 and more than one stage or data-parallel rank"
+_ANY_MODEL = "a model does, with hzero.comm.for_dimension(dimension, config, group), before its engine is built"
+_SENDERS = {
+    "pipeline": _PIPELINE,
+    "optimizer": _PIPELINE,
+    "tensor": f"AutoTP does (tensor_parallel.autotp_size), or {_ANY_MODEL}",
+}

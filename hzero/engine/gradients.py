@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ import torch
 from hzero.codecs.formats import owned_numel
 from hzero.comm import Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
-from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of, unchanged
+from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of
 from hzero.plan.program import IN_FLIGHT
 
 logger = logging.getLogger("hzero")
@@ -28,21 +28,20 @@ class _Layout(NamedTuple):
 
     Attributes:
         params: Parameters of one route.
-        keys: Of the parameters.
-        dtype: On the wire, in hops with codec ``none``.
         micro: Reduces over the gradients' scope.
         boundary: Reduces over the outer tiers.
         divides_first: Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
-        patient: Whether gathers cross several tiers, in the other direction: modules wait for them, so these gradients make way.
     """
 
     params: list[Parameter]
-    keys: list[int]
-    dtype: torch.dtype
     micro: Bound
     boundary: Bound
     divides_first: bool
-    patient: bool
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Of the parameters."""
+        return self.micro.bucket.keys
 
 
 class Gradients:
@@ -140,15 +139,12 @@ class Gradients:
 
     def _layout(self, params: list[Parameter], dtype: torch.dtype) -> _Layout:
         route, bucket = params[0].route, bucket_of(params, dtype, "gradients")
-        micro, boundary = (
-            self._collectives.bind(program, bucket) for program in (route.programs.micro, route.programs.boundary)
-        )
+        programs, bind = route.programs, self._collectives.bind
         # Shards are fewer than gradients. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3
         # if it is divided afterwards by what is no power of two. Sums of decoded messages are float32.
         exact = self.divisor.bit_count() == 1 and dtype != torch.float16
-        keys, apart = [param.key for param in params], self._collectives.lanes.apart
-        patient = len(route.programs.unshard.crossings) > 1 and not apart
-        return _Layout(params, keys, dtype, micro, boundary, route.sums_travel and not exact, patient)
+        micro, boundary = bind(programs.micro, bucket), bind(programs.boundary, bucket)
+        return _Layout(params, micro, boundary, route.sums_travel and not exact)
 
     def _accumulate(
         self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver
@@ -157,52 +153,38 @@ class Gradients:
         accumulates, travels = self._plan.accumulates, bool(layout.micro.lanes)
         # Without a hop nothing else copies them from the front end's bucket, which the next gradients overwrite.
         copy = not travels and not accumulates
-        flat = [self._collectives.used(one).to(layout.dtype, copy=copy).reshape(-1) for one in gradients]
+        flat = [self._collectives.used(one).to(layout.micro.bucket.dtype, copy=copy).reshape(-1) for one in gradients]
         if layout.divides_first:
             self._divide(flat)
-        if accumulates:
-            self._waiting.update(zip(layout.keys, layout.params))
-            if not travels:
-                self._accumulate_whole(layout, flat, scale, last)
-                return
         then: Callable[[list[torch.Tensor]], Any] = partial(self._cut, layout)
         if accumulates:
-            then = partial(self._add, layout.keys, last)
+            self._waiting.update(zip(layout.keys, layout.params))
+            then = partial(self._add, layout.keys, last, not travels)
         chain = layout.micro.run(
-            lambda: flat,
-            then,
-            seed=self._next_seed(),
-            scale=scale,
-            into=partial(self._to_add_to, layout.keys),
-            patient=layout.patient,
+            lambda: flat, then, seed=self._next_seed(), scale=scale, into=partial(self._to_add_to, layout.keys)
         )
         chain.wait_read()
+        if not travels:
+            chain.wait()
         if last and accumulates:
             # Submitted here, not by the lane that makes the sums: all ranks need one order with the gathers of weights.
-            self._submit_crossing(layout, scale, chain.take, after=[chain], patient=layout.patient)
+            self._submit_crossing(layout, scale, chain.take, after=[chain])
         self._reducing.append((chain, None if accumulates else partial(deliver, layout.params)))
         while len(self._reducing) > self._most:
             self._finish_first()
 
-    def _accumulate_whole(self, layout: _Layout, flat: list[torch.Tensor], scale: float, last: bool) -> None:
-        """Adds whole gradients to the accumulators; those of a window's only micro-step cross as they are."""
-        kept = [key in self._sums for key in layout.keys]
-        if last and layout.boundary.lanes and not any(kept):
-            self._submit_crossing(layout, scale, lambda: flat).wait_read()
-        else:  # the first of a window is kept, so it must be a copy
-            parts = [one if again else one.to(torch.float32, copy=True) for one, again in zip(flat, kept)]
-            sums = self._add(layout.keys, last, parts)
-            if last:
-                self._submit_crossing(layout, scale, partial(list, sums))
-        if last:
-            self._limit_crossings()
-
-    def _add(self, keys: Sequence[int], last: bool, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _add(self, keys: Sequence[int], last: bool, copy: bool, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Adds partial sums to the accumulators, unless the last hop has. Gives those of the last micro-step away.
 
-        The first of a window becomes the accumulator: nobody else may keep it.
+        The first of a window becomes the accumulator: nobody else may keep it, else it is copied.
         """
-        totals = self._take(keys, parts)
+        kept = self._take(keys)
+        for index, (total, part) in enumerate(zip(kept, parts)):
+            if total is None:
+                kept[index] = part.to(torch.float32, copy=copy)
+            elif total is not part:  # which `_to_add_to` gave
+                self._collectives.used(total).add_(part)
+        totals = [total for total in kept if total is not None]
         if last:  # accumulators are freed as soon as they are encoded
             return totals
         self._sums.update(zip(keys, totals))
@@ -215,24 +197,10 @@ class Gradients:
         kept = [self._sums[key] for key in keys if key in self._sums]
         return kept if len(kept) == len(keys) else None
 
-    def _take(self, keys: Sequence[int], parts: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Gives accumulators away, after it has added the parts to them. A part that is its accumulator is added already.
-
-        See `_to_add_to`.
-        """
-        totals = []
-        for key, part in zip(keys, parts if parts is not None else [None] * len(keys)):
-            kept = self._sums.pop(key, None)
-            if kept is None:
-                assert part is not None, key
-                totals.append(part.to(torch.float32))
-                continue
-            self._bytes -= kept.nbytes
-            if part is not kept:
-                self._collectives.used(kept)
-                if part is not None:
-                    kept.add_(part)
-            totals.append(kept)
+    def _take(self, keys: Iterable[int]) -> list[torch.Tensor | None]:
+        """Gives accumulators away; None where there is none yet."""
+        totals = [self._sums.pop(key, None) for key in keys]
+        self._bytes -= sum(total.nbytes for total in totals if total is not None)
         return totals
 
     def settle(self) -> None:
@@ -270,7 +238,7 @@ class Gradients:
             for same in alike(rest):
                 for params in in_buckets(((param, param.numel) for param in same), self.bucket_numel):
                     (layout,) = self._layouts_of(params, dtype)
-                    sums = self._take(layout.keys)
+                    sums = [total for total in self._take(layout.keys) if total is not None]
                     self._submit_crossing(layout, scale, partial(list, sums))
                     self._limit_crossings()
             crossed = [(layout, chain.wait()) for layout, chain in self._crossing]
@@ -281,9 +249,9 @@ class Gradients:
                 deliver(layout.params, self._cut(layout, shards))
 
     def _submit_crossing(
-        self, layout: _Layout, scale: float, sums: Callable[[], list[torch.Tensor]], **order: Any
+        self, layout: _Layout, scale: float, sums: Callable[[], list[torch.Tensor]], **how: Any
     ) -> Chain[list[torch.Tensor]]:
-        chain = layout.boundary.run(sums, unchanged, seed=self._next_seed(), scale=scale, **order)
+        chain = layout.boundary.run(sums, seed=self._next_seed(), scale=scale, **how)
         self._crossing.append((layout, chain))
         return chain
 

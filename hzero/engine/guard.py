@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
-from hzero.comm import Bucket, Collectives, blaming
+from hzero.comm import Bucket, blaming
 from hzero.comm.checksum import checksums
-from hzero.config import ROLES, CodecConfig, Role, Tier
+from hzero.config import ROLES, CodecConfig, GuardConfig, Role, Tier
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
 from hzero.plan.shards import ShardPlan
@@ -35,24 +35,48 @@ class StaleWeightsError(PlainError):
     """Resident weights are not those that their owners, or other ranks, hold. The message names them."""
 
 
-# ---- divergence -------------------------------------------------------------------------------------------------------
+def speaks(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank logs for all ranks of a group; None is the world."""
+    return is_rank_0() if group is None else dist.get_rank(group) == 0
 
 
 class Guard:
-    """Counts the optimizer steps that are discarded because the norm of the gradients is not finite.
+    """Ends a training that diverges, or whose resident weights are wrong; and measures how much codecs lose.
 
-    DeepSpeed discards such a step in every type of weights and continues, for ever if nothing changes. A step does not count
-    while dynamic loss scaling can still lower its scale: there discarded steps are how it finds one.
+    It counts the optimizer steps that are discarded because the norm of the gradients is not finite. DeepSpeed discards such a
+    step in every type of weights and continues, for ever if nothing changes. A step does not count while dynamic loss scaling
+    can still lower its scale: there discarded steps are how it finds one.
+
+    An audit checks the weights that forward and backward read. Nothing of it is in the wire log.
 
     Args:
-        weights: The weights.
-        limit: Discarded steps in a row with which training ends; 0 never ends it.
+        weights: The weights; hops of audits use their lanes.
+        config: Discarded steps in a row with which training ends, 0 never ends it; and steps between audits.
         device: Where sums over ranks are made.
+        advice: How a user changes weights without making resident copies stale, for a message.
+        group: The ranks that train the model together, and so decide alike; None is the world.
+
+    Attributes:
+        ratios: Signal-to-noise ratios of each lossy tier's codec in the last audit, in dB, such as ``weights/node``: of one of
+            the larger weights and of the sum of one's gradients. Those without a finite signal are left out.
+        audit_due: Whether the next step is audited in any case.
     """
 
-    def __init__(self, weights: Weights, limit: int, device: torch.device) -> None:
-        self._weights, self._limit, self._device = weights, limit, device
-        self._steps = self._discarded = 0
+    def __init__(
+        self,
+        weights: Weights,
+        config: GuardConfig,
+        device: torch.device,
+        advice: str = "",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._weights, self._collectives, self._plan = weights, weights.collectives, weights.plan
+        self._config, self._device, self._advice, self._group = config, device, advice, group
+        self._steps = self._discarded = self._audits = 0
+        self.ratios: dict[str, float] = {}
+        self.audit_due = True
+
+    # ---- divergence ----------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
         """Notes a step that changed the weights."""
@@ -74,21 +98,21 @@ class Guard:
         self._steps += 1
         at_minimum = scaler is not None and scaler.dynamic
         # A discarded step lowers the loss scale, so a later one may be finite.
-        if self._limit == 0 or (at_minimum and scaler.cur_scale > scaler.min_scale):
+        if self._config.discarded_steps == 0 or (at_minimum and scaler.cur_scale > scaler.min_scale):
             return
         self._discarded += 1
-        if self._discarded < self._limit and not (at_minimum and scaler.raise_error_at_min_scale):
-            if is_rank_0():
+        if self._discarded < self._config.discarded_steps and not (at_minimum and scaler.raise_error_at_min_scale):
+            if speaks(self._group):
                 logger.warning(
                     "hzero: step %d is discarded: the norm of the gradients is not finite (guard: %d of %d in a row)",
                     self._steps,
                     self._discarded,
-                    self._limit,
+                    self._config.discarded_steps,
                 )
             return
         scaled = f" and the loss scale is at its minimum of {scaler.cur_scale:g}" if at_minimum else ""
         message = (
-            f"the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._limit})"
+            f"the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._config.discarded_steps})"
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
             f"{self._where(params, gradient_of)}"
         )
@@ -105,14 +129,14 @@ class Guard:
             dtype=torch.uint8,
             device=self._device,
         )
-        dist.all_reduce(spoilt, dist.ReduceOp.MAX)
+        dist.all_reduce(spoilt, dist.ReduceOp.MAX, self._group)
         parts = []
         for what, marks in zip(("gradients", "weights"), spoilt.tolist()):
             names = _marked(params, marks)
             listed = f": {some(names, _NAMED)}" if names else ""
             parts.append(f"Not finite in the {what} of {len(names)} of {len(params)} parameters{listed}")
-        if tiers := _lossy_tiers(self._weights.plan):
-            powers = _of_codecs(tiers, {"weights": weights, "gradients": gradients}, self._device)
+        if tiers := _lossy_tiers(self._plan):
+            powers = _of_codecs(tiers, {"weights": weights, "gradients": gradients}, self._device, self._group)
             ratios = [
                 f"{role} {codec.codec} on {', '.join(names)}: {_described(_decibels(*found))}"
                 for ((role, codec), names), found in zip(tiers.items(), powers)
@@ -120,52 +144,29 @@ class Guard:
             parts.append(f"Signal-to-noise ratio of the codecs on what is finite: {'; '.join(ratios)}")
         return ". ".join(parts)
 
-
-def _marked(params: Sequence[Parameter], marks: Sequence[int]) -> list[str]:
-    return [param.name for param, mark in zip(params, marks) if mark]
-
-
-# ---- audit ------------------------------------------------------------------------------------------------------------
-
-
-class Audit:
-    """Checks the weights that forward and backward read, and measures what codecs lose. Nothing of it is in the wire log.
-
-    Args:
-        weights: The weights.
-        collectives: The engine's; hops use their lanes.
-        device: Where sums over ranks are made.
-        advice: How a user changes weights without making resident copies stale, for a message.
-
-    Attributes:
-        ratios: Signal-to-noise ratios of each lossy tier's codec in the last audit, in dB, such as ``weights/node``: of one of
-            the larger weights and of the sum of one's gradients. Those without a finite signal are left out.
-    """
-
-    def __init__(self, weights: Weights, collectives: Collectives, device: torch.device, advice: str) -> None:
-        self._weights, self._plan, self._device, self._advice = weights, collectives.plan, device, advice
-        self._collectives, self._count = collectives, 0
-        self.ratios: dict[str, float] = {}
+    # ---- audit ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def run(self, step: int, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
-        """Audits before an optimizer step. Collective; waits for the device.
+    def before_step(self, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
+        """Audits before an optimizer step, if an audit is due. Collective; waits for the device.
 
         Args:
-            step: The number of the step, for messages.
             params: Those that the optimizer steps.
             gradient_of: Gives this rank's shard of the gradient of one of them.
 
         Raises:
             StaleWeightsError: On all ranks, if one has found a difference.
         """
+        step, every = self._steps + 1, self._config.every
+        if not every or not (self.audit_due or step % every == 0):
+            return
         self._collectives.lanes.drain()
         with blaming():
             self._compare(step)
             self.ratios = self._measure(params, gradient_of)
             self._collectives.verify()
-        self._count += 1
-        if self.ratios and is_rank_0():
+        self._audits, self.audit_due = self._audits + 1, False
+        if self.ratios and speaks(self._group):
             texts = [f"{name} {ratio:.1f}" for name, ratio in self.ratios.items()]
             logger.info("hzero: signal-to-noise ratios before step %d, in dB: %s", step, ", ".join(texts))
 
@@ -179,7 +180,7 @@ class Audit:
         sums = torch.cat([checksums(copy.view(-1).view(torch.uint8), 1) for copy in copies])
         # One sum of all sums first: those of each parameter, from each peer, would take a gigabyte of a large world.
         both = torch.cat([stale, self._differing(checksums(sums.view(torch.uint8).view(-1), 1))]).to(torch.uint8)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         parts = []
         if names := _marked(resident, both[:-1].tolist()):
             parts.append(
@@ -188,7 +189,7 @@ class Audit:
             )
         if bool(both[-1]):
             differing = self._differing(sums).to(torch.uint8)
-            dist.all_reduce(differing, dist.ReduceOp.MAX)
+            dist.all_reduce(differing, dist.ReduceOp.MAX, self._group)
             names = _marked(resident, differing.tolist())
             parts.append(
                 f"ranks that hold the same copies of {len(names)} of {len(resident)} weights have different ones: "
@@ -213,8 +214,8 @@ class Audit:
         bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
         for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
             # No chain is under way.
-            pending = own.transport.start(own.lane(bucket, hop.tier), "all_gather", message, "weights of an audit")
-            theirs = own.received(pending).view(torch.int64)
+            gather = own.prepare(own.lane(bucket, hop.tier), "all_gather", message.nbytes, "weights of an audit")
+            theirs = gather.start(message).wait().view(torch.int64)
             differs |= (theirs.view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
         return differs
 
@@ -229,7 +230,7 @@ class Audit:
         }
         ratios = {
             f"{role}/{tier}": _decibels(*powers)
-            for ((role, _), names), powers in zip(tiers.items(), _of_codecs(tiers, shards, self._device))
+            for ((role, _), names), powers in zip(tiers.items(), _of_codecs(tiers, shards, self._device, self._group))
             for tier in names
         }
         return {name: ratio for name, ratio in ratios.items() if ratio is not None and math.isfinite(ratio)}
@@ -239,7 +240,11 @@ class Audit:
         usual = [param for param in params if param.route.number == 0 and param.numel]
         mean = sum(param.numel for param in usual) / max(len(usual), 1)
         large = [param for param in usual if param.numel >= mean]
-        return large[self._count % len(large) :][:1] if large else []
+        return large[self._audits % len(large) :][:1] if large else []
+
+
+def _marked(params: Sequence[Parameter], marks: Sequence[int]) -> list[str]:
+    return [param.name for param, mark in zip(params, marks) if mark]
 
 
 # ---- signal-to-noise ratios -------------------------------------------------------------------------------------------
@@ -259,8 +264,9 @@ def _of_codecs(
     tiers: Mapping[tuple[Role, CodecConfig], list[Tier]],
     shards: Mapping[Role, Sequence[torch.Tensor]],
     device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> list[list[float]]:
-    """Powers ``[signal, noise]`` of one round trip through each codec, summed over all ranks. Collective.
+    """Powers ``[signal, noise]`` of one round trip through each codec, summed over the ranks of the group. Collective.
 
     Shards that are not all finite are left out.
     """
@@ -272,7 +278,7 @@ def _of_codecs(
                 values, numel = shard.to(device, torch.float32), [shard.numel()]
                 (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
                 total += _power(values, decoded[: values.numel()])
-    dist.all_reduce(powers)
+    dist.all_reduce(powers, group=group)
     found: list[list[float]] = powers.tolist()
     return found
 

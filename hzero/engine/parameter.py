@@ -67,8 +67,8 @@ class Parameter:
         trained: Whether the optimizer changes it.
         urgent: Whether it is needed right after a step, so that its refresh must not wait for others.
         code_bytes: Bytes of an element whose bytes travel; otherwise 1. Shards hold whole elements.
-        payload: Resident payload ``[rows][record]``, uint8; None if none is kept. This and what follows is the engine's.
-        whole: Resident weights ``[world * chunk]``, decoded, instead of a payload; None likewise.
+        resident: Resident payload ``[rows][record]``, uint8, or weights ``[world * chunk]`` if the plan keeps them decoded. None
+            if there is no copy, or none yet. This and what follows is the engine's.
         chunk: Elements of each shard of the resident copy.
         refresh: The chain that makes the resident copy.
         age: Refreshes of differences since the last one of whole weights; None: the next one sends whole weights.
@@ -83,16 +83,10 @@ class Parameter:
     trained: bool = True
     urgent: bool = False
     code_bytes: int = 1
-    payload: torch.Tensor | None = None
-    whole: torch.Tensor | None = None
+    resident: torch.Tensor | None = None
     chunk: int = 0
     refresh: Chain[None] | None = None
     age: int | None = None
-
-    @property
-    def resident(self) -> torch.Tensor | None:
-        """The resident payload, or the resident weights."""
-        return self.whole if self.whole is not None else self.payload
 
     @property
     def differs(self) -> bool:
@@ -105,11 +99,6 @@ def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
     world, codes = params[0].route.plan.grid.world_size, dtype == torch.uint8
     chunks = tuple(chunk_numel(param.numel, world) * (param.code_bytes if codes else 1) for param in params)
     return Bucket(tuple(param.key for param in params), chunks, dtype, role)
-
-
-def unchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result of a program that leaves what is wanted."""
-    return tensors
 
 
 def alike(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,24 +26,11 @@ from hzero.codecs.formats import owned_numel
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
-from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of, unchanged
-from hzero.plan.program import IN_FLIGHT
+from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of
+from hzero.plan.program import IN_FLIGHT, Program
 
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
 Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
-
-
-class _Gather(NamedTuple):
-    """One message of an unshard, ready to run."""
-
-    params: list[Parameter]
-    bucket: Bucket
-    bound: Bound
-
-    @classmethod
-    def of(cls, params: list[Parameter], collectives: Collectives) -> _Gather:
-        bucket = bucket_of(params, params[0].dtype, "weights")
-        return cls(params, bucket, collectives.bind(params[0].route.programs.unshard, bucket))
 
 
 class Weights:
@@ -61,11 +48,7 @@ class Weights:
     """
 
     def __init__(
-        self,
-        collectives: Collectives,
-        parameters: Iterable[Parameter],
-        bucket_numel: int,
-        accelerator: Any = None,
+        self, collectives: Collectives, parameters: Iterable[Parameter], bucket_numel: int, accelerator: Any = None
     ) -> None:
         self.collectives, self.plan = collectives, collectives.plan
         self.version = 0
@@ -73,7 +56,9 @@ class Weights:
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
-        self._gathers: dict[tuple[int, ...], list[_Gather]] = {}  # by the keys of what is unsharded together
+        self._gathers: dict[
+            tuple[int, ...], list[tuple[list[Parameter], Bound]]
+        ] = {}  # by the keys of what is unsharded together
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self._mark(self.parameters.values())
         self.note_change()
@@ -132,7 +117,7 @@ class Weights:
         for param in self.parameters.values():
             if param.resident is not None:
                 self.collectives.used(param.resident)  # an audit has read it on the current stream
-            param.payload = param.whole = None
+            param.resident = None
         self._gathers.clear()
         self.mark_stale()
 
@@ -184,21 +169,22 @@ class Weights:
     def _start_refresh(self, together: list[Parameter]) -> Chain[None]:
         # Some may have changed once more since, and are in a later bucket.
         params = [param for param in together if self._stale.get(param.key) is together]
-        differs, route = params[0].differs, params[0].route
-        bucket = bucket_of(params, params[0].dtype, "weights")
-        program = route.programs.whole if route.plan.differences else route.programs.refresh
-        read: Callable[[], Any] = partial(self._shards, params, bucket)
-        keep: Callable[[Any], None] = partial(self._keep, params, bucket)
-        how: dict[str, Any] = {}
+        route, differs = params[0].route, params[0].differs
         if differs:
-            program = route.programs.difference
-            read = partial(self._difference, params, bucket, self.version)
-            keep = partial(self._add_difference, params)
-            # Rows of a payload may be padded: then the sums are made in a contiguous copy.
-            how["into"] = lambda: [self._copy(param).contiguous() for param in params]
-            how["after"] = _chains(params)
-        chain = self.collectives.run(program, bucket, read, keep, seed=self.version, **how)
-        for param, chunk in zip(params, bucket.chunks):
+            refresh = self._bind(route.programs.difference, params)
+            chain = refresh.run(
+                partial(self._difference, params, refresh.bucket, self.version),
+                partial(self._add_difference, params),
+                seed=self.version,
+                # Rows of a payload may be padded: then the sums are made in a contiguous copy.
+                into=lambda: [self._copy(param).contiguous() for param in params],
+                after=_chains(params),
+            )
+        else:
+            refresh = self._bind(route.programs.exact if route.plan.differences else route.programs.refresh, params)
+            keep = partial(self._keep, params, refresh.bucket)
+            chain = refresh.run(partial(self._shards, params, refresh.bucket), keep, seed=self.version)
+        for param, chunk in zip(params, refresh.bucket.chunks):
             param.refresh, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
             del self._stale[param.key]
@@ -221,14 +207,14 @@ class Weights:
         """
         if self.plan.decoded:
             for param, whole in zip(params, refreshed):
-                param.whole = whole
+                param.resident = whole
             return
         rows, codec = self.plan.resident_rows, Codec.from_config(params[0].route.plan.resident_codec)
         sizes = [codec.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
         payloads = refreshed.new_empty(refreshed.numel()).split([rows * size for size in sizes])
         for param, payload, records in zip(params, payloads, refreshed.view(rows, -1).split(sizes, dim=1)):
             payload.view(rows, -1).copy_(records)
-            param.payload = payload
+            param.resident = payload
 
     # ---- differences ---------------------------------------------------------------------------------------------
 
@@ -250,12 +236,11 @@ class Weights:
 
     def _copy(self, param: Parameter) -> torch.Tensor:
         """The resident copy in the weights' own type, in place, ``[rows, chunk]``: all shards, or those of a payload."""
-        rows = self.plan.resident_rows
-        if param.whole is not None:
-            return param.whole.view(rows, param.chunk)
-        assert param.payload is not None, "a refresh of whole weights has made it"
+        rows, copy = self.plan.resident_rows, _resident(param)
+        if self.plan.decoded:
+            return copy.view(rows, param.chunk)
         record = PLAIN.format.record_bytes(param.chunk, param.dtype.itemsize) // param.dtype.itemsize
-        return param.payload.view(param.dtype).view(rows, record)[:, : param.chunk]
+        return copy.view(param.dtype).view(rows, record)[:, : param.chunk]
 
     # ---- unshard -------------------------------------------------------------------------------------------------
 
@@ -271,37 +256,43 @@ class Weights:
         Returns:
             The parameters of each message, and what waits for them.
         """
+        self._refresh_needed(params)
+        if self.plan.decoded:
+            return [(list(params), partial(_wait_whole, params, into))]
+        started: list[tuple[list[Parameter], Unsharded]] = []
+        for same, gather in self._gathers_of(params):
+            read: Callable[[], Any] = partial(self._shards, same, gather.bucket)
+            if self.plan.resident:
+                read = partial(self._payloads, same)
+            chain = gather.run(read, seed=self.version, after=_chains(same), into=partial(_targets, same, into))
+            started.append((same, chain.wait))
+        return started
+
+    def _refresh_needed(self, params: Sequence[Parameter]) -> None:
+        """Starts the refreshes that parameters need, and forgets the ones ahead that this forward has come to or passed over."""
         used = {param.refresh for param in params}
         passed = [index for index, (chain, _) in enumerate(self._ahead) if chain in used]
-        del self._ahead[: max(passed, default=-1) + 1]  # with those that this forward passes over
+        del self._ahead[: max(passed, default=-1) + 1]
         if self._stale and any(param.key in self._stale for param in params):  # else those that nobody uses would stay
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
-        if self.plan.decoded:
-            return [(list(params), partial(_wait_whole, params, into))]
+
+    def _gathers_of(self, params: Sequence[Parameter]) -> list[tuple[list[Parameter], Bound]]:
+        """The messages of an unshard, one for each type and route, and their parameters; ready to run."""
         keys = tuple(param.key for param in params)
         if keys not in self._gathers:  # else a layer is gathered again
             if len(self._gathers) >= LAYOUTS:
                 self._gathers.clear()
             kinds = alike(params, lambda param: (str(param.dtype), param.route.number))
-            self._gathers[keys] = [_Gather.of(same, self.collectives) for same in kinds]
-        return [(gather.params, self._run(gather, into).wait) for gather in self._gathers[keys]]
+            self._gathers[keys] = [(same, self._bind(same[0].route.programs.unshard, same)) for same in kinds]
+        return self._gathers[keys]
 
-    def _run(self, gather: _Gather, into: Mapping[int, torch.Tensor] | None = None) -> Chain[list[torch.Tensor]]:
-        params = gather.params
-        read: Callable[[], Any] = partial(self._shards, params, gather.bucket)
-        if self.plan.resident:
-            read = partial(self._payloads, params)
-        places: dict[str, Any] = {}
-        if into is not None:
-            places["into"] = lambda: [into[param.key] for param in params]
-        return gather.bound.run(read, unchanged, seed=self.version, after=_chains(params), **places)
+    def _bind(self, program: Program, params: list[Parameter]) -> Bound:
+        return self.collectives.bind(program, bucket_of(params, params[0].dtype, "weights"))
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
         """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
-        payloads = [param.payload for param in params if param.payload is not None]
-        assert len(payloads) == len(params), "refresh has built them"
-        first, *others = payloads
+        payloads = first, *others = [_resident(param) for param in params]
         end = first.storage_offset() + first.numel()
         for payload in others:
             same = payload.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -310,7 +301,7 @@ class Weights:
                 # A step moves only trained ones away again, and the others would keep both places.
                 if len({param.trained for param in params}) == 1:
                     for param, part in zip(params, joined.split([payload.numel() for payload in payloads])):
-                        param.payload = part
+                        param.resident = part
                 return joined
             end += payload.numel()
         return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
@@ -349,11 +340,16 @@ class Weights:
             if source.format != target.format:
                 decoded = Codec.from_config(source).decode(message, bucket.chunks, dtype=bucket.dtype)
                 message = Codec.from_config(target).encode(decoded, bucket.chunks)
-        if param.whole is not None:
+        copy = _resident(param)
+        if plan.decoded:
             (fresh,) = Codec.from_config(codecs[-1]).decode(message, bucket.chunks, dtype=bucket.dtype)
-            return param.whole.view(-1, param.chunk)[plan.rank], fresh
-        assert param.payload is not None, "it is resident"
-        return param.payload.view(plan.resident_rows, -1)[plan.own_row], message
+            return copy.view(-1, param.chunk)[plan.rank], fresh
+        return copy.view(plan.resident_rows, -1)[plan.own_row], message
+
+
+def _resident(param: Parameter) -> torch.Tensor:
+    assert param.resident is not None, "a refresh has made it"
+    return param.resident
 
 
 def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
@@ -364,5 +360,9 @@ def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
 def _wait_whole(params: Sequence[Parameter], into: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:
     for chain in _chains(params):
         chain.wait()
-    wholes = [param.whole for param in params if param.whole is not None]
-    return wholes if into is None else [into[param.key].copy_(whole) for param, whole in zip(params, wholes)]
+    wholes, targets = [_resident(param) for param in params], _targets(params, into)
+    return wholes if targets is None else [target.copy_(whole) for target, whole in zip(targets, wholes)]
+
+
+def _targets(params: Sequence[Parameter], into: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor] | None:
+    return None if into is None else [into[param.key] for param in params]

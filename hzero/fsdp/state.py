@@ -311,7 +311,7 @@ class FsdpState(Engine):
             self._backwards, self._flagged = 0, False
         for unit in self._units if self._backwards else ():
             unit.left = unit.module.gradient_writes()
-        self.lanes.place()
+        self.lanes.before_others()
 
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
         for weight, shard in zip(weights, shards):

@@ -342,7 +342,7 @@ class StagePrograms:
 
     Attributes:
         refresh: From primary shards to resident copies, as payloads or decoded.
-        whole: The same without codecs, where other refreshes send differences.
+        exact: The same without codecs, where other refreshes send differences.
         difference: From the message of a difference of primary shards to the resident copy that it is added to.
         unshard: To whole weights, from resident payloads or, where none are kept, from primary shards.
         micro: Of gradients in every micro-step.
@@ -350,7 +350,7 @@ class StagePrograms:
     """
 
     refresh: Program
-    whole: Program
+    exact: Program
     difference: Program
     unshard: Program
     micro: Program
@@ -359,11 +359,11 @@ class StagePrograms:
     @classmethod
     def of(cls, plan: ShardPlan) -> StagePrograms:
         """The programs of a shard plan."""
-        refresh = whole = difference = unshard = Program(())
+        refresh = exact = difference = unshard = Program(())
         if hops := plan.refresh_hops():
             kept = None if plan.decoded else plan.resident_codec
             refresh = gather_program(plan, hops, left=kept)
-            whole = gather_program(plan, plain(hops), left=kept)
+            exact = gather_program(plan, plain(hops), left=kept)
             message = gather_program(plan, hops, held=hops[0].codec, left=hops[-1].codec)
             order = Order.of_hops(plan) if plan.decoded else Order.of_rows(plan.resident_rows)
             difference = Program((*message.steps, Decode(message.codec, order, message.pieces, add=True)))
@@ -373,7 +373,7 @@ class StagePrograms:
         micro = plan.micro_hops()
         return cls(
             refresh,
-            whole,
+            exact,
             difference,
             unshard,
             micro=reduce_program(plan, micro, plan.grid.world_size, shard_order=True),

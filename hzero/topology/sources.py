@@ -30,7 +30,17 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from hzero.config import HERE, TopologyConfig
 from hzero.files import read_text, read_whole
-from hzero.topology.machine import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Machine, Nic, bus_id, merge_links
+from hzero.topology.machine import (
+    LINK_GB_S,
+    MAX_DEVICES,
+    PRODUCTS,
+    Device,
+    Link,
+    Machine,
+    Nic,
+    bus_id,
+    merge_links,
+)
 from hzero.validation import ConfigError, Frozen, nearest, validated
 
 #: Where the kernel's tree is, for containers that see the host's elsewhere.

@@ -16,26 +16,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hzero.comm import Chain, Collectives, Communicator, HopError, Lanes, WireLog, communicator, shared_watchdog
-from hzero.comm.wires import shared_groups
+from hzero.comm import Chain, Communicator, HopError, Lanes, WireLog, communicator, peers_of, shared_watchdog
+from hzero.comm.wires import process_group
 from hzero.config import ALGORITHMS
 from hzero.plan.program import gather_program, reduce_program
 from hzero.topology.grid import Grid
 from tests.comm.communicator_checks import SOME, _bits_equal, _communicator
-from tests.comm.faulty_transport import CORRUPTIONS, Fault, FaultyTransport
+from tests.comm.faulty import CORRUPTIONS, Fault, FaultyCollectives
 from tests.comm.tiered_checks import GRIDS, WORLD, _bucket, _collectives, _everyones
 from tests.rank_main import TRANSPORT, begin_anew
 
 
-def _faulty(
-    grid: Grid, *, timeout: timedelta | None = None, seed: int = 0, **block
-) -> tuple[Collectives, FaultyTransport]:
+def _faulty(grid: Grid, *, timeout: timedelta | None = None, seed: int = 0, **block) -> FaultyCollectives:
     plan = _collectives(grid, **block).plan
-    transport = FaultyTransport(plan, timeout, seed=seed * WORLD + dist.get_rank())
-    return Collectives(plan, transport, WireLog()), transport
+    how = {"seed": seed * WORLD + dist.get_rank(), "timeout_s": timeout.total_seconds() if timeout else 60.0}
+    return FaultyCollectives(plan, peers_of(plan, timeout), WireLog(), **how)
 
 
-def _operations(collectives: Collectives, decoded: list) -> dict:
+def _operations(collectives: FaultyCollectives, decoded: list) -> dict:
     """A gather and a reduction of these collectives, of new contents at every call; ``decoded`` fills when one decodes."""
     plan, rank, turn = collectives.plan, dist.get_rank(), itertools.count()
 
@@ -51,12 +49,14 @@ def _operations(collectives: Collectives, decoded: list) -> dict:
             decoded.append(True)
             return [message]
 
-        return collectives.run(gathering, bucket, lambda: shards, then)
+        return collectives.bind(gathering, bucket).run(lambda: shards, then)
 
     def reduce() -> Chain:
         tensors = _everyones(torch.float32, next(turn))[rank]
         bucket = _bucket("gradients", torch.float32)
-        return collectives.run(reducing, bucket, lambda: tensors, lambda sums: sums, into=lambda: decoded.append(True))
+        return collectives.bind(reducing, bucket).run(
+            lambda: tensors, lambda sums: sums, into=lambda: decoded.append(True)
+        )
 
     return {"gather": gather, "reduce": reduce}
 
@@ -66,18 +66,18 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
     grid, rank, found = Grid(WORLD, 1, 1), dist.get_rank(), 0
     for index, (algorithm, codec) in enumerate(itertools.product(ALGORITHMS, ("none", "int8"))):
         codecs, setting = {"node": codec}, {"algorithm": algorithm, "below_bytes": 1 << 30}
-        collectives, transport = _faulty(
+        collectives = _faulty(
             grid, seed=index, weights=codecs, gradients=codecs, node_all_gather=setting, checksum=True
         )
         decoded: list = []
         for name, start in _operations(collectives, decoded).items():
-            transport.faults = ()
+            collectives.faults = ()
             start().wait()  # what a duplicate repeats
             for turn, fault in enumerate(CORRUPTIONS * 3):
                 if name == "reduce" and algorithm != "library":  # has one
                     continue
-                transport.faults = [fault] if rank == turn % WORLD else []
-                transport.done.clear()
+                collectives.faults = [fault] if rank == turn % WORLD else []
+                collectives.done.clear()
                 decoded.clear()
                 chain = start()
                 if rank != turn % WORLD:
@@ -87,7 +87,7 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
                 with pytest.raises(HopError) as error:
                     chain.wait()
                 case, text = (name, algorithm, codec, fault), str(error.value)
-                assert transport.done and not decoded, case
+                assert collectives.done and not decoded, case
                 summed = "reduce-scatter" if codec == "none" else "all-to-all"
                 role, kind = ("weights", "all-gather") if name == "gather" else ("gradients", summed)
                 assert f"{kind} of {role} of 6 parameters (ids 0..5) in codec {codec} on tier 'node'" in text, case
@@ -110,7 +110,7 @@ def check_a_group_needs_nothing_of_other_ranks() -> None:
         world.bound_device_id = torch.device("cuda", 0)
         try:
             if rank < 2:
-                group, ones = shared_groups.get(("alone", "node"), [1, 0], seconds), torch.ones(3)
+                group, ones = process_group(("alone", "node"), [1, 0], seconds), torch.ones(3)
                 dist.all_reduce(ones, group=group)
                 assert ones.tolist() == [2.0] * 3
                 assert dist.get_process_group_ranks(group) == [1, 0]
@@ -125,12 +125,12 @@ def check_delays_change_no_bit() -> None:
     for checksum in (False, True):
         results = []
         for faults in ((), ("delay",)):
-            collectives, transport = _faulty(GRIDS[WORLD][0], seed=7, gradients={"gcd": "int8"}, checksum=checksum)
-            transport.faults, transport.chance = faults, 0.5
+            collectives = _faulty(GRIDS[WORLD][0], seed=7, gradients={"gcd": "int8"}, checksum=checksum)
+            collectives.faults, collectives.chance = faults, 0.5
             operations = _operations(collectives, [])
             chains = [operations[name]() for name in ("gather", "reduce", "reduce", "gather")]
             results.append([tensor for chain in reversed(chains) for tensor in chain.wait()])
-            assert bool(transport.done) == bool(faults)
+            assert bool(collectives.done) == bool(faults)
         assert all(map(torch.equal, *results))
 
 
@@ -178,7 +178,7 @@ def check_everyone_ends_in_time_when_one_rank_stops() -> None:
     """A dropped message, and a rank that a checksum stops between two hops: `HopError` everywhere, and nobody hangs."""
     if WORLD != 8:
         pytest.skip("takes a timeout")
-    collectives, transport = _faulty(Grid(2, 2, 2), timeout=timedelta(seconds=1.5), checksum=True)
+    collectives = _faulty(Grid(2, 2, 2), timeout=timedelta(seconds=1.5), checksum=True)
     operations, rank = _operations(collectives, []), dist.get_rank()
     for start in operations.values():
         start().wait()  # connects
@@ -186,7 +186,7 @@ def check_everyone_ends_in_time_when_one_rank_stops() -> None:
     faults: dict[str, Fault] = {"weights": "flip", "gradients": "drop"}
     victims, errors, started = {"weights": 3, "gradients": 4}, {}, time.monotonic()
     for name, role in (("gather", "weights"), ("reduce", "gradients")):
-        transport.faults = [faults[role]] if rank == victims[role] else []
+        collectives.faults = [faults[role]] if rank == victims[role] else []
         try:
             with mock.patch.object(shared_watchdog(), "period_s", 0.3):  # after 4 of which a rank is silent
                 operations[name]().wait()

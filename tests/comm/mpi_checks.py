@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hzero.comm import Communicator, HopError, communicator, mpi_wires
-from hzero.comm.mpi_wires import MpiWires, shared_communicators
+from hzero.comm import Communicator, HopError, communicator
+from hzero.comm.mpi_wires import MpiWires, communicator_of
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
 from tests.rank_main import begin_anew
@@ -31,7 +31,7 @@ def _communicator(**config) -> Communicator:
 
 
 def _wires(name: str = "checks") -> MpiWires:
-    return shared_communicators.get((name, "node"), range(WORLD), TIMEOUT)
+    return communicator_of((name, "node"), range(WORLD), TIMEOUT)
 
 
 def _everyones(numel: int, seed: int = 0) -> torch.Tensor:
@@ -39,28 +39,24 @@ def _everyones(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (WORLD, numel), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def check_messages_of_any_size_in_any_window() -> None:
-    """Pieces of messages, and fewer of them under way than there are, leave every byte in its place."""
+def check_messages_of_any_size() -> None:
+    """Also of none."""
     rank, wires = dist.get_rank(), _wires()
-    for window, piece, largest in ((2, 3, 11), (4, 400, 1001), (32, 16 << 20, 300_001)):
-        with mock.patch.multiple(mpi_wires, MESSAGES=window, MESSAGE_BYTES=piece):
-            for numel in (0, 1, 5, largest):
-                everyone = _everyones(WORLD * numel, numel)
-                output = torch.empty(WORLD * numel, dtype=torch.uint8)
-                work = wires.all_to_all(output, everyone[rank])
-                assert len(work._requests) <= window
-                work.wait()
-                assert torch.equal(output, everyone.view(WORLD, WORLD, numel)[:, rank].reshape(-1))
-                gathered = torch.empty(WORLD * WORLD * numel, dtype=torch.uint8)
-                wires.all_gather(gathered, everyone[rank]).wait()
-                assert torch.equal(gathered, everyone.view(-1))
-                message = everyone[rank].clone()
-                wires.broadcast(message, WORLD - 1).wait()
-                assert torch.equal(message, everyone[WORLD - 1])
-                source, target = (rank + 3) % WORLD, (rank - 3) % WORLD
-                received = torch.empty_like(message)
-                wires.exchange(received, everyone[rank], source, target).wait()
-                assert torch.equal(received, everyone[source])
+    for numel in (0, 1, 5, 1001, 300_001):
+        everyone = _everyones(WORLD * numel, numel)
+        output = torch.empty(WORLD * numel, dtype=torch.uint8)
+        wires.all_to_all(output, everyone[rank]).wait()
+        assert torch.equal(output, everyone.view(WORLD, WORLD, numel)[:, rank].reshape(-1))
+        gathered = torch.empty(WORLD * WORLD * numel, dtype=torch.uint8)
+        wires.all_gather(gathered, everyone[rank]).wait()
+        assert torch.equal(gathered, everyone.view(-1))
+        message = everyone[rank].clone()
+        wires.broadcast(message, WORLD - 1).wait()
+        assert torch.equal(message, everyone[WORLD - 1])
+        source, target = (rank + 3) % WORLD, (rank - 3) % WORLD
+        received = torch.empty_like(message)
+        wires.exchange(received, everyone[rank], source, target).wait()
+        assert torch.equal(received, everyone[source])
     assert not wires.under_way
 
 
@@ -125,12 +121,12 @@ def check_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure() -> N
 def check_ranks_that_do_not_come_end_a_wait() -> None:
     """Last, since MPI's job is ended with the process. To the making of a communicator, and to a hop."""
     rank, second = dist.get_rank(), timedelta(seconds=1)
-    wires = shared_communicators.get(("late", "node"), range(WORLD), timedelta(seconds=60))
+    wires = communicator_of(("late", "node"), range(WORLD), timedelta(seconds=60))
     wires.timeout_s = 1
     with mock.patch("atexit.register"):
         if rank:
             with pytest.raises(HopError, match=r"makes the MPI communicator of absent node: no end within 1 s: "):
-                shared_communicators.get(("absent", "node"), range(WORLD), second)
+                communicator_of(("absent", "node"), range(WORLD), second)
             for _ in range(2):  # nothing is sent on it any more
                 with pytest.raises(RuntimeError, match=r"MPI: not all messages have ended within 1 s"):
                     wires.all_to_all(*torch.zeros(2, WORLD, dtype=torch.uint8)).wait()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hzero.comm.transport import Transport, _Group
+from hzero.comm.peers import LaneHops, Peers
 from hzero.plan.shards import ShardPlan
 
 _TIMEOUT_S = 20.0
@@ -68,25 +68,22 @@ def boxes(size: int) -> dict[tuple[int, int], queue.Queue]:
     return {(source, target): queue.Queue() for source in range(size) for target in range(size)}
 
 
-def transport(rank: int, groups: dict[Any, tuple[Wires, list[int]]], checksum: bool = False) -> Transport:
-    """The transport of one rank, with wires and ranks of every lane."""
-    made = Transport.__new__(Transport)
-    made._rank, made._checksum, made._sums, made.unread = rank, checksum, False, None
-    made._groups = {
-        lane: _Group(wires, ranks, ranks.index(rank), None)  # type: ignore[arg-type]
+def peers(rank: int, groups: dict[Any, tuple[Any, list[int]]]) -> dict[Any, Peers]:
+    """The peers of one rank, from wires and ranks of every lane."""
+    return {
+        lane: Peers(wires, ranks, ranks.index(rank), LaneHops(str(lane), ranks, _TIMEOUT_S))
         for lane, (wires, ranks) in groups.items()
     }
-    return made
 
 
-def transport_of(plan: ShardPlan, channel: str, groups: dict[Any, Any]) -> Transport:
-    """The transport of a plan's rank; ``groups``, which the ranks of a world share, keeps the boxes of their tier groups."""
+def peers_of(plan: ShardPlan, channel: str, groups: dict[Any, Any]) -> dict[Any, Peers]:
+    """The peers of a plan's rank; ``groups``, which the ranks of a world share, keeps the boxes of their tier groups."""
     lanes: dict[Any, Any] = {}
     for tier in plan.grid.crossed:
         ranks = list(plan.tier_group(tier))
         shared = groups.setdefault((tier, tuple(ranks)), boxes(len(ranks)))
         lanes[channel, tier] = Wires(ranks.index(plan.rank), len(ranks), shared), ranks
-    return transport(plan.rank, lanes)
+    return peers(plan.rank, lanes)
 
 
 def on_all(ranks: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:

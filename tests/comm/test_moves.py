@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.communicator import parse_communicator
 from hzero.comm.runtime import Call
-from hzero.config import CodecsConfig
+from hzero.config import CodecsConfig, parse_config
 from hzero.plan.program import Program, all_to_all_program, broadcast_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import Wires, boxes, finished, on_all, transport, transport_of
+from tests.comm.simulated import Wires, boxes, finished, on_all, peers, peers_of
 from tests.plan.test_shards import GRIDS
 
 
@@ -29,12 +29,12 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     groups: dict[Any, Any] = {}
 
     plans = [ShardPlan(grid, rank, "world", "world", codecs) for rank in range(world)]
-    every = [Collectives(plan, transport_of(plan, "moves", groups), WireLog()) for plan in plans]
+    every = [Collectives(plan, peers_of(plan, "moves", groups), WireLog(), library_sums=False) for plan in plans]
     bucket = Bucket((0,), (chunk,), torch.float32, "moves", "moves")
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
     def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
-        return finished(one.bind(program, bucket).hops(read, lambda tensors: tensors[0], 0, 0, Call()))
+        return finished(one.bind(program, bucket).hops(read, lambda tensors: tensors[0], Call()))
 
     def move(one: Collectives) -> torch.Tensor:
         return run(one, all_to_all_program(one.plan), lambda: [values[one.plan.rank].reshape(-1)])
@@ -58,14 +58,15 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
 def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: int, random: Any) -> None:
     """Coordinate order for any number of ranks and bytes."""
     lane: Any = ("stage", "node")
+    plan = ShardPlan.from_config(parse_config({}), Grid(size, 1, 1), 0)
     ranks = random.sample(range(1000), size)  # a tier group in no order
     messages = [torch.tensor([random.randrange(256) for _ in range(count)], dtype=torch.uint8) for _ in ranks]
     shared = boxes(size)
     wires = [Wires(own, size, shared) for own in range(size)]
 
     def gather(own: int) -> torch.Tensor:
-        made = transport(ranks[own], {lane: (wires[own], ranks)})
-        return made.start(lane, "all_gather", messages[own], "a message", algorithm="doubling").wait()
+        made = Collectives(plan, peers(ranks[own], {lane: (wires[own], ranks)}), WireLog())
+        return made.prepare(lane, "all_gather", count, "a message", algorithm="doubling").start(messages[own]).wait()
 
     results = on_all(range(size), gather)
     assert all(torch.equal(result, torch.cat(messages)) for result in results)

@@ -93,7 +93,7 @@ def wait_all(chains: Sequence[Chain[Any]]) -> None:
 def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str, apart: bool) -> None:
     """Submits what an engine submits, the same on all ranks, and waits for gathers in an order of its own.
 
-    Where roles have lanes ``apart``, as of an engine on CPUs, nobody is patient.
+    Roles may have lanes ``apart``, as of an engine on CPUs.
     """
     plan = ShardPlan.from_config(parse_config({"preset": preset}), GRID, rank)
     common, own = random.Random(seed), random.Random(seed * 100 + rank)
@@ -117,8 +117,7 @@ def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str, ap
                 yield wires.start(rank, lane, (kind, number))
             return number
 
-        patient = kind in ("micro", "boundary") and len(fetches) > 1 and not apart
-        return lanes.submit(chain(), hops[kind], after, owner=wires, patient=patient)
+        return lanes.submit(chain(), hops[kind], after)
 
     gathers: list[Chain[Any]] = []
     reducing: list[Chain[Any]] = []
@@ -139,7 +138,7 @@ def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str, ap
             own.shuffle(needed)
             wait_all(needed)
         if common.random() < 0.1:
-            common.choice((lanes.drain, lanes.place))()
+            lanes.drain()
     own.shuffle(gathers)
     wait_all(gathers + reducing)
     lanes.drain()
@@ -255,28 +254,6 @@ def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop(error: typ
     lanes.submit(_by_hand(hops, other, 1), other)
     hops.arrive(0)
     assert lanes.failures == 2
-
-
-def test_hops_of_a_patient_chain_make_way_for_those_of_later_ones() -> None:
-    """A reduction crosses tiers the other way. Its next hop comes behind the next gather, or when it is waited for."""
-    lanes = Lanes()
-    inward: list[Any] = [("stage", "node"), ("stage", "gcd")]
-    hops = [_Started() for _ in range(4)]
-    reduction = lanes.submit(_by_hand(hops[0], inward[::-1], 0), inward[::-1], owner=1, patient=True)
-    crossing = lanes.submit(_by_hand(hops[1], inward[:1], 1), inward[:1], [reduction], owner=1, patient=True)
-    hops[0].arrive(0)
-    lanes.submit(_by_hand(hops[2], inward, 2), inward, owner=2)  # of someone else
-    hops[2].arrive(0)
-    hops[2].arrive(1)
-    gather = lanes.submit(_by_hand(hops[3], inward, 3), inward, owner=1)
-    hops[3].arrive(0)
-    assert _soon(lambda: len(hops[0]) == 2) and not hops[1]
-    for started, hop in ((hops[0], 1), (hops[3], 1)):
-        started.arrive(hop)
-    assert (gather.wait(), reduction.wait()) == (3, 0) and not hops[1]
-    lanes.place()
-    hops[1].arrive(0)
-    assert crossing.wait() == 1
 
 
 def test_a_chain_after_one_that_failed_fails_alike() -> None:

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
 from hzero.comm.lanes import DeviceStreams
-from hzero.comm.runtime import Arena, Call
+from hzero.comm.memory import Arena
+from hzero.comm.runtime import Call
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
 from hzero.plan.program import Program, StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import finished, transport
+from tests.comm.simulated import finished, peers
 
 #: Awkward on purpose: chunks of no multiple of 16 bytes, and one without elements.
 CHUNKS = (33, 1, 0, 129, 7)
@@ -57,13 +58,11 @@ class _Allocations(TorchDispatchMode):
 def _collectives(preset: str, **block: Any) -> Collectives:
     plan = ShardPlan.from_config(parse_config({"preset": preset, **block}), Grid(2, 2, 2), 3)
     groups = {(STAGE, tier): (_Alone(), list(plan.tier_group(tier))) for tier in plan.grid.crossed}
-    made = transport(3, groups)
-    made._sums = True
-    return Collectives(plan, made, WireLog(), ErrorFeedback() if block else None)
+    return Collectives(plan, peers(3, groups), WireLog(), ErrorFeedback() if block else None)
 
 
 def _run(collectives: Collectives, program: Program, bucket: Bucket, value: Any) -> Any:
-    return finished(collectives.bind(program, bucket).hops(lambda: value, lambda left: left, 5, 6, Call()))
+    return finished(collectives.bind(program, bucket).hops(lambda: value, lambda left: left, Call(5, 6)))
 
 
 @pytest.mark.parametrize("block", [{}, {"error_feedback": ["gcd", "node"]}], ids=["plain", "feedback"])

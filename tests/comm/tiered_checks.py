@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import chunk_numel
-from hzero.comm import Bucket, Chain, Collectives, ErrorFeedback, HopError, Transport, WireLog
-from hzero.comm.transport import world_timeout
-from hzero.comm.wires import STAGE
+from hzero.comm import Bucket, Chain, Collectives, ErrorFeedback, HopError, WireLog, peers_of
+from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ALGORITHMS, CodecConfig, parse_config
 from hzero.plan.program import Program, gather_program, reduce_program
 from hzero.plan.shards import ShardPlan
@@ -44,7 +43,7 @@ def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=No
     if shard:
         block["shard"] = shard
     plan = ShardPlan.from_config(parse_config({**block, "error_feedback": list(feedback)}), grid, dist.get_rank())
-    return Collectives(plan, Transport(plan), WireLog(), ErrorFeedback() if feedback else None)
+    return Collectives(plan, peers_of(plan), WireLog(), ErrorFeedback() if feedback else None)
 
 
 def _bucket(role: str, dtype: torch.dtype) -> Bucket:
@@ -62,16 +61,12 @@ def _gather(collectives: Collectives, whole: list[torch.Tensor], dtype: torch.dt
     rank = dist.get_rank()
     shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
     program = gather_program(collectives.plan, collectives.plan.gather_hops())
-    return collectives.run(program, bucket, lambda: shards, _same).wait()
-
-
-def _same(value):
-    return value
+    return collectives.bind(program, bucket).run(lambda: shards).wait()
 
 
 def reduce(collectives: Collectives, hops, bucket: Bucket, tensors, rows: int = WORLD, **how) -> Chain:
     program = reduce_program(collectives.plan, hops, rows, shard_order=rows == WORLD)
-    return collectives.run(program, bucket, lambda: tensors, _same, **how)
+    return collectives.bind(program, bucket).run(lambda: tensors, **how)
 
 
 def check_gather_exact() -> None:
@@ -101,10 +96,10 @@ def _add_gathered(collectives: Collectives) -> None:
     adding = Program((dataclasses.replace(decode, add=True),))
 
     def add(message: torch.Tensor) -> list[torch.Tensor]:
-        collectives.run(adding, bucket, lambda: message, _same, into=lambda: after).wait()
-        return collectives.run(Program((decode,)), decoded, lambda: message, _same).wait()
+        collectives.bind(adding, bucket).run(lambda: message, into=lambda: after).wait()
+        return collectives.bind(Program((decode,)), decoded).run(lambda: message).wait()
 
-    added = collectives.run(program, bucket, lambda: shards, add).wait()
+    added = collectives.bind(program, bucket).run(lambda: shards, add).wait()
     for old, part, new in zip(before, added, after):
         assert torch.equal(new, (old.float() + part.float()).bfloat16())
     assert same_on_all_ranks(after)
@@ -228,7 +223,7 @@ def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
 
     def gather(factor: int) -> Chain:
         shards = [t[rank * c : (rank + 1) * c] * factor for t, c in zip(whole, weights.chunks)]
-        return collectives.run(gathering, weights, lambda: shards, _same)
+        return collectives.bind(gathering, weights).run(lambda: shards)
 
     def sums(factor: int) -> Chain:
         return reduce(collectives, plan.reduce_hops(), gradients, [t * factor for t in whole])
@@ -263,15 +258,17 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
             dist.new_group([rank], use_local_synchronization=True)
             continue
         order = Grid(ranks, 1, 1, ranks=(ranks - 1, *range(ranks - 1)))  # not the order of rank numbers
-        transport = Transport(ShardPlan.from_config(parse_config({"transport": TRANSPORT}), order, rank))
+        plan = ShardPlan.from_config(parse_config({"transport": TRANSPORT}), order, rank)
+        collectives = Collectives(plan, peers_of(plan), WireLog())
         coordinates = list(order.tier_group(rank, "node"))
         for count in (0, 1, 3, 16, 257, 40_000):
             generator = torch.Generator().manual_seed(count)
             everyones = torch.randint(0, 256, (ranks, count), dtype=torch.uint8, generator=generator)
             for algorithm in ALGORITHMS:
                 message = everyones[rank].clone()
-                pending = transport.start(lane, "all_gather", message, "a message", algorithm=algorithm)
-                assert torch.equal(pending.wait(), everyones[coordinates].view(-1)), (ranks, count, algorithm)
+                gather = collectives.prepare(lane, "all_gather", count, "a message", algorithm=algorithm)
+                gathered = gather.start(message).wait()
+                assert torch.equal(gathered, everyones[coordinates].view(-1)), (ranks, count, algorithm)
 
 
 def check_a_peer_that_does_not_come_is_named() -> None:
@@ -279,15 +276,18 @@ def check_a_peer_that_does_not_come_is_named() -> None:
     assert world_timeout() == timedelta(seconds=HOP_TIMEOUT_S)  # what groups get where nothing else is said
     grid = GRIDS[WORLD][0]
     plan = _collectives(grid).plan
-    transport = Transport(plan, timedelta(seconds=2))
+    collectives = Collectives(plan, peers_of(plan, timedelta(seconds=2)), WireLog())
     everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
-    lane = (STAGE, "gcd")
-    transport.start(lane, "all_to_all", everyone, "a first message").wait()  # connects, which is not what is timed
+
+    def swap(what: str) -> None:
+        collectives.prepare((STAGE, "gcd"), "all_to_all", everyone.nbytes, what).start(everyone).wait()
+
+    swap("a first message")  # connects, which is not what is timed
     if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
-        transport.start(lane, "all_to_all", everyone, "gradients").wait()
+        swap("gradients")
     elif dist.get_rank():
         with pytest.raises(HopError) as error:
-            transport.start(lane, "all_to_all", everyone, "gradients").wait()
+            swap("gradients")
         for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
             assert part in str(error.value), error.value
     begin_anew()

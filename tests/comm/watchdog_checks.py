@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hzero.comm import HopError, blaming, shared_watchdog, watchdog
+from hzero.comm import HopError, WireLog, blaming, peers_of, shared_watchdog, watchdog
 from hzero.config import Tier, parse_config
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.validation import PeerError
-from tests.comm.faulty_transport import FaultyTransport
+from tests.comm.faulty import FaultyCollectives
 from tests.rank_main import TRANSPORT, begin_anew
 
 #: Faster than life: a rank is silent after 1.2 s, and the store has 1 s to answer.
@@ -30,21 +30,23 @@ watchdog.PERIOD_S, watchdog._ANSWER_S = 0.3, 1.0
 TIMEOUT_S = 2.0
 
 
-def _transport(role: str) -> FaultyTransport:
+def _collectives(role: str) -> FaultyCollectives:
     """Lanes on which all pairs are connected. Pairs are [0, 1] and [2, 3] on tier gcd, [0, 2] and [1, 3] on tier node."""
     begin_anew()
     plan = ShardPlan.from_config(
         parse_config({"preset": "lossless", "transport": TRANSPORT}), Grid(2, 1, 2), dist.get_rank()
     )
-    transport = FaultyTransport(plan, timedelta(seconds=TIMEOUT_S), channels=[role])
+    peers = peers_of(plan, timedelta(seconds=TIMEOUT_S), channels=[role])
+    collectives = FaultyCollectives(plan, peers, WireLog(), timeout_s=TIMEOUT_S)
     for tier in ("gcd", "node"):
-        _hop(transport, tier)
-    return transport
+        _hop(collectives, tier)
+    return collectives
 
 
-def _hop(transport: FaultyTransport, tier: Tier, size: int = 16) -> None:
-    (role, *_), *_ = transport._groups
-    transport.start((role, tier), "all_gather", torch.zeros(size, dtype=torch.uint8), "a test").wait()
+def _hop(collectives: FaultyCollectives, tier: Tier, size: int = 16) -> None:
+    (role, *_), *_ = collectives.peers
+    gather = collectives.prepare((role, tier), "all_gather", size, "a test")
+    gather.start(torch.zeros(size, dtype=torch.uint8)).wait()
 
 
 def _pids() -> list[int]:
@@ -65,7 +67,7 @@ def _named(error: pytest.ExceptionInfo[PeerError], culprit: int, pids: list[int]
 
 def check_a_frozen_rank_is_named_also_by_who_waits_for_one_that_waits_for_it() -> None:
     """Rank 3 is stopped. Rank 2 waits for it, rank 0 for rank 2; both warn at half time."""
-    rank, transport, store = dist.get_rank(), _transport("frozen"), c10d._get_default_store()
+    rank, collectives, store = dist.get_rank(), _collectives("frozen"), c10d._get_default_store()
     pids = _pids()
     started = time.monotonic()
     if rank == 3:
@@ -73,7 +75,7 @@ def check_a_frozen_rank_is_named_also_by_who_waits_for_one_that_waits_for_it() -
     elif rank != 1:
         with mock.patch.object(sys, "stderr", io.StringIO()) as said:
             with pytest.raises(HopError) as error:
-                _hop(transport, "gcd" if rank == 2 else "node")
+                _hop(collectives, "gcd" if rank == 2 else "node")
             while "warning" not in said.getvalue():  # of another thread
                 time.sleep(0.01)
         assert time.monotonic() - started < TIMEOUT_S + 6
@@ -89,7 +91,7 @@ def check_a_frozen_rank_is_named_also_by_who_waits_for_one_that_waits_for_it() -
 
 def check_a_rank_that_is_stuck_in_python_is_named() -> None:
     """Rank 1 is in its data loader: ranks 0 and 3 wait in hops, rank 2 in a collective outside hops."""
-    rank, transport, store = dist.get_rank(), _transport("stuck"), c10d._get_default_store()
+    rank, collectives, store = dist.get_rank(), _collectives("stuck"), c10d._get_default_store()
     group = dist.new_group([1, 2], timeout=timedelta(seconds=TIMEOUT_S))
     if rank in (1, 2):
         dist.all_reduce(torch.zeros(4), group=group)
@@ -100,7 +102,7 @@ def check_a_rank_that_is_stuck_in_python_is_named() -> None:
         with pytest.raises(PeerError) as error, blaming():
             if rank == 2:
                 dist.all_reduce(torch.zeros(4), group=group)
-            _hop(transport, "gcd" if rank == 0 else "node")
+            _hop(collectives, "gcd" if rank == 0 else "node")
         said = "watchdog_checks.py:" if rank == 2 else "at hop 1 instead of 2; its last hop: all-gather of a test"
         _named(error, 1, pids, said)
         assert rank != 2 or "a collective at" in str(error.value), error.value
@@ -111,12 +113,12 @@ def check_a_rank_that_is_stuck_in_python_is_named() -> None:
 
 def check_ranks_that_send_messages_of_different_sizes_are_named() -> None:
     """Those of ranks 0 and 2 never arrive, since gloo would end the process that gets one of another size."""
-    rank, transport = dist.get_rank(), _transport("sizes")
+    rank, collectives = dist.get_rank(), _collectives("sizes")
     pids = _pids()
-    transport.faults = [] if rank % 2 else ["drop"]
+    collectives.faults = [] if rank % 2 else ["drop"]
     with pytest.raises(HopError) as error:
-        _hop(transport, "gcd", 16 if rank % 2 else 40)
-    sizes = "whose message has 40 bytes instead of 32" if rank % 2 else "whose message has 32 bytes instead of 40"
+        _hop(collectives, "gcd", 16 if rank % 2 else 40)
+    sizes = "whose message has 80 bytes instead of 32" if rank % 2 else "whose message has 32 bytes instead of 80"
     _named(error, rank ^ 1, pids, f"{sizes}: ranks disagree")
 
 

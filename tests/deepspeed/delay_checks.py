@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.comm.transport import Pending
+from hzero.comm.runtime import Pending
 from hzero.config import TIERS
 from tests.deepspeed.training import AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder
 
@@ -80,9 +80,9 @@ def _late(seed: int, did: _Late) -> Iterator[None]:
     draw = random.Random(seed * 1000 + dist.get_rank())
     init, end = Pending.__init__, Pending.end
 
-    def started(self: Any, work: Any, buffers: Any, what: Callable[[], str], *rest: Any) -> None:
-        init(self, work, buffers, what, *rest)
-        text = re.sub(r"rank \d+ among", "among", what())
+    def started(self: Any, collective: Any, *rest: Any) -> None:
+        init(self, collective, *rest)
+        text = re.sub(r"rank \d+ among", "among", str(collective))
         communicator = re.search(r"of (\w+) of .*(among \[.*\])", text)
         assert communicator, text
         did.orders[" ".join(communicator.groups())].append(text)

@@ -19,7 +19,7 @@ from deepspeed.utils import groups
 import hzero
 from hzero.comm import HopError
 from hzero.engine.engine import Engine
-from tests.comm.faulty_transport import FaultyTransport
+from tests.comm.faulty import FaultyCollectives
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.training import (
     INNER,
@@ -197,19 +197,19 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
     """
     changed = "arrived changed from rank"
     config = ds_config(block_of("topo", checksum=True))
-    with mock.patch.object(sys.modules[Engine.__module__], "Transport", FaultyTransport):
+    with mock.patch.object(sys.modules[Engine.__module__], "Collectives", FaultyCollectives):
         for device in (contextlib.nullcontext(), recording()):
             with device:
                 engine = engine_of(config)
                 train(engine, 1)
                 before = masters_of(engine)
-                transport = hzero.state(engine)._collectives.transport
-                transport.spares = lambda lane, what: lane[1] != "node" or "gradients" not in what
-                transport.faults = ["flip"]
+                collectives = hzero.state(engine)._collectives
+                collectives.spares = lambda lane, what: lane[1] != "node" or "gradients" not in what
+                collectives.faults = ["flip"]
                 loss = engine(batch(1, 0))
                 with pytest.raises(HopError, match=rf"gradients of \d+ parameters .* on tier 'node' .*{changed}"):
                     engine.backward(loss)
-                transport.faults = []
+                collectives.faults = []
                 with pytest.raises(RuntimeError, match="lost by an error"):  # whoever has caught it and goes on
                     engine.optimizer.step()
                 assert_masters(engine, before)

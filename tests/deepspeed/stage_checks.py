@@ -17,7 +17,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import hzero
 from hzero.codecs import backends
 from hzero.comm import HopError
-from hzero.comm.wires import shared_groups, world_timeout
+from hzero.comm.wires import process_group, world_timeout
 from hzero.config import TopologyConfig
 from hzero.deepspeed.parameters import GatherHandle
 from hzero.engine.engine import Partition
@@ -175,7 +175,7 @@ def check_a_gather_that_fails_leaves_no_parameter_under_way() -> None:
 def check_a_world_in_another_order_is_refused() -> None:
     """A permuted group has the right size, and would give every rank another one's shard."""
     ranks = [1, 0, *range(2, dist.get_world_size())]
-    permuted = shared_groups.get(("permuted", "node"), ranks, world_timeout())
+    permuted = process_group(("permuted", "node"), ranks, world_timeout())
     with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
         Partition.of(permuted, TopologyConfig())
 

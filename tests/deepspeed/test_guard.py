@@ -10,11 +10,12 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
+from hzero.config import GuardConfig
 from hzero.engine.guard import DivergenceError, Guard
 
 
 def guard_of(limit: int) -> Guard:
-    guard = Guard(mock.Mock(), limit, torch.device("cpu"))
+    guard = Guard(mock.Mock(), GuardConfig(discarded_steps=limit), torch.device("cpu"))
     guard._where = lambda params, gradient_of: ""  # type: ignore[method-assign,assignment]
     return guard
 

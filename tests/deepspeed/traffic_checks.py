@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.comm import Transport
+from hzero.comm import Collectives
 from hzero.config import ALGORITHMS, BASE_TIERS, ROLES, TIERS, parse_config
 from hzero.plan.collectives import node_bytes, step_traffic
 from tests.deepspeed.training import AwkwardNet, block_of, ds_config, engine_of, train
@@ -87,9 +87,9 @@ def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
     topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
     losses, counts, used = [], [], set()
-    prepare = Transport.prepare
+    prepare = Collectives.prepare
 
-    def noted(self: Transport, lane: tuple[str, str], kind: str, *arguments: Any, **keywords: Any) -> Any:
+    def noted(self: Collectives, lane: tuple[str, str], kind: str, *arguments: Any, **keywords: Any) -> Any:
         if kind == "all_gather":
             used.add((algorithm, keywords.get("algorithm", "library"), lane[1]))
         return prepare(self, lane, kind, *arguments, **keywords)
@@ -98,7 +98,7 @@ def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
         setting = {"algorithm": algorithm, "below_bytes": 80}
         block = {"preset": "topo", "topology": topology, "node_all_gather": setting}
         engine = engine_of(ds_config(block, zero_optimization=zero))
-        with mock.patch.object(Transport, "prepare", noted):
+        with mock.patch.object(Collectives, "prepare", noted):
             losses.append(train(engine, 2))
         log = hzero.state(engine).wire_log.entries()
         counts.append([(entry.role, entry.tier, entry.hops, entry.wire_bytes) for entry in log])

@@ -13,7 +13,7 @@ from deepspeed.utils import safe_get_full_grad
 
 import hzero
 from hzero.comm import HopError
-from hzero.comm.transport import Collective
+from hzero.comm.runtime import Collective
 from tests.deepspeed.training import (
     AwkwardNet,
     assert_losses,

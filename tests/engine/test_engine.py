@@ -11,14 +11,14 @@ import torch
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import Collectives, WireLog
 from hzero.comm.wires import STAGE
-from hzero.config import parse_config
+from hzero.config import GuardConfig, parse_config
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Guard
 from hzero.engine.parameter import Parameter, Route
 from hzero.engine.weights import Weights
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import on_all, transport_of
+from tests.comm.simulated import on_all, peers_of
 
 GRID = Grid(2, 1, 2)
 WORLD = GRID.world_size
@@ -31,7 +31,7 @@ class Rank:
 
     def __init__(self, rank: int, block: dict[str, Any], groups: dict[Any, Any]) -> None:
         self.rank, plan = rank, ShardPlan.from_config(parse_config(block), GRID, rank)
-        self.collectives = Collectives(plan, transport_of(plan, STAGE, groups), WireLog())
+        self.collectives = Collectives(plan, peers_of(plan, STAGE, groups), WireLog())
         self.shards = [torch.full((chunk_numel(numel, WORLD),), float("nan")) for numel in NUMELS]
         self.set(0)
         route = Route(plan, 0)
@@ -105,7 +105,7 @@ def test_padding_behind_the_last_element_is_no_weight() -> None:
     groups: dict[Any, Any] = {}
     for rank in range(WORLD):
         one = Rank(rank, {"preset": "zero3"}, groups)
-        guard = Guard(one.weights, 1, torch.device("cpu"))
+        guard = Guard(one.weights, GuardConfig(), torch.device("cpu"))
         owned = [guard._weights.primary_shard(param) for param in one.params]
         assert [len(shard) for shard in owned] == [[22, 22, 22, 19][rank], [8, 8, 8, 6][rank], [1, 0, 0, 0][rank]]
         assert all(bool(shard.isfinite().all()) for shard in owned)

@@ -1,4 +1,4 @@
-"""A transport with faults where messages arrive, drawn from a seed: for tests of what notices them."""
+"""Collectives with faults where messages arrive, drawn from a seed: for tests of what notices them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
+from unittest import mock
 
 import torch
 
-from hzero.comm import Transport
-from hzero.comm.transport import Collective, Pending
+from hzero.comm import Collectives
+from hzero.comm.runtime import Collective, Pending
 from hzero.comm.wires import Lane
 from hzero.plan.program import Kind
-from hzero.plan.shards import ShardPlan
 
 #: What happens to a message: it arrives late or never, or in its place the former one of the lane, or with zeros from some
 #: byte on, or with one bit changed.
@@ -26,14 +25,14 @@ CORRUPTIONS: tuple[Fault, ...] = ("duplicate", "truncate", "flip")
 _DELAY_S = 0.002
 
 
-class FaultyTransport(Transport):
-    """A transport on which messages arrive with faults, at this rank alone.
+class FaultyCollectives(Collectives):
+    """Collectives whose messages arrive with faults, at this rank alone.
 
     Args:
-        plan: The shard plan of this rank.
-        timeout: As for a transport; a message that is dropped fails after it.
-        ranks: As for a transport.
+        arguments: As for `Collectives`.
         seed: What happens to which message; give ranks seeds of their own to have faults at one of them.
+        timeout_s: Time after which a message that is dropped fails.
+        rest: As for `Collectives`.
 
     Attributes:
         faults: Kinds to draw from; none at first.
@@ -42,14 +41,13 @@ class FaultyTransport(Transport):
         done: Faults that have changed, delayed or dropped something.
     """
 
-    def __init__(self, plan: ShardPlan, timeout: timedelta | None = None, *, seed: int = 0, **rest: Any) -> None:
-        super().__init__(plan, timeout, **rest)
+    def __init__(self, *arguments: Any, seed: int = 0, timeout_s: float = 60.0, **rest: Any) -> None:
+        super().__init__(*arguments, **rest)
         self.faults: Collection[Fault] = ()
-        self.chance = 1.0
+        self.chance, self._timeout_s = 1.0, timeout_s
         self.spares: Callable[[Lane, str], bool] = lambda lane, what: False
         self.done: list[Fault] = []
         self._draw = random.Random(seed)
-        self._timeout_s = timeout.total_seconds() if timeout else 60.0
         self._former: dict[tuple[Lane, int], torch.Tensor] = {}
 
     def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
@@ -57,16 +55,15 @@ class FaultyTransport(Transport):
         made = super().prepare(lane, kind, size, what, **how)
         start = made.start
 
-        def started(message: torch.Tensor, output: torch.Tensor | None = None, *rest: Any) -> Pending:
+        def started(message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:
             fault = None
             if self.faults and not self.spares(lane, what) and self._draw.random() < self.chance:
                 fault = self._draw.choice(sorted(self.faults))
             if fault == "drop":
                 self.done.append(fault)
-                described = f"hzero: {what} on tier {lane[1]!r} of {lane[0]}"
-                lost = self._groups[lane].lane
-                return Pending(_Dropped(self._timeout_s), [message], lambda: described, lost)
-            pending = start(message, output, *rest)
+                with mock.patch.object(made, "_start", return_value=_Dropped(self._timeout_s)):
+                    return start(message, output)
+            pending = start(message, output)
             work, told = pending._work, []
 
             def arrive() -> None:
@@ -76,7 +73,8 @@ class FaultyTransport(Transport):
                     told.append(True)
                     arriving = pending.buffers[-1]
                     if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
-                        arriving = arriving[1 << (len(arriving) - 1).bit_length() - 1 :]
+                        rows = arriving.view(len(made.peers.ranks), -1)
+                        arriving = rows[1 << (len(rows) - 1).bit_length() - 1 :]
                     self._harm(fault, lane, arriving)
 
             pending._work = SimpleNamespace(wait=arrive)
