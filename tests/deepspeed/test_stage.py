@@ -26,6 +26,7 @@ CHECKS = {
         "tests.deepspeed.codec_checks",
         "tests.deepspeed.audit_checks",
         "tests.deepspeed.autotp_checks",
+        "tests.deepspeed.race_checks",
         "tests.deepspeed.checkpoint_checks",
     ),
     1: ("tests.deepspeed.single_checks",),
