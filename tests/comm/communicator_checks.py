@@ -145,7 +145,8 @@ def check_sums_with_lossless_codecs_are_the_bits_of_codec_none() -> None:
         "exp",
         {"gcd": "exp", "gpu": "mpc"},
     ]
-    for number, (codecs, grid) in list(enumerate(itertools.product(mixes, SOME)))[::2]:
+    some = slice(0, None, 2) if WORLD == 8 else slice(1, None, 4)
+    for number, (codecs, grid) in list(enumerate(itertools.product(mixes, SOME)))[some]:
         dtype = torch.bfloat16 if "exp" in str(codecs) else DTYPES[(number + number // 3) % 3]
         plain = _communicator(grid)
         group = _communicator(grid, codecs=codecs, checksum=dtype == torch.float16)
