@@ -56,6 +56,7 @@ def test_sanitizers_find_nothing(target: str) -> None:
         inner, tests = target, "wave and not 32"
 
     files = ("tests/kernels/test_kernels.py", "tests/kernels/test_hostile_payloads.py")
+    tests = f"({tests}) and not quotient"  # which differ in numbers alone
     command = ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", tests]
     done = run_python(*command, timeout=500, **env)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
