@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(cluster.missing()), reason=cluster.missing(
 #: With it a job also runs into its time limit, which Slurm looks at twice a minute.
 FULL = os.environ.get("HZERO_SLURM") == "full"
 #: Longest wait for a job, in seconds.
-WAIT_S = 600.0 if FULL else 120.0
+WAIT_S = 600.0 if FULL else 240.0
 #: A small run in fp32 and without a codec, so that losses can be compared bit for bit.
 KEYS = (
     *("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=1", "zero=lossless", "train.dtype=fp32"),
