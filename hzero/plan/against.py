@@ -220,17 +220,18 @@ def _shared(scenario: Scenario, batch: int | None, devices: int, micro: int) -> 
 
 
 def node_counts(text: str) -> list[int]:
-    """The nodes of ``nodes=1..9408``: both ends and the powers of two between them; or those of ``nodes=2,4,48``.
+    """The nodes of ``1..9408``: both ends and the powers of two between them; or those of ``2,4,48``. ``nodes=`` may precede.
 
     Raises:
         ConfigError: It is neither.
     """
-    found = re.fullmatch(r"nodes=(\d{1,6})\.\.(\d{1,6})", text)
+    counts = text.removeprefix("nodes=")
+    found = re.fullmatch(r"(\d{1,6})\.\.(\d{1,6})", counts)
     if found and 1 <= (first := int(found[1])) <= (last := int(found[2])):
         return sorted({first, last, *(1 << power for power in range(20) if first < 1 << power < last)})
-    if re.fullmatch(r"nodes=[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
-        return sorted({int(count) for count in text.partition("=")[2].split(",")})
-    raise ConfigError(f"--against: found {text!r}, expected nodes=1..9408 or nodes=2,4,48")
+    if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", counts):
+        return sorted(set(map(int, counts.split(","))))
+    raise ConfigError(f"--against: found {text!r}, expected the nodes, as in 48, 2,4,48 or 1..9408")
 
 
 def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> None:

@@ -7,7 +7,8 @@ Examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero links`
   hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
   hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    largest micro-batch by preset
-  hzero plan --against nodes=1..9408 experiment=paper_20b --out scaling.png    all schemes, TP x PP x ZeRO-1 too, by nodes
+  hzero plan --against 48 experiment=paper_20b    all schemes, TP x PP x ZeRO-1 too
+  hzero plan --against 1..9408 experiment=paper_20b --out scaling.png    the same by nodes, and which wins where
   hzero plan model=gpt_neox_1b topology=nic nodes=4 topology.nic_gbit=100      an ordinary cluster
 
 keys of a plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or a .yaml is the machine
@@ -121,7 +122,8 @@ def _check_keys(given: Sequence[str], mode: str) -> None:
             modes = " or ".join(name for name, (count, _) in _MODES.items() if key in KEYS[:count])
             raise ConfigError(f"{key}: found with {mode or 'a plain plan'}, which does not read it; expected {modes}")
         if any(key == name or key.startswith(f"{name}.") for name in varied):
-            raise ConfigError(f"{key}: found with {mode or 'global_batch'}, which sets it itself")
+            instead = "; write the nodes behind --against" if key == "topology.nodes" else ""
+            raise ConfigError(f"{key}: found with {mode or 'global_batch'}, which sets it itself{instead}")
 
 
 def _say(text: str) -> None:
@@ -303,13 +305,14 @@ def _about(scenario: Scenario) -> dict[str, Any]:
     profile = scenario.machine.profile
     kinds = {name: profile.sources[profile.constants[name].source].kind for name in CONSTANTS}
     assumed = [name for name, kind in kinds.items() if kind == "assumed"]
+    library = f" ({profile.library})" if profile.library else ""
     error = f"on collectives that were not fit is {profile.error:.0%}" if profile.error else "is not known"
     return {
         "profile": profile.name,
         "error": profile.error,
         "assumed": assumed,
         "memory_bytes": scenario.memory,
-        "about": f"profile {profile.name}: its error {error}, and no step of this machine could be checked; assumed: "
+        "about": f"profile {profile.name}{library}: its error {error}, and no step of this machine could be checked; assumed: "
         f"{', '.join(assumed) or 'nothing'} (docs/model.md)",
     }
 

@@ -197,7 +197,8 @@ def test_against_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path
     assert set(curves) == {f"hzero {preset}" for preset in PRESETS} | others
     assert [point["nodes"] for point in curves["hzero topo"]] == [2, 48]
     assert not curves["DDP"][0]["fits"]
-    counts = node_counts("nodes=1..9408")
+    counts = node_counts("1..9408")
+    assert node_counts("nodes=1..9408") == counts and node_counts("48") == [48]
     assert counts[:3] == [1, 2, 4] and counts[-2:] == [8192, 9408]
     text = _text(capsys, "--against", "nodes=64,254", *FRONTIER)
     assert "254 nodes form no groups" in text and "64 nodes form" not in text
@@ -234,9 +235,9 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
         ([*FRONTIER, "nodes=48", "profile=dgx_h200"], "profile dgx_h200: found nodes of 4 x 2 devices, expected 8 x 1"),
         (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for this topology"),
-        (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2', expected nodes=1..9408"),
+        (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2', expected the nodes, as in 48"),
         (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
-        (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "topology.nodes: found with --against, which sets it itself"),
+        (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "found with --against, which sets it itself; write the nodes"),
         (["--against", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: cannot write 'no/where.png'"),
         (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; input should be a valid number"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),

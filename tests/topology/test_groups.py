@@ -183,4 +183,8 @@ def test_presets_are_options_of_the_trainer_and_the_plan(name: str) -> None:
     experiment = compose([f"topology={name}", "topology.nodes=2"])
     assert experiment.grid == resolve_grid(TopologyConfig(source=name), experiment.world_size)
     rates = {tier.name: tier.gb_s for tier in tiers_of(preset(name)) if tier.gb_s is not None}
-    assert experiment.config["topology"]["bandwidth_gb_s"].items() >= rates.items()
+    declared = experiment.config["topology"]
+    if "nic_gbit" in declared:
+        assert rates == {"node": declared["nic_gbit"] * declared["nics_per_node"] / 8 / 8}
+    else:
+        assert declared["bandwidth_gb_s"].items() >= rates.items()
