@@ -83,8 +83,8 @@ def training_checks(rows: dict[str, Any]) -> Iterator[Check]:
         if row["scheme"] == "zero1":
             scheme = Scheme("deepspeed", stage=1)
         if row["pipeline"] is None:
-            scenario = Scenario(cast(Any, None), job, grid, None, profile, 64 * 10**9, "all", None, ())
-            best = against(scenario, MANY * row["devices"])[PIPELINE]
+            scenario = Scenario(cast(Any, None), job, grid, None, profile, 64 * 10**9, "all", MANY * row["devices"], ())
+            best = against(scenario)[PIPELINE]
             what, step = f"{what}, {best.degrees}", best.step
         else:
             step = price(scheme, job, grid, profile, Degrees(row["tensor"], row["pipeline"]))

@@ -150,13 +150,12 @@ def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degre
     return replace(found, step_s=seconds, tflops=tflops, exposed_s=exposed)
 
 
-def against(scenario: Scenario, batch: int | None) -> dict[str, Price]:
+def against(scenario: Scenario) -> dict[str, Price]:
     """Prices every scheme on a scenario's nodes, those with degrees by their best ones that fit.
 
     Args:
         scenario: What is trained, and where. A device has as many tokens in a micro-batch as there, or a replica one such
-            micro-batch; fewer where the batch does not have them.
-        batch: Sequences of a step on all devices; None: those of the scenario on each device.
+            micro-batch; fewer where its global batch does not have them.
 
     Raises:
         ConfigError: The model's layers differ, or no profile of the machine is known.
@@ -166,7 +165,7 @@ def against(scenario: Scenario, batch: int | None) -> dict[str, Price]:
     """
     require_layers(scenario.job)
     found: dict[str, Price] = {}
-    if job := _shared(scenario, batch, 1, scenario.job.micro_batch):
+    if job := _shared(scenario, 1, scenario.job.micro_batch):
         own: dict[str, tuple[ShardPlan | Scheme, Job]] = {}
         for preset in PRESETS:
             own[f"hzero {preset}"] = (scenario.shard_plan(preset), job)
@@ -180,15 +179,15 @@ def against(scenario: Scenario, batch: int | None) -> dict[str, Price]:
         (TENSOR_FSDP, OTHERS["FSDP2"], [Degrees(tensor) for tensor in TENSOR[1:]]),
         (PIPELINE, OTHERS["ZeRO-1"], [Degrees(*pair) for pair in itertools.product(TENSOR, range(1, STAGES + 1))]),
     ):
-        best = _best(scenario, batch, other, possible)
+        best = _best(scenario, other, possible)
         pipelines = {price.degrees for price in best if price.degrees and price.degrees.pipeline > 1}
         chunked = [replace(degrees, chunks=chunks) for degrees in pipelines for chunks in CHUNKS]
-        if best := [*best, *_best(scenario, batch, other, chunked)]:
+        if best := [*best, *_best(scenario, other, chunked)]:
             found[name] = min(best, key=lambda one: one.step.step_s)
     return found
 
 
-def _best(scenario: Scenario, batch: int | None, scheme: Scheme, possible: Sequence[Degrees]) -> list[Price]:
+def _best(scenario: Scenario, scheme: Scheme, possible: Sequence[Degrees]) -> list[Price]:
     """The three shortest steps of those degrees that the machine, the model and the batch allow and that fit."""
     found: list[Price] = []
     grid, layers, micro = scenario.grid, scenario.job.model.layers, scenario.job.micro_batch
@@ -197,7 +196,7 @@ def _best(scenario: Scenario, batch: int | None, scheme: Scheme, possible: Seque
         if grid.scope_size("node") % tensor or grid.nodes % stages or stages > layers:
             continue
         for size in {micro, micro * tensor}:
-            job = _shared(scenario, batch, tensor * stages, size)
+            job = _shared(scenario, tensor * stages, size)
             if job is None or (chunks > 1 and (layers % (stages * chunks) or job.accumulation % stages)):
                 continue
             own, machine = placed(job, grid, scenario.machine.profile, degrees)
@@ -206,10 +205,10 @@ def _best(scenario: Scenario, batch: int | None, scheme: Scheme, possible: Seque
     return sorted(found, key=lambda one: one.step.step_s)[:3]
 
 
-def _shared(scenario: Scenario, batch: int | None, devices: int, micro: int) -> Job | None:
+def _shared(scenario: Scenario, devices: int, micro: int) -> Job | None:
     """The job of a replica on so many devices, with micro-batches of at most ``micro`` sequences; None if there is none."""
     job, world = scenario.job, scenario.grid.world_size
-    sequences, rest = divmod((batch or job.micro_batch * job.accumulation * world) * devices, world)
+    sequences, rest = divmod((scenario.global_batch or job.micro_batch * job.accumulation * world) * devices, world)
     if rest or not sequences:
         return None
     micro = math.gcd(sequences, micro)

@@ -51,7 +51,7 @@ from hzero.plan.collectives import (
 )
 from hzero.plan.machine import CONSTANTS
 from hzero.plan.memory import footprint
-from hzero.plan.scenario import KEYS, Scenario, read_scenario, sequences_of
+from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, fit, tune
 from hzero.plan.shards import Hop, ShardPlan
 from hzero.plan.step import predict
@@ -80,7 +80,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
     modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
     modes.add_argument(
-        "--against", metavar="nodes=A..B", help="price other systems' parallelism on these nodes beside hzero"
+        "--against", metavar="NODES", help="predict all schemes on 48, 2,48 or 1..9408 nodes; who wins where"
     )
     add("--out", metavar="FILE", type=Path, help="picture of --against (PNG)")
     add("--json", action="store_true", help="print JSON")
@@ -91,14 +91,10 @@ def run_plan(arguments: Sequence[str]) -> int:
     if parsed.out is not None and mode != "--against":
         raise ConfigError("--out: found without --against, whose picture it is")
     counts = node_counts(parsed.against) if mode == "--against" else []
-    batch = None
-    if counts:  # a batch of all devices is cut anew for each number of them
-        batch = next((override for override in overrides if key_of(override) == "global_batch"), None)
-        overrides = [override for override in overrides if override is not batch]
     # Groups of nodes have to divide the largest number.
     scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
     if counts:
-        result, show = against_dict(scenario, counts, batch, parsed.out), _show_against
+        result, show = against_dict(scenario, counts, parsed.out), _show_against
     elif mode:
         result, show = search_dict(scenario, mode), _show_search
     else:
@@ -317,11 +313,10 @@ def _about(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def against_dict(scenario: Scenario, counts: Sequence[int], batch: str | None, picture: Path | None) -> dict[str, Any]:
+def against_dict(scenario: Scenario, counts: Sequence[int], picture: Path | None) -> dict[str, Any]:
     """All schemes on some numbers of nodes, and which is the fastest where; draws them too."""
     about = _about(scenario)
-    sequences = sequences_of(batch.partition("=")[2], 1) if batch else None
-    found = {count: against(scenario.on(count), sequences) for count in counts}
+    found = {count: against(scenario.on(count)) for count in counts}
     curves: dict[str, list[dict[str, Any]]] = {}
     for count, prices in found.items():
         for name, price in prices.items():
@@ -329,13 +324,11 @@ def against_dict(scenario: Scenario, counts: Sequence[int], batch: str | None, p
             curves.setdefault(name, []).append(point)
     if picture is not None:
         draw(found, scenario, picture)
-    job = scenario.job
+    job, batch = scenario.job, scenario.global_batch
     grids = [scenario.on(count).grid for count in counts]
     return {
         **about,
-        "work": f"{sequences:,} sequences"
-        if sequences
-        else f"sequences per device: {job.micro_batch * job.accumulation}",
+        "work": f"{batch:,} sequences" if batch else f"sequences per device: {job.micro_batch * job.accumulation}",
         "library": scenario.machine.profile.library,
         "picture": picture and str(picture),
         "notes": [grid.groups_text for grid in grids if grid.nodes_per_group is None and grid.groups_text],

@@ -200,7 +200,7 @@ class Scenario:
         profile: Its constants, or why they are not known.
         memory: Bytes of a device, at most; None where they are not known.
         quality: What codecs may lose.
-        sequences: Of a step on each device; None if the user has given no global batch.
+        global_batch: Sequences of a step on all devices; None if the user has given none.
         given: The user's overrides of the trainer's configuration.
     """
 
@@ -211,8 +211,22 @@ class Scenario:
     profile: Profile | ConfigError
     memory: int | None
     quality: Quality
-    sequences: int | None
+    global_batch: int | None
     given: tuple[str, ...]
+
+    @property
+    def sequences(self) -> int | None:
+        """Sequences of a step on each device. Raises `ConfigError` if the global batch has no whole number of them."""
+        if self.global_batch is None:
+            return None
+        sequences, rest = divmod(self.global_batch, self.grid.world_size)
+        if not sequences or rest:
+            devices = self.grid.world_size
+            near = max(round(self.global_batch / devices), 1) * devices
+            raise ConfigError(
+                f"global_batch: found {self.global_batch}; expected a multiple of the {devices:,} devices, such as {near}"
+            )
+        return sequences
 
     @property
     def machine(self) -> Machine:
@@ -271,22 +285,13 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     if measured is not None and links is not None and isinstance(profile, Profile):
         profile = with_links(profile, measured, links)
     job = Job.of(experiment, profile)
-    sequences = sequences_of(own["global_batch"], grid.world_size) if "global_batch" in own else None
+    batch = own.get("global_batch")
+    if batch is not None and not re.fullmatch(r"[1-9]\d{0,11}", batch):
+        raise ConfigError(f"global_batch: found {batch!r}; expected a number of sequences")
     memory = _bytes_of(own["memory"]) if "memory" in own else None
     if memory is None and isinstance(profile, Profile):
         memory = int(profile.value("memory_gb") * 1e9)
-    return Scenario(experiment, job, grid, measured, profile, memory, quality, sequences, kept)
-
-
-def sequences_of(text: str, devices: int) -> int:
-    """Sequences of a global batch on each device. Raises `ConfigError` if they are no whole number of at least 1."""
-    sequences, rest = divmod(int(text) if text.isdecimal() and len(text) < 13 else 0, devices)
-    if not sequences or rest:
-        near = max(round(sequences + rest / devices), 1) * devices
-        raise ConfigError(
-            f"global_batch: found {text!r}; expected a multiple of the {devices:,} devices, such as {near}"
-        )
-    return sequences
+    return Scenario(experiment, job, grid, measured, profile, memory, quality, int(batch) if batch else None, kept)
 
 
 def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigError:

@@ -113,7 +113,7 @@ def test_a_stage_keeps_the_activations_of_its_micro_batches() -> None:
 def test_schemes_are_priced_for_one_batch() -> None:
     scenario = read_scenario(["model=gpt_neox_1b", "topology=frontier", "topology.nodes=8", "train.micro_batch=2"])
     for batch in (None, 256, 32):
-        prices = against(scenario, batch)
+        prices = against(replace(scenario, global_batch=batch))
         total = batch or 128
         for name, one in prices.items():
             replicas = 64 // (one.degrees.tensor * one.degrees.pipeline if one.degrees else 1)
@@ -126,7 +126,7 @@ def test_schemes_are_priced_for_one_batch() -> None:
 
 def test_hzero_under_fsdp2_gathers_layers() -> None:
     scenario = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48", "train.micro_batch=1"])
-    own, stock = (against(scenario, None)[name] for name in ("FSDP2, hzero topo", "FSDP2"))
+    own, stock = (against(scenario)[name] for name in ("FSDP2, hzero topo", "FSDP2"))
     assert own.job.prefetch == own.job.layer and own.job.reuse == 0
     assert own.step.step_s < 1.02 * stock.step.step_s and own.step.memory_bytes > stock.step.memory_bytes
 
