@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 from collections.abc import Callable
@@ -199,24 +200,34 @@ def _live_bytes() -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def _compare(build: Callable[[], nn.Module], *presets: str) -> dict[str, int]:
-    """Compares units with each other and with stock, and returns hops of weights by unit, with nothing gathered ahead."""
-    presets = presets or ("lossless", "topo")
-    stock, found = _run(build, None, {}) if "lossless" in presets else (), {}
-    for preset in presets:
-        runs = []
-        for unit in ("module", "layer"):
-            zero = A_PART_AHEAD if preset == "lossless" else NOTHING_AHEAD
-            runs.append(_run(build, {"preset": preset, "unit": unit}, zero))
-            found[unit] = runs[-1][3]
-        (by_module, by_layer) = runs
-        assert by_layer[:2] == by_module[:2], preset
-        if zero == NOTHING_AHEAD:
-            # Resident payloads that were laid together may still lie in both places; a whole layer is larger.
-            assert by_layer[2] <= by_module[2] + 4000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
-        if preset == "lossless":
-            assert_losses(by_layer[0], stock[0], 1e-6)
-            assert_losses(by_layer[1], stock[1], 1e-6, "norms")
+@functools.cache
+def _stock(build: Callable[[], nn.Module]) -> tuple[Any, ...]:
+    return _run(build, None, {})
+
+
+def _compare(
+    build: Callable[[], nn.Module], *presets: str, like: Callable[[], nn.Module] | None = None
+) -> dict[str, int]:
+    """Compares units with each other and with stock, and returns hops of weights by unit, with nothing gathered ahead.
+
+    Args:
+        build: Makes the model.
+        presets: By default ``lossless``, which is compared with stock, and ``topo``, of which the units are compared.
+        like: Makes the model that stock trains, if not the same.
+    """
+    found = {}
+    if not presets or "lossless" in presets:
+        by_layer, stock = _run(build, {"preset": "lossless", "unit": "layer"}, A_PART_AHEAD), _stock(like or build)
+        assert_losses(by_layer[0], stock[0], 1e-6)
+        assert_losses(by_layer[1], stock[1], 1e-6, "norms")
+    if not presets or "topo" in presets:
+        by_module, by_layer = (
+            _run(build, {"preset": "topo", "unit": unit}, NOTHING_AHEAD) for unit in ("module", "layer")
+        )
+        assert by_layer[:2] == by_module[:2]
+        # Resident payloads that were laid together may still lie in both places; a whole layer is larger.
+        assert by_layer[2] <= by_module[2] + 4000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
+        found = {"module": by_module[3], "layer": by_layer[3]}
     return found
 
 
@@ -225,6 +236,10 @@ def _lora(**keywords: Any) -> Decoder:
     for name, param in built.named_parameters():
         param.requires_grad_(".a." in name or ".b." in name)
     return built
+
+
+def _checkpointed() -> Decoder:
+    return Decoder(checkpointing=False)
 
 
 def _frozen_embedding(**keywords: Any) -> Decoder:
@@ -261,13 +276,13 @@ def check_adapters() -> None:
 
 def check_checkpointing_without_reentry() -> None:
     """Backward computes a layer again and goes back through it with one gather."""
-    hops = _compare(lambda: Decoder(checkpointing=False))
+    hops = _compare(_checkpointed)
     again = _compare(lambda: _lora(checkpointing=False), "topo")
     assert max(hops["layer"], again["layer"]) <= 8 * PASSES, (hops, again)
 
 
 def check_reentrant_checkpointing() -> None:
-    hops = _compare(lambda: Decoder(checkpointing=True))
+    hops = _compare(lambda: Decoder(checkpointing=True), like=_checkpointed)
     assert hops["layer"] <= 8 * PASSES, hops
 
 
