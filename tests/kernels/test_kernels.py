@@ -84,7 +84,7 @@ def emulated(target: tuple[Any, torch.device]) -> int:
 
 
 def test_random_buckets(target: tuple[Any, torch.device]) -> None:
-    count, most = (6, 8_000) if emulated(target) else (25, 10**6)
+    count, most = (3, 8_000) if emulated(target) else (25, 10**6)
     while count:
         case = random_case()
         if 0 < case.rows.total * sum(case.chunks) <= most:
