@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.ranks import on_ranks
+from tests.ranks import LONG, on_ranks
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="the train extra is not installed")
-test_on_ranks = needs_transformers(on_ranks({4: ("tests.benchmarks.scheme_checks",)}))
+test_on_ranks = needs_transformers(LONG(on_ranks({4: ("tests.benchmarks.scheme_checks",)})))

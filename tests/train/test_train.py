@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from hzero.plan.collectives import step_traffic
 from tests.forks import Command, fork, join, torchrun
 from tests.ranks import LONG, ROOT, environment, mpiexec
 
-pytest.importorskip("datasets")
+if find_spec("datasets") is None:  # to import it takes a second of every process that collects tests
+    pytest.skip("datasets is not installed", allow_module_level=True)
 
 MODEL = ("hidden_size=32", "num_layers=2", "num_heads=2", "intermediate_size=64", "vocab_size=300", "seq_length=32")
 FOUR = ("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=2")
