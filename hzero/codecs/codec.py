@@ -214,38 +214,19 @@ class Codec(NamedTuple):
     # ---- single calls -----------------------------------------------------------------------------------------------
 
     def encode(
-        self,
-        source: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        *,
-        sizes: Sequence[int] | None = None,
-        seed: int = 0,
-        **layout: Any,
+        self, source: Sequence[torch.Tensor], chunks: Sequence[int], *, seed: int = 0, **layout: Any
     ) -> torch.Tensor:
-        """Encodes a bucket into one message; see `encoder` and `Encoder`.
-
-        ``sizes`` of None takes as few rows as hold the sources and fill the ``outer`` pieces, at least one per piece.
-        """
-        if sizes is None:
-            pieces = max(layout.get("outer", 1), 1)
-            rows = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
-            sizes = (-(-rows // pieces) * pieces,)
-        return self.encoder(chunks, source[0].dtype, source[0].device, sizes=sizes, **layout)(source, seed=seed)
+        """Encodes a bucket into one message, by default of one row; see `encoder` and `Encoder`."""
+        layout = {"sizes": (1,), **layout}
+        return self.encoder(chunks, source[0].dtype, source[0].device, **layout)(source, seed=seed)
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        chunks: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        sizes: Sequence[int] | None = None,
-        **layout: Any,
+        self, payload: torch.Tensor, chunks: Sequence[int], *, dtype: torch.dtype, **layout: Any
     ) -> list[torch.Tensor]:
-        """Decodes one message; see `decoder` and `Decoder`. ``sizes`` of None takes as many rows as the payload holds."""
-        if sizes is None:
-            row = self.message_bytes(chunks, 1, dtype.itemsize)
-            sizes = (max(payload.numel() // row, 1) if row else layout.get("outer", 1),)
-        tensors: list[torch.Tensor] = self.decoder(chunks, dtype, payload.device, sizes=sizes, **layout)(payload)
+        """Decodes one message, by default of as many rows as it holds; see `decoder` and `Decoder`."""
+        row = self.message_bytes(chunks, 1, dtype.itemsize)
+        layout = {"sizes": (max(payload.numel() // row, 1) if row else layout.get("outer", 1),), **layout}
+        tensors: list[torch.Tensor] = self.decoder(chunks, dtype, payload.device, **layout)(payload)
         return tensors
 
 

@@ -172,7 +172,7 @@ def test_a_rotation_costs_nothing_on_numbers_that_are_alike(numel: int, rotation
     for codec in BLOCKED:
 
         def noise(own: Codec) -> float:
-            (got,) = own.decode(own.encode([x.view(-1)], [numel]), [numel], dtype=torch.float32)
+            (got,) = own.decode(own.encode([x.view(-1)], [numel], sizes=[100]), [numel], dtype=torch.float32)
             return float((got.view(100, numel) - x).square().mean())
 
         plain = make(codec, block_size=block)
@@ -203,6 +203,6 @@ def test_a_difference_is_rounded_once_where_it_is_added() -> None:
         decode_onto(own, message, [copy], [100], sizes=[2])
         exact = new.float() - base.float()
         meant = exact.bfloat16() if own.name == "none" else exact
-        assert torch.equal(message, own.encode([meant], [100]))
+        assert torch.equal(message, own.encode([meant], [100], sizes=[2]))
         (added,) = own.decode(message, [100], dtype=meant.dtype)
         assert torch.equal(copy, (base.float() + added.float()).bfloat16())

@@ -144,7 +144,7 @@ def test_error_feedback_keeps_what_was_lost(codec: str) -> None:
     x[9] = math.inf
     message, (left,) = encode_feedback(own, [x], [residual], [0.5], [35], sizes=[2], strides=[1])
     meant = x + residual * 0.5
-    assert torch.equal(message, own.encode([meant], [35]))
+    assert torch.equal(message, own.encode([meant], [35], sizes=[2]))
     lost = meant - own.decode(message, [35], dtype=torch.float32)[0]
     assert torch.equal(left, torch.where(lost.isfinite(), lost, 0.0))
     assert not left[9] and (left.ne(0).sum() > 40) == (codec != "none")

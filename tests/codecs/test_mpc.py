@@ -110,7 +110,7 @@ def test_other_types_are_those_of_float32_converted() -> None:
 def test_messages_are_cut_and_made_whole() -> None:
     own, count = codec_of(), 1500
     source = torch.cat([numbers(kind, count, seed=5) for kind in (*KINDS, *KINDS)])
-    message, size = own.encode([source], [count]), own.message_bytes([count], 1, 4)
+    message, size = own.encode([source], [count], sizes=[2 * len(KINDS)]), own.message_bytes([count], 1, 4)
     parts = own.cut(message, 2, size)
     assert len(parts) == 2 and torch.equal(*parts) and parts[0].numel() < message.numel() // 2
     longer = torch.cat([torch.nn.functional.pad(part, (0, 48), value=7) for part in parts])
