@@ -59,11 +59,11 @@ def run_train(arguments: Sequence[str]) -> int:
             if statuses and launched():
                 raise ConfigError("-m: found several runs for the ranks of a launcher; expected one run")
             statuses.append(_train(plain(config)))
-        except ConfigError as error:  # in a multirun, a run that is refused does not keep the others from running
-            report(error)
-            statuses.append(REFUSED)
-        except OSError as error:  # which Hydra would report over several lines
-            report(of_file(error))
+        except (
+            ConfigError,
+            OSError,
+        ) as error:  # in a multirun, a run that is refused does not keep the others from running
+            report(of_file(error) if isinstance(error, OSError) else error)
             statuses.append(REFUSED)
         except SystemExit as left:  # a rank of a launcher is done
             statuses.append(int(left.code or 0))

@@ -352,27 +352,23 @@ def visible_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> li
     Raises:
         ConfigError: A list names a device that is not there, or one twice.
     """
-    seen = _listed(environ, _ROCR, list(devices))
-    return _listed(environ, _HIP if _HIP in environ else _CUDA, seen)
-
-
-def _listed(environ: Mapping[str, str], variable: str, devices: list[Device]) -> list[Device]:
-    """The devices that a list leaves; all of them where it is not set."""
-    value = environ.get(variable)
-    if value is None:
-        return devices
-    seen: list[Device] = []
-    for entry in [entry.strip() for entry in value.split(",")] if value.strip() else []:
-        if re.fullmatch("-[0-9]{1,9}", entry):
-            break
-        found = [device for index, device in enumerate(devices) if entry == str(index) or _has_uuid(device, entry)]
-        if len(found) != 1 or found[0] in seen:
-            uuids = ", ".join(device.uuid for device in devices if device.uuid)
-            raise ConfigError(
-                f"{variable}={value!r}: entry {entry!r} names {len(found) or 'no'} devices, or one that the list has already; "
-                f"possible: 0 to {len(devices) - 1}{f', {uuids}' if uuids else ''}"
-            )
-        seen += found
+    seen = list(devices)
+    for variable in (_ROCR, _HIP if _HIP in environ else _CUDA):
+        if (value := environ.get(variable)) is None:
+            continue
+        listed: list[Device] = []
+        for entry in [entry.strip() for entry in value.split(",")] if value.strip() else []:
+            if re.fullmatch("-[0-9]{1,9}", entry):
+                break
+            found = [device for index, device in enumerate(seen) if entry == str(index) or _has_uuid(device, entry)]
+            if len(found) != 1 or found[0] in listed:
+                uuids = "".join(f", {device.uuid}" for device in seen if device.uuid)
+                raise ConfigError(
+                    f"{variable}={value!r}: entry {entry!r} names {len(found) or 'no'} devices, or one that the list has "
+                    f"already; possible: 0 to {len(seen) - 1}{uuids}"
+                )
+            listed += found
+        seen = listed
     return seen
 
 
