@@ -259,7 +259,7 @@ def _expect_no_races(scenarios: Iterable[str]) -> None:
 
 
 def check_collectives_of_a_step_have_one_order() -> None:
-    """Under the order ``strict``. Under ``lanes`` tiers overlap. Random schedules of other presets are in tests/comm/test_order.py."""
+    """Under the order ``strict``. Under ``lanes`` tiers overlap. tests/comm/test_order.py has schedules of other presets."""
     others = [preset for preset in ("zero2", *_SCHEDULES) if f"steps, {preset}" not in _BETWEEN]
     for preset in ("topo",) if WORLD == 8 else others:
         with recording() as trace:
