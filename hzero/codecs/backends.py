@@ -23,7 +23,7 @@ from hzero.codecs.blocks import noise_key
 from hzero.codecs.formats import RecordFormat, Rows, layout_of
 from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary
 from hzero.codecs.reference import NAMES, Adds
-from hzero.validation import ConfigError, one_of
+from hzero.validation import ConfigError, is_rank_0, one_of
 
 #: Environment variable that forces a backend for the devices that it serves (``reference`` serves all). Where it is not
 #: set, and for other devices, the fastest that works is used.
@@ -83,7 +83,7 @@ def choice(kind: str) -> Choice:
     except (OSError, ImportError) as error:
         if wanted == own:
             raise ConfigError(f"{VARIABLE}: {own} cannot be used: {error}") from None
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        if is_rank_0():
             logger.warning("hzero: codecs run in plain torch on %s tensors, several times slower: %s", kind, error)
         return Choice("reference", reference, str(error), fallback=True)
 
