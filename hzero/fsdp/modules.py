@@ -18,15 +18,15 @@ _divide_factors: Any = None
 with contextlib.suppress(ImportError):  # else `sharded_modules` refuses this torch by name
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors as _divide_factors
 
-#: The first release of torch whose FSDP2 has all that is needed, and the one with which the tests have passed.
-OLDEST, TESTED = (2, 10), "2.13"
+#: The first release of torch whose FSDP2 has all that is needed, and those with which the tests have passed.
+OLDEST, TESTED = (2, 10), ("2.13",)
 #: What is read of FSDP2's objects.
 _READ = {
     "state": ("_state_ctx",),
     "context": ("is_last_backward", "post_backward_final_callback_queued"),
     "group": (
         *("fsdp_params", "mesh_info", "mp_policy", "device", "all_reduce_grads", "gradient_divide_factor"),
-        *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook"),
+        *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "force_sum_reduction_for_comms"),
     ),
     "mesh": ("shard_process_group",),
     "parameter": (
@@ -50,6 +50,7 @@ class ShardedModule:
         params: FSDP2's parameters, in the order of its buffers.
         chunks: Elements of a padded shard of each.
         process_group: The ranks that share them.
+        ranks: Of the world: those that share them or, with tensor parallelism, another part of them.
         device: Where the module is computed.
         dtype: Type in which parameters are gathered.
 
@@ -62,13 +63,17 @@ class ShardedModule:
         self.name = plain_name(name) or type(module).__name__.removeprefix("FSDP")
         self._state = _checked("state", module._get_fsdp_state())
         (self._group,) = (_checked("group", group) for group in _groups_of(self._state))
-        self._stock = self._group._all_gather_comm, self._group._reduce_scatter_comm
+        group = self._group
+        self._stock = group._all_gather_comm, group._reduce_scatter_comm
+        self._stock_flags = group.force_sum_reduction_for_comms, getattr(group, "reduce_scatter_unused_params", None)
         self.params: list[Any] = [_checked("parameter", param) for param in self._group.fsdp_params]
         self.chunks = [math.prod(param.padded_sharded_param_size) for param in self.params]
         self.device: torch.device = self._group.device
         self._check()
         self.process_group = _checked("mesh", self._group.mesh_info).shard_process_group
         self.dtype = self._types().pop()
+        widest = max((param.sharded_param.device_mesh for param in self.params), key=lambda mesh: mesh.size())
+        self.ranks: list[int] = widest.mesh.flatten().tolist()
 
     def _types(self) -> set[torch.dtype]:
         given = self._group.mp_policy.param_dtype
@@ -107,18 +112,20 @@ class ShardedModule:
 
         Else nothing tells which parameters a reduction holds: torch before 2.12 leaves unused ones out of it.
         """
-        module = self.module
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(reduce)
+        self.module.set_custom_all_gather(gather)
+        self.module.set_custom_reduce_scatter(reduce)
         # Sums are divided when they are delivered. Gloo has no PREMUL_SUM, and AVG is slow on AMD.
-        module.set_force_sum_reduction_for_comms(True)
-        if hasattr(module, "set_reduce_scatter_unused_params"):
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._set_flags(True, True)
 
     def detach(self) -> None:
-        """Gives FSDP2 its collectives back."""
+        """Gives FSDP2 its collectives and flags back."""
         self._group._all_gather_comm, self._group._reduce_scatter_comm = self._stock
-        self.module.set_force_sum_reduction_for_comms(False)
+        self._set_flags(*self._stock_flags)
+
+    def _set_flags(self, forces_sums: bool, reduces_unused: bool | None) -> None:
+        self.module.set_force_sum_reduction_for_comms(forces_sums)
+        if self._stock_flags[1] is not None:
+            self.module.set_reduce_scatter_unused_params(reduces_unused, recurse=False)
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -203,6 +210,19 @@ class ShardedModule:
         return [(id(one), -1 if one is None else one._version) for one in found]
 
 
+def torch_support() -> str:
+    """Says what is known of hzero with this torch.
+
+    Raises:
+        ConfigError: Its FSDP2 lacks what hzero needs.
+    """
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < OLDEST or _divide_factors is None:
+        raise ConfigError(f"torch: found {torch.__version__}; expected 2.10 or newer, tested are {', '.join(TESTED)}")
+    known = "tested" if ".".join(map(str, release)) in TESTED else "not tested"
+    return f"torch {torch.__version__}: {known}"
+
+
 def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
     """The modules of a model that ``fully_shard`` has been called for and that have parameters, from the outside in.
 
@@ -210,9 +230,7 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
         ConfigError: There are none, they are used in a way that hzero does not support, or torch is not a release that it
             supports.
     """
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if release < OLDEST or _divide_factors is None:
-        raise ConfigError(f"torch: found {torch.__version__}; expected 2.10 or newer, tested is {TESTED}")
+    torch_support()
     found: dict[Any, ShardedModule] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -288,7 +306,7 @@ def _checked(kind: str, found: Any) -> Any:
     for name in _READ[kind]:
         if not hasattr(found, name):
             raise ConfigError(
-                f"torch: found {torch.__version__}, whose {type(found).__name__} has no {name}; tested is {TESTED}"
+                f"torch: found {torch.__version__}, whose {type(found).__name__} has no {name}; tested are {', '.join(TESTED)}"
             )
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hzero.comm import lasting, shared_watchdog
+from hzero.comm.wires import shared_groups, world_timeout
 from hzero.config import HZeroConfig, parse_config
 from hzero.engine.engine import Engine, Partition, ranks_of
+from hzero.engine.guard import speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules
 from hzero.plan.shards import ShardPlan
-from hzero.validation import ConfigError, is_rank_0, on_all_ranks
+from hzero.validation import ConfigError, on_all_ranks
 
 logger = logging.getLogger("hzero")
 
@@ -42,7 +44,7 @@ def apply(
 
     - the one with ``set_is_last_backward(True)``, ``set_requires_all_reduce(True)`` or ``set_requires_gradient_sync(True)`` after
       some with False, as Accelerate and Trainer set them;
-    - else every ``accumulation``-th.
+    - else every ``accumulation``-th. Those of modules that alone were told to wait, as for a loss in chunks, do not count.
 
     Parameters that a backward does not use get zero gradients, as with ``set_reduce_scatter_unused_params(True)``.
 
@@ -66,11 +68,19 @@ def apply(
             raise ConfigError("hzero.fsdp.apply: torch.distributed is not initialised; call init_process_group first")
         if type(accumulation) is not int or accumulation < 1:
             raise ConfigError(f"hzero.fsdp.apply: accumulation: found {accumulation!r}; expected a positive integer")
-        for key in _OF_DEEPSPEED:
-            if key in block:
-                raise ConfigError(f"hzero.fsdp.apply: {key}: found {block[key]!r}; this key has no effect under FSDP2")
-        config = parse_config({"preset": preset, "topology": topology, **block}, "hzero.fsdp.apply")
-        return FsdpState(model, config, accumulation)
+        return FsdpState(model, config_of(preset, topology, block), accumulation)
+
+
+def config_of(preset: str, topology: Any, block: Mapping[str, Any]) -> HZeroConfig:
+    """The block of `apply`.
+
+    Raises:
+        ConfigError: A wrong key.
+    """
+    for key in _OF_DEEPSPEED:
+        if key in block:
+            raise ConfigError(f"hzero.fsdp.apply: {key}: found {block[key]!r}; this key has no effect under FSDP2")
+    return parse_config({"preset": preset, "topology": topology, **block}, "hzero.fsdp.apply")
 
 
 @dataclass(eq=False)
@@ -199,10 +209,13 @@ class FsdpState(Engine):
         weights = [piece.weight for piece in self._pieces.values()]
         accelerator = torch.cuda if first.device.type == "cuda" else None
         # One refresh for each module: they are as large as FSDP2's own messages.
-        super().__init__(config, plan, partition, model, weights, 0, first.device, accelerator)
+        super().__init__(
+            config, plan, partition, model, weights, 0, first.device, accelerator, _ranks_of_model(modules)
+        )
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module
-        self._backwards = 0  # of this window that have ended
-        self._in_backward = self._crosses = self._flagged = False
+        self._backwards = 0  # of this window that have ended; those of a loss in chunks are a part of the next one
+        self._in_backward = self._crosses = self._flagged = self._counts = False
+        self._in_chunks: set[Unit] = set()  # modules that have been told alone to wait, as those of a loss in chunks
         self._windows = 0  # since the last optimizer step
         self._discarded = self._warned = False
         for unit in self._units:
@@ -213,7 +226,7 @@ class FsdpState(Engine):
             register_optimizer_step_post_hook(_weakly(self._after_step)).remove,
             model.register_load_state_dict_post_hook(_weakly(self._loaded)).remove,
         ]
-        if is_rank_0():
+        if speaks(self.group):
             kinds = Counter(type(one.module).__name__.removeprefix("FSDP") for one in modules)
             named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
             self.announce(f"{self.described()}; gathers by module of FSDP2 ({named})")
@@ -284,7 +297,9 @@ class FsdpState(Engine):
         if module.steps_in_backward(members):
             raise module.refusal("a post-accumulate-grad hook, as of an optimizer in backward", "a step after backward")
         unit.divisor = module.divisor(gradients.dtype)
-        self._flagged |= not module.is_last
+        if not module.is_last and not self._flagged:
+            self._in_chunks.add(unit)
+        self._counts |= unit not in self._in_chunks
         last = module.is_last and (self._flagged or self._backwards + 1 >= self.accumulation)
         self._crosses |= last
         weights = [piece.weight for piece in trained]
@@ -292,26 +307,34 @@ class FsdpState(Engine):
         self.gradients.accumulate(weights, flats, gradients.dtype, 1.0, last=last, deliver=self._deliver)
 
     def _begin_backward(self) -> None:
-        if self._backwards and any(unit.left != unit.module.gradient_writes() for unit in self._units):
+        begun = self._backwards or self._in_chunks
+        if begun and any(unit.left != unit.module.gradient_writes() for unit in self._units):
             self._new_window()  # zero_grad has dropped what the last backwards have left
         at_end_of_backward(self._end_backward)
-        self._in_backward, self._crosses = True, False
+        self._in_backward, self._counts = True, False
+        self._flagged |= not any(unit.module.is_last for unit in self._units)
         shared_watchdog().micro += 1
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         """After a backward: the outer hops if it is the last one of its window."""
         self._in_backward = False
-        self._backwards += 1
-        if self._crosses:
-            self.gradients.finish(torch.float32, 1.0, self._deliver)
-            self._windows += 1
-            if self._windows > 1 and not self._flagged and not self._warned:
-                self._warn_of_crossings()
-            self._backwards, self._flagged = 0, False
-        for unit in self._units if self._backwards else ():
+        if self._counts or len(self._in_chunks) == sum(bool(unit.trained()) for unit in self._units):
+            self._end_micro_batch()
+        for unit in self._units if self._backwards or self._in_chunks else ():
             unit.left = unit.module.gradient_writes()
         self.lanes.before_others()
+
+    def _end_micro_batch(self) -> None:
+        self._backwards += 1
+        self._in_chunks.clear()
+        if not self._crosses:
+            return
+        self.gradients.finish(torch.float32, 1.0, self._deliver)
+        self._windows += 1
+        if self._windows > 1 and not self._flagged and not self._warned:
+            self._warn_of_crossings()
+        self._backwards, self._flagged, self._crosses = 0, False, False
 
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
         for weight, shard in zip(weights, shards):
@@ -320,7 +343,8 @@ class FsdpState(Engine):
 
     def _new_window(self) -> None:
         self.gradients.clear()
-        self._backwards, self._flagged = 0, False
+        self._backwards, self._flagged, self._crosses = 0, False, False
+        self._in_chunks.clear()
 
     def _notice_cut_short(self) -> None:
         """An exception has ended a backward, and FSDP2 has been reset: its window is lost."""
@@ -335,7 +359,7 @@ class FsdpState(Engine):
             chunks, itemsize = (weight.numel // self.plan.grid.world_size,), torch.float32.itemsize
             crossings = weight.route.programs.boundary.crossings
             moved += sum(cross.received * cross.message_bytes(chunks, itemsize) for cross in crossings)
-        if moved and is_rank_0():
+        if moved and speaks(self.group):
             logger.warning(
                 "hzero: several backwards per optimizer step, and each crosses all tiers, with %.1f MB more into each rank; set "
                 "accumulation in hzero.fsdp.apply, or call set_is_last_backward(False) before all backwards but the last",
@@ -377,7 +401,7 @@ class FsdpState(Engine):
         if locals_:
             largest = torch.stack(torch._foreach_norm(locals_, float("inf")))
             found = (~largest.isfinite().all()).to(self.device, torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
         return not int(found)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -479,6 +503,14 @@ class _Reduce(_Comm):
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------------
+
+
+def _ranks_of_model(modules: Sequence[ShardedModule]) -> dist.ProcessGroup | None:
+    """The ranks that train the model together; None is the world."""
+    ranks = max((module.ranks for module in modules), key=len)
+    if len(ranks) == dist.get_world_size():
+        return None
+    return shared_groups.get(("model", "node"), ranks, world_timeout())
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
