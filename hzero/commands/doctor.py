@@ -141,7 +141,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         site = site_of(os.environ, expected) if slingshot else None
         findings += check_environment(site, len(nodes), gfx90a=bool(kinds & MI200))
         findings += check_torch(sum(len(node.devices) for node in nodes.values()))
-        findings += [*check_codecs(), *check_deepspeed(), *check_rccl(len(nodes))]
+        findings += [*check_codecs(), *check_deepspeed(), *check_fsdp2(), *check_rccl(len(nodes))]
         sections["versions"] = ", ".join(releases())
     if parsed.config is not None:
         node = next(iter(nodes.values()), Machine("no node", ()))
@@ -444,6 +444,16 @@ def check_deepspeed() -> Iterator[Finding]:
         yield GOOD, f"deepspeed {versions.describe()}"
     except (ImportError, ConfigError) as error:
         yield UNUSABLE, f"deepspeed cannot be used: {error}"
+
+
+def check_fsdp2() -> Iterator[Finding]:
+    """Whether hzero knows this torch's FSDP2. Another torch is no fault of a machine that trains under DeepSpeed."""
+    from hzero.fsdp.modules import torch_support
+
+    try:
+        yield GOOD, f"FSDP2 with {torch_support()}"
+    except ConfigError as error:
+        yield GOOD, f"FSDP2 cannot be used: {error}"
 
 
 # ---- a DeepSpeed configuration ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 import hzero.fsdp
 from hzero import ConfigError
@@ -23,11 +24,15 @@ LAYERS = 2
 ROWS, WINDOW, STEPS = 3 * WORLD, 2, 4
 
 
-def trainer_of(callback: Any, folder: Path, fsdp: bool = True, **changes: Any) -> Trainer:
-    """A Trainer with FSDP2 on CPUs."""
+def llama() -> LlamaForCausalLM:
+    """A model of awkward sizes."""
     torch.manual_seed(0)
     shape = {"hidden_size": 20, "intermediate_size": 29, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=37, num_hidden_layers=LAYERS, **shape))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=37, num_hidden_layers=LAYERS, **shape))
+
+
+def trainer_of(callback: Any, folder: Path, model: Any = None, fsdp: bool = True, **changes: Any) -> Trainer:
+    """A Trainer that shards on CPUs, unless ``fsdp`` is False."""
     rows = torch.randint(37, (ROWS, 9), generator=torch.Generator().manual_seed(1))
     how: dict[str, Any] = {
         "fsdp": fsdp,
@@ -47,7 +52,7 @@ def trainer_of(callback: Any, folder: Path, fsdp: bool = True, **changes: Any) -
         # Accelerate uses FSDP for several GPUs only. Nothing else asks for the kind of devices.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Trainer(
-        model,
+        llama() if model is None else model,
         arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[] if callback is None else [callback],
@@ -87,6 +92,21 @@ def check_trainer() -> None:
     assert relative(found, wanted) < 1e-6, (found, wanted)
     assert resumed.state is not None
     resumed.state.close()
+
+
+def check_a_model_that_transformers_have_sharded() -> None:
+    """``from_pretrained`` shards over the ranks, without Accelerate."""
+    folder = _folder()
+    if dist.get_rank() == 0:
+        llama().save_pretrained(folder)
+    dist.barrier()
+    runs = []
+    for callback in (None, hzero.fsdp.Callback("lossless", TOPOLOGY)):
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=WORLD))
+        runs.append(losses_of(trainer_of(callback, folder, model, fsdp=False)))
+    assert relative(runs[1], runs[0]) < 1e-6, runs
+    assert callback is not None and callback.state is not None
+    callback.state.close()
 
 
 def check_trainer_without_fsdp2_is_refused() -> None:
