@@ -26,7 +26,7 @@ _READ = {
     "context": ("is_last_backward", "post_backward_final_callback_queued"),
     "group": (
         *("fsdp_params", "mesh_info", "mp_policy", "device", "all_reduce_grads", "gradient_divide_factor"),
-        *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "force_sum_reduction_for_comms"),
+        *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "force_sum_reduction_for_comms", "lazy_init"),
     ),
     "mesh": ("shard_process_group",),
     "parameter": (
@@ -58,12 +58,14 @@ class ShardedModule:
         ConfigError: FSDP2 is used in a way that hzero does not support, which the message names.
     """
 
-    def __init__(self, name: str, module: FSDPModule) -> None:
-        self.module: Any = module
+    def __init__(self, name: str, module: Any) -> None:
+        self.module = module
         self.name = plain_name(name) or type(module).__name__.removeprefix("FSDP")
         self._state = _checked("state", module._get_fsdp_state())
         (self._group,) = (_checked("group", group) for group in _groups_of(self._state))
         group = self._group
+        if not any(param.is_meta for param in module.parameters()):
+            group.lazy_init()  # a load may have replaced parameters, which FSDP2 notices before the first forward
         self._stock = group._all_gather_comm, group._reduce_scatter_comm
         self._stock_flags = group.force_sum_reduction_for_comms, getattr(group, "reduce_scatter_unused_params", None)
         self.params: list[Any] = [_checked("parameter", param) for param in self._group.fsdp_params]

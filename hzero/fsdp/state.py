@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hzero.comm import lasting, shared_watchdog
-from hzero.comm.wires import shared_groups, world_timeout
+from hzero.comm.wires import process_group, world_timeout
 from hzero.config import HZeroConfig, parse_config
 from hzero.engine.engine import Engine, Partition, ranks_of
 from hzero.engine.guard import speaks
@@ -510,7 +510,7 @@ def _ranks_of_model(modules: Sequence[ShardedModule]) -> dist.ProcessGroup | Non
     ranks = max((module.ranks for module in modules), key=len)
     if len(ranks) == dist.get_world_size():
         return None
-    return shared_groups.get(("model", "node"), ranks, world_timeout())
+    return process_group(("model", "node"), ranks, world_timeout())
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
