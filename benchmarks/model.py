@@ -8,6 +8,7 @@ only check them.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 
 from hzero.config import BASE_TIERS, PLAIN
 from hzero.experiment import Architecture
-from hzero.plan.against import PIPELINE, Degrees, against, price
+from hzero.plan.against import PIPELINE, Degrees, best_degrees, price
 from hzero.plan.collectives import Scheme
 from hzero.plan.machine import Machine, load_profile
 from hzero.plan.program import Cross, Kind
@@ -84,7 +85,8 @@ def training_checks(rows: dict[str, Any]) -> Iterator[Check]:
             scheme = Scheme("deepspeed", stage=1)
         if row["pipeline"] is None:
             scenario = Scenario(cast(Any, None), job, grid, None, profile, 64 * 10**9, "all", MANY * row["devices"], ())
-            best = against(scenario)[PIPELINE]
+            best = best_degrees(scenario, PIPELINE)
+            assert best is not None
             what, step = f"{what}, {best.degrees}", best.step
         else:
             step = price(scheme, job, grid, profile, Degrees(row["tensor"], row["pipeline"]))
@@ -108,6 +110,7 @@ def job_of(row: dict[str, Any]) -> Job:
                2, 50_000_000, 1, 500_000_000, True, 10**9, 10**9, None, False)  # fmt: skip
 
 
+@functools.cache
 def checks() -> list[Check]:
     """All rows."""
     rows = yaml.safe_load((Path(__file__).parent / "measured_rows.yaml").read_text(encoding="utf-8"))

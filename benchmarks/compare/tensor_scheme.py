@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 
 from benchmarks.compare.deepspeed_schemes import deepspeed_config
 from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
@@ -70,6 +71,7 @@ class TensorZero1(Scheme):
         config["train_micro_batch_size_per_gpu"] *= size
         config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": job.bucket_numel}
         self._engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)[0]
+        groups.mpu = None  # DeepSpeed keeps it for the process, and would take it for the engines that come after
         self._gradient_bytes = 0
 
     def _split(self, linear: Any, place: int, by_rows: bool) -> None:

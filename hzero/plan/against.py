@@ -175,16 +175,21 @@ def against(scenario: Scenario) -> dict[str, Price]:
         for name, (scheme, cut) in own.items():
             step = predict(scheme, cut, scenario.machine)
             found[name] = Price(step, scenario.holds(step.memory_bytes), cut)
-    for name, other, possible in (
-        (TENSOR_FSDP, OTHERS["FSDP2"], [Degrees(tensor) for tensor in TENSOR[1:]]),
-        (PIPELINE, OTHERS["ZeRO-1"], [Degrees(*pair) for pair in itertools.product(TENSOR, range(1, STAGES + 1))]),
-    ):
-        best = _best(scenario, other, possible)
-        pipelines = {price.degrees for price in best if price.degrees and price.degrees.pipeline > 1}
-        chunked = [replace(degrees, chunks=chunks) for degrees in pipelines for chunks in CHUNKS]
-        if best := [*best, *_best(scenario, other, chunked)]:
-            found[name] = min(best, key=lambda one: one.step.step_s)
+    for name in (TENSOR_FSDP, PIPELINE):
+        if one := best_degrees(scenario, name):
+            found[name] = one
     return found
+
+
+def best_degrees(scenario: Scenario, name: str) -> Price | None:
+    """The price of `TENSOR_FSDP` or `PIPELINE` with the best degrees that fit; None if none do."""
+    if name == TENSOR_FSDP:
+        return next(iter(_best(scenario, OTHERS["FSDP2"], [Degrees(tensor) for tensor in TENSOR[1:]])), None)
+    possible = [Degrees(*pair) for pair in itertools.product(TENSOR, range(1, STAGES + 1))]
+    best = _best(scenario, OTHERS["ZeRO-1"], possible)
+    pipelines = {price.degrees for price in best if price.degrees and price.degrees.pipeline > 1}
+    chunked = [replace(degrees, chunks=chunks) for degrees in pipelines for chunks in CHUNKS]
+    return min([*best, *_best(scenario, OTHERS["ZeRO-1"], chunked)], key=lambda one: one.step.step_s, default=None)
 
 
 def _best(scenario: Scenario, scheme: Scheme, possible: Sequence[Degrees]) -> list[Price]:

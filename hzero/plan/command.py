@@ -287,8 +287,8 @@ def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None
             exposed, least = one["exposed_s"], 0.005 * one["step_s"]
             waits = ", ".join(f"{exposed[tier]:.3g} {tier}" for tier in TIERS if exposed.get(tier, 0) > least)
             steps.append((name, f"{one['step_s']:.3g} s", f"{one['tflops']:.3g}", waits or "nothing", fits))
-    head = ("scheme", "weights over, in", "gradients over, in", "*into one node", "*of ZeRO-3", "*memory", "fits")
-    _table("bytes into one node per step (other engines: minimum), and memory per device", head, rows)
+    head = ("scheme", "weights", "gradients", "*into a node", "*of ZeRO-3", "*memory", "fits")
+    _table("scopes and codecs; bytes into one node per step (other engines: minimum); memory per device", head, rows)
     if steps:
         _table("predicted step", ("scheme", "*step", "*TFLOPS per device", "waits for, s", "fits"), steps)
 
