@@ -25,7 +25,7 @@ from hzero.files import expanded, read_json
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid
 from hzero.topology.discovery import foreseen_grid, ranks_here
-from hzero.validation import ConfigError, Frozen, one_of, seconds_of, validated
+from hzero.validation import ConfigError, Frozen, library_errors, one_of, seconds_of, validated
 
 #: Short names of keys.
 SHORT = {
@@ -352,11 +352,8 @@ class Experiment:
     @cached_property
     def architecture(self) -> Architecture:
         """Shapes of the model, counted on torch's meta device. Raises `ConfigError` if transformers cannot build it."""
-        config = transformers_config(self.config["model"])
-        try:
-            return _counted(config)
-        except Exception as error:  # of many kinds, by architecture
-            raise _refused_by_transformers(error) from None
+        with library_errors("model.config"):
+            return _counted(transformers_config(self.config["model"]))
 
     @property
     def numels(self) -> list[int]:
@@ -460,10 +457,8 @@ def transformers_config(model: dict[str, Any]) -> Any:
                 raise ConfigError(f"model.config.{key}: found {value}; expected at most {limit:,}")
         if key.endswith("attn_implementation") and "/" in str(value):
             raise ConfigError(f"model.config.{key}: found {value!r}; expected one of transformers, not code of the Hub")
-    try:
+    with library_errors("model.config"):  # an architecture's own checks
         known, config = CONFIG_MAPPING[kind](), CONFIG_MAPPING[kind].from_dict(written)
-    except Exception as error:  # whatever an architecture's own checks raise
-        raise _refused_by_transformers(error) from None
     for key in model["config"] or {}:
         if hasattr(config, key) and not hasattr(known, key):  # transformers keeps it, and nothing reads it
             raise one_of("model.config", key, known.to_dict(), "key")
@@ -471,10 +466,6 @@ def transformers_config(model: dict[str, Any]) -> Any:
     if model["seq_length"] > longest:
         raise ConfigError(f"model.seq_length: found {model['seq_length']}; expected at most {longest} for this model")
     return config
-
-
-def _refused_by_transformers(error: Exception) -> ConfigError:
-    return ConfigError(f"model.config: {' '.join(str(error.__cause__ or error).split())}")
 
 
 def _counted(config: Any) -> Architecture:

@@ -118,6 +118,17 @@ def of_file(error: OSError) -> ConfigError:
     return ConfigError(f"{os.fsdecode(error.filename)}: {(error.strerror or '').lower()}")
 
 
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Inside, an error of a library, of whatever type, is a `ConfigError` that begins with ``what`` and says its cause."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {' '.join(str(error.__cause__ or error).split())[:1000]}") from None
+
+
 def hook_errors() -> None:
     """Sets the one ``sys.excepthook`` of hzero, unless it is set.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hzero.experiment import Experiment, checkpoint_folder
 from hzero.files import FULL, cache_folder, expanded, refusing
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, library_errors
 
 #: Ends a text where the tokenizer is trained here.
 END = "<|endoftext|>"
@@ -161,11 +161,8 @@ def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Ca
             except OSError:
                 if not folder.is_dir():  # no other run was faster
                     raise
-    try:
+    with library_errors(f"model.path: cannot read the tokenizer in {str(folder)!r}"):
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds, by the tokenizer's class
-        why = " ".join(str(error).split())
-        raise ConfigError(f"model.path: cannot read the tokenizer in {str(folder)!r}: {why}") from None
     if not found.is_fast:
         raise ConfigError(f"model.path: found {type(found).__name__} in {str(folder)!r}; expected a tokenizer.json")
     if len(found) > vocab:

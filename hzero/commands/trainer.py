@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -10,7 +9,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from hzero.deepspeed.refusals import check_written, ignored
 from hzero.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED
 from hzero.terminal import size_text
-from hzero.validation import ConfigError, from_rank_0, one_of, printable, some
+from hzero.validation import ConfigError, from_rank_0, library_errors, one_of, printable, some
 
 #: From this many parameters on, each layer is partitioned as it is built, so that no rank holds the whole model.
 ZERO_INIT_FROM = 500_000_000
@@ -135,13 +133,13 @@ def check(experiment: Experiment) -> None:
         # A jit checkpoint would take this process's signals, and a Linear uses no column of the text.
         changes = {"deepspeed": None, "use_cpu": True, "fp16": False}
         changes |= {"enable_jit_checkpoint": False, "remove_unused_columns": False}
-        with _refused("trainer"):
+        with library_errors("trainer"):
             arguments = TrainingArguments(**{**owned, **written, **changes})
             text = [{"input_ids": [0]}]
             trainer = Trainer(model, arguments, _batch, train_dataset=text, eval_dataset=text)
             trainer.get_train_dataloader()
             trainer.create_optimizer_and_scheduler(arguments.max_steps)
-    with _refused("deepspeed"):
+    with library_errors("deepspeed"):
         filled = integration.HfTrainerDeepSpeedConfig(experiment.deepspeed_config())
         filled.trainer_config_process(arguments)
         filled.trainer_config_finalize(arguments, model, arguments.max_steps)
@@ -149,17 +147,6 @@ def check(experiment: Experiment) -> None:
         for error in ignored(read, "deepspeed"):
             raise error
         build(read)
-
-
-@contextlib.contextmanager
-def _refused(group: str) -> Iterator[None]:
-    """Inside, an error of Trainer or DeepSpeed is a `ConfigError` that names the group of the configuration."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # of many types, by the key
-        raise ConfigError(f"{group}: {' '.join(str(error).split())}") from None
 
 
 def _arguments(experiment: Experiment, folder: Path) -> dict[str, Any]:
@@ -210,7 +197,7 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
     source, dtype = checkpoint_folder(model), _DTYPES[experiment.dtype]
     if source is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    try:
+    with library_errors(f"model.path: cannot load the weights in {str(source)!r}"):
         built, loaded = AutoModelForCausalLM.from_pretrained(
             str(source),
             config=config,
@@ -222,9 +209,6 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
             ignore_mismatched_sizes=True,  # they are named below
             output_loading_info=True,
         )
-    except Exception as error:  # of many kinds, by the format of the weights
-        why = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model.path: cannot load the weights in {str(source)!r}: {why}") from None
     if getattr(built, "is_quantized", False):
         why = "expected weights that can be trained; docs/recipes/qlora.md trains adapters"
         raise ConfigError(f"model.path: found quantised weights in {str(source)!r}; {why}")
