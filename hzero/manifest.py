@@ -6,6 +6,7 @@ This module imports neither torch nor DeepSpeed; `hzero.deepspeed.checkpoint` wr
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import re
@@ -43,7 +44,6 @@ class Manifest(BaseModel, frozen=True):
     Attributes:
         folder: The folder that DeepSpeed wrote, named after its tag.
         step: Optimizer steps done.
-        ranks: Ranks that wrote it.
         batch: Samples of all ranks in a step.
         written: When, in seconds of the clock.
         files: Size and SHA-256 of each file, by name.
@@ -52,7 +52,6 @@ class Manifest(BaseModel, frozen=True):
 
     folder: Path
     step: int
-    ranks: int
     batch: int
     written: float
     files: dict[str, tuple[int, str]]
@@ -212,16 +211,11 @@ def recover(folder: Path) -> None:
         folder: The folder that holds checkpoints.
 
     Raises:
-        SaveError: The folder cannot be changed.
+        OSError: The folder cannot be changed.
     """
     for path in folder.glob(".*.partial"):
         if (path / NOTE).exists():
-            try:
-                publish(_place(path))
-            except OSError as error:
-                raise SaveError(
-                    f"{str(path)!r} cannot be renamed: {error.strerror}; earlier checkpoints are unchanged"
-                ) from None
+            publish(_place(path))
         else:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -262,45 +256,26 @@ def _hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-class HashedFile:
-    """A new file that hashes what ``torch.save`` writes to it.
+class HashedFile(io.BufferedWriter):
+    """A new file that hashes what is written to it.
 
-    An error of the disk is kept, and what follows is dropped: where ``write`` raises, torch reports a position in its archive
-    instead of the reason.
+    Attributes:
+        hash: SHA-256 of it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._size, self._hash = 0, hashlib.sha256()
-        self._error: OSError | None = None
-        self._file = open(path, "wb")  # noqa: SIM115 - `close` closes it
+        super().__init__(io.FileIO(path, "wb"))
+        self.hash = hashlib.sha256()
 
     def write(self, data: Any) -> int:
         """Writes and hashes bytes."""
-        length = memoryview(data).nbytes
-        self._hash.update(data)
-        self._size += length
-        try:
-            if self._error is None:
-                self._file.write(data)
-        except OSError as error:
-            self._error = error
-        return length
+        self.hash.update(data)
+        return super().write(data)
 
-    def flush(self) -> None:
-        """Does nothing: `close` brings the file onto the disk."""
 
-    def close(self) -> tuple[int, str]:
-        """Brings the file onto the disk: some file systems report only then that it is full.
-
-        Returns:
-            Size and SHA-256.
-
-        Raises:
-            OSError: Now, or while it was written.
-        """
-        with self._file:
-            if self._error is not None:
-                raise self._error
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        return self._size, self._hash.hexdigest()
+def reason_of(error: BaseException) -> str:
+    """Why something could not be written: where a disk takes no more, ``torch.save`` raises a position in its archive."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return getattr(cause, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]

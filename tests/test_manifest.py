@@ -14,7 +14,7 @@ import torch
 
 import hzero
 from hzero.deepspeed.checkpoint import CheckpointFiles
-from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, publish, recover
+from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, publish, reason_of, recover
 
 NAME = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -131,14 +131,12 @@ def test_a_save_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> 
 def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path) -> None:
     """torch's own error would give a position in its archive."""
     state = {"a": torch.arange(100_000), "b": [torch.ones(3)]}
-    whole = HashedFile(tmp_path / "whole.pt")
-    torch.save(state, whole)  # type: ignore[arg-type]
-    size, digest = whole.close()
+    with HashedFile(tmp_path / "whole.pt") as whole:
+        torch.save(state, whole)
+        size = whole.tell()
     content = (tmp_path / "whole.pt").read_bytes()
-    assert (size, digest) == (len(content), hashlib.sha256(content).hexdigest())
+    assert (size, whole.hash.hexdigest()) == (len(content), hashlib.sha256(content).hexdigest())
     assert torch.equal(torch.load(tmp_path / "whole.pt", weights_only=True, mmap=True)["a"], state["a"])
-    full = HashedFile("/dev/full")  # every write fails as on a full disk
-    torch.save(state, full)  # type: ignore[arg-type]
-    with pytest.raises(OSError) as error:
-        full.close()
-    assert error.value.errno == errno.ENOSPC
+    with pytest.raises(Exception) as error, HashedFile("/dev/full") as full:
+        torch.save(state, full)
+    assert reason_of(error.value) == os.strerror(errno.ENOSPC)

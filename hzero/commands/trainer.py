@@ -26,7 +26,7 @@ from hzero.comm import blaming
 from hzero.commands import summary
 from hzero.commands.corpus import Corpus
 from hzero.commands.doctor import build
-from hzero.deepspeed.clients import save_together
+from hzero.deepspeed.checkpoint import save_together
 from hzero.deepspeed.refusals import check_written, ignored
 from hzero.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import os
@@ -40,6 +41,7 @@ from hzero.block import KEY
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import blaming
 from hzero.config import CheckpointConfig
+from hzero.deepspeed.versions import attributes
 from hzero.files import read_text, replacing
 from hzero.manifest import (
     NOTE,
@@ -50,10 +52,14 @@ from hzero.manifest import (
     complete_in,
     hidden,
     location,
+    newest_checkpoint,
+    notes_in,
     publish,
+    reason_of,
     recover,
+    without_note,
 )
-from hzero.validation import ConfigError, from_rank_0, on_all_ranks, some
+from hzero.validation import ConfigError, from_rank_0, of_all_ranks, on_all_ranks, some
 
 logger = logging.getLogger("hzero")
 #: Ends of the names of a rank's two files.
@@ -69,7 +75,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         config: The key ``checkpoint`` of its block.
 
     Raises:
-        ConfigError: DeepSpeed's configuration asks for another writer, or for files that rank 0 cannot see.
+        ConfigError: DeepSpeed's configuration asks for another writer.
     """
 
     def __init__(self, engine: Any, config: CheckpointConfig) -> None:
@@ -77,10 +83,6 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         if type(stock) is not TorchCheckpointEngine:
             raise ConfigError(
                 f"{KEY}.checkpoint: found with DeepSpeed's {type(stock).__name__}; expected one of the two"
-            )
-        if engine.use_node_local_storage():
-            raise ConfigError(
-                f"{KEY}.checkpoint: found with checkpoint.use_node_local_storage, where no rank sees all files; expected false"
             )
         self.__dict__.update(vars(stock))
         self.config = config
@@ -131,36 +133,28 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """On rank 0: gives what all ranks have written its name, or removes it and says why."""
         failures = [f"{failure} (rank {rank})" for rank, (failure, _) in enumerate(everyones) if failure is not None]
         target = folder / tag
-        if not failures:
-            note = Manifest(
-                folder=partial,
-                step=self._engine.global_steps,
-                ranks=len(everyones),
-                batch=self._engine.train_batch_size(),
-                written=time.time(),
-                files={name: file for _, written in everyones for name, file in written.items()},
-            )
-            try:
+        try:
+            if not failures:
+                if latest:  # a load that finds nothing of this name takes the newest
+                    with replacing(folder / "latest") as file:
+                        file.write(tag)
+                note = Manifest(
+                    folder=partial,
+                    step=self._engine.global_steps,
+                    batch=self._engine.train_batch_size(),
+                    written=time.time(),
+                    files={name: file for _, written in everyones for name, file in written.items()},
+                )
                 note.write()
                 publish(target)
-            except OSError as error:
-                failures = [f"{error.filename or partial}: {error.strerror or error} (rank 0)"]
-        if failures:
-            kept = "earlier checkpoints are unchanged"
-            if (place := location(target)) == target:
-                shutil.rmtree(partial, ignore_errors=True)
-            else:  # the folder takes no renames anymore
-                kept = f"{str(place)!r} is complete, and the next save gives it its name"
-            raise SaveError(f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; {kept}")
-        # From here on it is whole.
-        try:
-            if latest:
-                with replacing(folder / "latest") as file:
-                    file.write(tag)
         except OSError as error:
-            logger.warning("hzero: %s cannot be written: %s", error.filename, error.strerror or error)
-            with contextlib.suppress(OSError):  # it names an older one; without it a load takes the newest
-                (folder / "latest").unlink()
+            failures = [f"{error.filename or partial}: {error.strerror or error} (rank 0)"]
+        if failures:
+            if location(target) == target:  # otherwise it is complete, and the next save gives it its name
+                shutil.rmtree(partial, ignore_errors=True)
+            raise SaveError(
+                f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; earlier checkpoints are unchanged"
+            )
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder of the checkpoint."""
@@ -174,13 +168,12 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             super().save(state_dict, path)
 
     def _write(self, state_dict: Any, path: Path) -> None:
-        file = HashedFile(path)
-        try:
+        with HashedFile(path) as file:
             # A zip archive, of which a load maps the parts that it needs. The hash replaces its checksums.
-            torch.save(state_dict, file)  # type: ignore[arg-type]
-        finally:
-            written = file.close()  # raises the error of the disk
-        self._written[path.name] = written
+            torch.save(state_dict, file)
+            file.flush()
+            os.fsync(file.fileno())  # some file systems report only then that they are full
+            self._written[path.name] = file.tell(), file.hash.hexdigest()
 
     def _attempt(self, path: str | os.PathLike[str], action: Callable[[], object]) -> None:
         """While a checkpoint is saved: keeps an error, and does nothing after one."""
@@ -190,55 +183,52 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             try:
                 action()
             except Exception as error:
-                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
-                self._failure = f"{Path(getattr(error, 'filename2', None) or path).name}: {reason}"
+                self._failure = f"{Path(getattr(error, 'filename2', None) or path).name}: {reason_of(error)}"
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
     @on_all_ranks()
-    def load_checkpoint(
-        self,
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        **more: Any,
-    ) -> Any:
+    def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """``DeepSpeedEngine.load_checkpoint`` of a complete checkpoint, on any number of ranks. Collective.
 
         Without a tag it takes that of ``latest`` if it is complete, or was written without the key after the complete ones;
         otherwise the newest complete one.
 
         Raises:
-            ConfigError: It is incomplete, holds code or other parameters, or no accumulation makes its batch.
+            ConfigError: It is incomplete, holds code, other parameters or another optimizer's states, or no accumulation makes
+                its batch.
         """
-        folder, resumes = Path(load_dir), load_optimizer_states and not load_module_only
-        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        tag, notes = from_rank_0(lambda: self._candidates(folder, None if tag is None else str(tag)))
+        call = inspect.signature(self._stock_load).bind(load_dir, *args, **kwargs)
+        call.apply_defaults()
+        what = call.arguments
+        folder, resumes = Path(load_dir), what["load_optimizer_states"] and not what["load_module_only"]
+        tag, notes = from_rank_0(lambda: self._candidates(folder, what["tag"] and str(what["tag"])))
         if notes:
             note = newest_intact(notes, self.config.verify)
             tag = os.path.relpath(note.folder, folder)
             if resumes and self.config.same_batch:
                 self._keep_batch(note)
         elif tag is None:
-            return self._stock_load(load_dir, None, *what, **more)  # says that there is nothing
+            return self._stock_load(load_dir)  # says that there is nothing
+        what["tag"] = tag
         engine, name = deepspeed.runtime.engine, "get_fp32_state_dict_from_zero_checkpoint"
-        weights = getattr(engine, name)
-        self._resharding = self._other_layout(folder / tag, resumes)
-        try:
-            # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
-            setattr(engine, name, functools.partial(weights, tag=tag))
-            if self._resharding is not None:
-                own = str(self._resharding.path(0, MODEL))  # this rank may have written none
-                self._engine._get_all_ckpt_names = lambda *_: [own]
-            with only_tensors(self.config.trust):
-                return self._stock_load(load_dir, tag, *what, **more)
-        finally:
-            setattr(engine, name, weights)
-            vars(self._engine).pop("_get_all_ckpt_names", None)
-            self._resharding = None
+        resharding = self._other_layout(folder / tag, resumes)
+        # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
+        weights = functools.partial(getattr(engine, name), tag=tag)
+        values: list[tuple[Any, str, Any]] = [(engine, name, weights), (self, "_resharding", resharding)]
+        if resharding is not None:
+            own = str(resharding.path(0, MODEL))  # this rank may have written none
+            values.append((self._engine, "_get_all_ckpt_names", lambda *_: [own]))
+        optimizer = getattr(self._engine.optimizer, "optimizer", None)
+        needed = _entries(optimizer)
+        with attributes(*values), only_tensors(self.config.trust):
+            loaded = self._stock_load(*call.args, **call.kwargs)
+        if resumes and (lacking := sorted(needed - _entries(optimizer))):
+            raise ConfigError(
+                f"checkpoint: {str(folder / tag)!r} is of another optimizer: found {type(optimizer).__name__}, for which it "
+                f"lacks {some(lacking, 4)}; expected the optimizer of that run"
+            )
+        return loaded
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file."""
@@ -253,27 +243,28 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         with contextlib.suppress(ConfigError, OSError):
             if latest := read_text(folder / "latest").strip():
                 named, changed = location(folder / latest), (folder / "latest").stat().st_mtime
+        place = location(folder / tag) if tag is not None else named
         if tag is None:
             complete = [note for path, note in complete_in(folder).items() if note.folder == path]
             folders = [note.folder for note in complete]
             if named in folders:
                 return None, complete[folders.index(named) :]
-            if named is None or (named / NOTE).exists() or not any(named.glob("*model_states.pt")):
+            without = named is not None and not (named / NOTE).exists() and any(named.glob(f"*{MODEL}"))
+            # DeepSpeed names a checkpoint when it is written, so the later of the two is the newer checkpoint.
+            if not without or any(note.written > changed for note in complete):
+                if without:
+                    logger.warning("hzero: %r was written without the key checkpoint; skipped", str(named))
                 if not complete and any(folder.glob(f"*/{NOTE}")):
                     raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder)}")
                 if complete or named is None:
                     return None, complete
-            # DeepSpeed names a checkpoint when it is written, so the later of the two is the newer checkpoint.
-            elif any(note.written > changed for note in complete):
-                logger.warning("hzero: %r was written without the key checkpoint; skipped", str(named))
-                return None, complete
-        asked = named if tag is None and named is not None else location(folder / str(tag))
-        if (asked / NOTE).exists():
-            return None, [Manifest.read(asked)]
-        if not asked.exists():
-            raise IncompleteError(f"checkpoint: no folder {str(asked)!r}{_beside(folder)}")
-        logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(asked))
-        return os.path.relpath(asked, folder), []
+        assert place is not None
+        if (place / NOTE).exists():
+            return None, [Manifest.read(place)]
+        if not place.exists():
+            raise IncompleteError(f"checkpoint: no folder {str(place)!r}{_beside(folder)}")
+        logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(place))
+        return os.path.relpath(place, folder), []
 
     def _keep_batch(self, note: Manifest) -> None:
         """Adapts the accumulation, so that a step has as many samples as a step of the checkpoint's run.
@@ -301,18 +292,12 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """What reads a checkpoint of another layout as if these ranks had written it; None for one of theirs."""
         engine, optimizer = self._engine, self._engine.optimizer
         written = len(list(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{OPTIMIZER}")))
-        group = getattr(optimizer, "dp_process_group", None)
-        ranks = dist.get_world_size(group)
-        if engine.mp_world_size > 1 or engine.zero_optimization_stage() == 1:
-            if resumes and written not in (0, ranks):
-                raise ConfigError(
-                    f"checkpoint: {str(folder)!r} was written by {written} data-parallel ranks; found {ranks}; expected as many "
-                    "with tensor parallelism or pipeline stages"
-                )
-            return None
-        if not hasattr(optimizer, "fp16_groups"):  # an engine without an optimizer
-            return None
-        layout = Layout.of(ranks, engine._get_zero_param_shapes())
+        if engine.mp_world_size > 1 or not hasattr(optimizer, "fp16_groups"):
+            return (
+                None  # DeepSpeed refuses other ranks with tensor groups or stages; without an optimizer it loads on any
+            )
+        group = optimizer.dp_process_group
+        layout = Layout.of(dist.get_world_size(group), engine._get_zero_param_shapes())
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
         read = functools.partial(load, map_location="cpu", trust=self.config.trust)
         found = Resharding(folder, layout, dist.get_rank(group), groups, read)
@@ -400,7 +385,7 @@ class Resharding:
         old: The layout of the checkpoint.
 
     Raises:
-        ConfigError: The checkpoint is none of ZeRO-3, or of other parameters.
+        ConfigError: The checkpoint is of other parameters.
     """
 
     def __init__(
@@ -408,10 +393,9 @@ class Resharding:
     ) -> None:
         self._folder, self._layout, self._rank, self._param_groups = folder, layout, rank, list(param_groups)
         self._load, self._files = load, dict[tuple[int, str], Any]()
-        with self._as_zero3():
-            model = self._file(0, MODEL)  # all ranks read this one; other files may be of a larger world
-            self.old = Layout.of(int(model["dp_world_size"]), model["param_shapes"])
-            self._first = rank % self.old.world_size  # so that not all ranks read the same large file
+        model = self._file(0, MODEL)  # all ranks read this one; other files may be of a larger world
+        self.old = Layout.of(int(model["dp_world_size"]), model["param_shapes"])
+        self._first = rank % self.old.world_size  # so that not all ranks read the same large file
         missing = sorted(self.old.counts.items() ^ layout.counts.items())
         if missing:
             names = some(list(dict.fromkeys(name for name, _ in missing)), 4)
@@ -428,84 +412,68 @@ class Resharding:
 
     def load(self, kind: str) -> Any:
         """What this rank's file of a kind would hold."""
-        with self._as_zero3():
-            return self._model() if kind == MODEL else self._optimizer()
-
-    @contextlib.contextmanager
-    def _as_zero3(self) -> Iterator[None]:
-        """Inside, what a checkpoint of ZeRO-3 has and this one lacks is one line."""
-        try:
-            yield
-        except ConfigError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise ConfigError(
-                f"checkpoint: {str(self._folder)!r} is no checkpoint of ZeRO-3 ({type(error).__name__}: {error})"
-            ) from None
+        return self._model() if kind == MODEL else self._optimizer()
 
     def _file(self, rank: int, kind: str) -> Any:
         if (rank, kind) not in self._files:
             self._files[rank, kind] = self._load(str(self.path(rank, kind)), mmap=True)
         return self._files[rank, kind]
 
-    def _cut(self, into: torch.Tensor, count: int, source: Callable[[int], torch.Tensor]) -> None:
-        cut(into, count, self.old.world_size, self._layout.world_size, self._rank, source)
+    def _part(self, count: int, dtype: torch.dtype, source: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """This rank's part of a parameter; see `cut`."""
+        part = torch.zeros(chunk_numel(count, self._layout.world_size), dtype=dtype)
+        cut(part, count, self.old.world_size, self._layout.world_size, self._rank, source)
+        return part
 
     def _model(self) -> dict[str, Any]:
         own = self._file(self._first, MODEL)
-        shapes = own.get("frozen_param_shapes") or {}
-        fragments: dict[str, torch.Tensor] = {}
-        for name, shape in shapes.items() if own.get(_FROZEN) is not None else ():
-            size = chunk_numel(math.prod(shape), self._layout.world_size)
-            fragments[name] = torch.zeros(size, dtype=own[_FROZEN][name].dtype)
-            self._cut(fragments[name], math.prod(shape), functools.partial(self._frozen, name))
-        return {
-            **own,
-            "dp_world_size": self._layout.world_size,
-            _FROZEN: fragments if own.get(_FROZEN) is not None else None,
-        }
+        fragments, shapes = own.get(_FROZEN), own.get("frozen_param_shapes") or {}
+        if fragments is not None:
+            fragments = {
+                name: self._part(math.prod(shape), fragments[name].dtype, functools.partial(self._frozen, name))
+                for name, shape in shapes.items()
+            }
+        return {**own, "dp_world_size": self._layout.world_size, _FROZEN: fragments}
 
-    def _frozen(self, name: str, rank: int) -> Any:
-        return self._file(rank, MODEL)[_FROZEN][name]
+    def _frozen(self, name: str, rank: int) -> torch.Tensor:
+        return self._file(rank, MODEL)[_FROZEN][name]  # type: ignore[no-any-return]
 
     def _optimizer(self) -> dict[str, Any]:
         own = self._file(self._first, OPTIMIZER)
         zero = own[_STATE]
         stock, old, new = zero[_STATE], self.old, self._layout
         group_of = {index: number for number, group in enumerate(stock["param_groups"]) for index in group["params"]}
-        for name, (index, _) in new.places.items():
-            was = group_of[old.places[name][0]]
-            if was != self._param_groups[index]:
-                raise ConfigError(
-                    f"checkpoint: {name} is in group {self._param_groups[index]} of the optimizer, and was in group {was}"
-                )
-
-        def old_part(name: str, key: str | None, rank: int) -> torch.Tensor:
-            index, at = old.places[name]
-            size = chunk_numel(old.counts[name], old.world_size)
-            return _flat(self._file(rank, OPTIMIZER)[_STATE], index, key)[at : at + size]
-
         flat = [torch.zeros(size) for size in new.sizes]
-        states: dict[int, dict[str, Any]] = {index: {} for index in range(len(flat))}
+        states: list[dict[str, Any]] = [{} for _ in flat]
         for name, (index, at) in new.places.items():
-            was = old.places[name][0]
+            (was, start), count = old.places[name], old.counts[name]
+            if group_of[was] != self._param_groups[index]:
+                raise ConfigError(
+                    f"checkpoint: {name} is in group {self._param_groups[index]} of the optimizer, and was in group "
+                    f"{group_of[was]}"
+                )
+            end = start + chunk_numel(count, old.world_size)
             for key in (None, *stock["state"].get(was, {})):
                 value = _flat(zero, was, key)
                 if not torch.is_tensor(value) or not value.dim() or value.numel() != old.sizes[was]:
                     states[index].setdefault(str(key), value)  # of the whole sub-group, such as the step
                     continue
+
+                def source(rank: int, was: int = was, key: str | None = key, start: int = start, end: int = end) -> Any:
+                    return _flat(self._file(rank, OPTIMIZER)[_STATE], was, key)[start:end]
+
                 into = flat[index]
                 if key is not None:
                     into = states[index].setdefault(key, torch.zeros(new.sizes[index], dtype=value.dtype))
-                into = into[at : at + chunk_numel(new.counts[name], new.world_size)]
-                self._cut(into, old.counts[name], functools.partial(old_part, name, key))
+                part = self._part(count, value.dtype, source)
+                into[at : at + part.numel()] = part
         groups = [
             {**group, "params": [index for index, of in enumerate(self._param_groups) if of == number]}
             for number, group in enumerate(stock["param_groups"])
         ]
         optimizer = {
             **stock,
-            "state": {index: state for index, state in states.items() if state},
+            "state": {index: state for index, state in enumerate(states) if state},
             "param_groups": groups,
         }
         return {**own, _STATE: {**zero, "partition_count": new.world_size, _STATE: optimizer, _GROUPS: flat}}
@@ -514,6 +482,13 @@ class Resharding:
 def _flat(zero: dict[str, Any], index: int, key: str | None) -> Any:
     """Of a sub-group the masters (None), or a state of the optimizer."""
     return zero[_GROUPS][index] if key is None else zero[_STATE]["state"][index][key]
+
+
+def _entries(optimizer: Any) -> set[str]:
+    """What an optimizer of torch keeps for its parameters, and, of the settings that it needs, those that its groups have."""
+    states = {key for state in getattr(optimizer, "state", {}).values() for key in state}
+    groups = [set(group) for group in getattr(optimizer, "param_groups", ())]
+    return states | set(getattr(optimizer, "defaults", ())).intersection(*groups)
 
 
 # ---- what all ranks decide together ----------------------------------------------------------------------------------
@@ -535,16 +510,14 @@ def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
     rank, world = dist.get_rank(), dist.get_world_size()
     problems = []
     for note in candidates:
-        key = note.folder.absolute(), note.written
-        share = sorted(note.files)[rank::world]
-        changes: list[Any] = [None] * world
+        key, share = (note.folder.absolute(), note.written), sorted(note.files)[rank::world]
+        changes: list[str | None] = [None] * world
         with blaming():
             dist.all_gather_object(changes, note.changed(share, hashes=verify and key not in _compared))
-        changed = next((change for change in changes if change is not None), None)
-        if changed is None:
+        if not any(changes):
             _compared.add(key)
             return note
-        problems.append(f"checkpoint: {str(note.folder)!r} is incomplete: {changed}")
+        problems.append(f"checkpoint: {str(note.folder)!r} is incomplete: {next(filter(None, changes))}")
         if rank == 0 and note is not candidates[-1]:
             logger.warning("hzero: %s; skipped", problems[-1])
     tried = [note.folder for note in candidates]
@@ -588,6 +561,159 @@ def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) 
             flush=True,
         )
     return after
+
+
+# ---- Trainer and Accelerate --------------------------------------------------------------------------------------------
+#
+# Trainer reads a checkpoint's step and batches before it has an engine, takes the checkpoint with the highest number whether or
+# not it is complete (``get_last_checkpoint``), and then calls ``deepspeed_load_checkpoint``, which loads the tag that ``latest``
+# names in that folder. When the engine loads, it is too late to choose another checkpoint or accumulation, so both are chosen
+# at the beginning of ``train``.
+#
+# Each rank's random state is a file of its own in both clients (``rng_state_3.pth``, ``random_states_3.pkl``), without which
+# ranks that are new go on with the seed of the script. Dropout then draws other numbers than in the run that saved, as it would
+# from the start on another number of ranks. The order of samples does not depend on it: Accelerate's sampler is seeded by the
+# seed and the epoch.
+
+
+def follow_trainer(trainer: Any, config: CheckpointConfig) -> None:
+    """Makes ``trainer.train`` choose a complete checkpoint and keep its batch, and its saves fail on all ranks alike.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or what is derived from it.
+        config: The key ``checkpoint``.
+    """
+    stock_train, stock_rng = trainer.train, trainer._save_rng_state
+
+    @functools.wraps(stock_train)
+    def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with on_all_ranks():
+            if resume_from_checkpoint:
+                notes = from_rank_0(lambda: _candidates_of_trainer(trainer.args.output_dir, resume_from_checkpoint))
+                if notes:  # without a note, the engine says what it is
+                    note = newest_intact(notes, config.verify)
+                    resume_from_checkpoint = str(note.folder.parent)
+                    if config.same_batch:
+                        _keep_batch_of_trainer(trainer, note)
+        return stock_train(resume_from_checkpoint, *args, **kwargs)
+
+    @functools.wraps(stock_rng)
+    def save_rng_state(output_dir: str) -> None:
+        # The last files of other ranks than 0. Rank 0 then writes Trainer's state, and removes older checkpoints.
+        save_together(output_dir, lambda: stock_rng(output_dir))
+        save_together(output_dir, lambda: _note_files_beside(Path(output_dir)))
+
+    trainer.train, trainer._save_rng_state = train, save_rng_state
+
+
+def save_together(place: str, save: Callable[[], object]) -> None:
+    """Calls ``save`` on every rank. Collective.
+
+    Args:
+        place: The folder of what is saved, for the message.
+        save: Writes this rank's files, without collectives.
+
+    Raises:
+        SaveError: On all ranks, if one of them could not write.
+    """
+    failures: list[str | None] = [None] * dist.get_world_size()
+    failure = None
+    try:
+        save()
+    except Exception as error:  # of many kinds: torch, safetensors and tokenizers have their own
+        failure = f"{reason_of(error)} (rank {dist.get_rank()})"
+    with blaming():
+        dist.all_gather_object(failures, failure)
+    for failure in filter(None, failures):
+        raise of_all_ranks(SaveError(f"{place!r} could not be saved: {failure}; earlier checkpoints are unchanged"))
+
+
+def _note_files_beside(folder: Path) -> None:
+    if dist.get_rank() == 0 and (note := max(notes_in(folder), key=lambda note: note.written, default=None)):
+        files = (*folder.glob("rng_state*.pth"), *folder.glob("scheduler.pt"))
+        note.model_copy(update={"beside": {file.name: file.stat().st_size for file in files}}).write()
+
+
+def _candidates_of_trainer(output_dir: str, asked: Any) -> list[Manifest]:
+    """The notes of the checkpoints from which Trainer may resume, best first.
+
+    One that is incomplete gives way to the newest complete one if Trainer has chosen it, or a script by ``get_last_checkpoint``:
+    then it has the highest number in its folder.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = Path(output_dir) if asked is True else Path(asked).parent
+    complete, last = complete_in(folder), get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    newest = without_note(folder, complete)
+    if asked is not True and Path(asked) != Path(last or ""):
+        complete = {path: note for path, note in complete.items() if path == Path(asked)}
+    elif last is not None and not complete and newest is None:
+        raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
+    elif last is not None and newest == Path(last):
+        return []
+    return list(complete.values())
+
+
+def _keep_batch_of_trainer(trainer: Any, note: Manifest) -> None:
+    """Adapts Trainer's accumulation, as `CheckpointFiles` does that of other loops."""
+    args, before = trainer.args, trainer.args.gradient_accumulation_steps
+    # DeepSpeed, whose number the note has, counts every rank of AutoTP's tensor groups.
+    batch = trainer.get_total_train_batch_size(args) * getattr(trainer, "get_tp_size", lambda: 1)()
+    if batch == note.batch:
+        return
+    accumulation = accumulation_for(note, before, batch, args.per_device_train_batch_size)
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    config["gradient_accumulation_steps"] = args.gradient_accumulation_steps = accumulation
+    if "train_batch_size" in config:
+        config["train_batch_size"] = note.batch
+    if trainer.accelerator.gradient_accumulation_steps == before:  # in some releases Trainer leaves it at 1
+        trainer.accelerator.gradient_accumulation_steps = accumulation
+
+
+def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
+    """Makes ``load_state`` take complete checkpoints, run no code, and begin a window of accumulation on all ranks alike.
+
+    And makes ``save_state`` remove checkpoints beyond ``total_limit`` after it has saved, where Accelerate does so before.
+
+    Args:
+        accelerator: An ``accelerate.Accelerator`` that uses DeepSpeed.
+        config: The key ``checkpoint``.
+    """
+    names, stock_save, stock_load = accelerator.project_configuration, accelerator.save_state, accelerator.load_state
+
+    @functools.wraps(stock_save)
+    def save_state(*args: Any, **kwargs: Any) -> Any:
+        limit, names.total_limit = names.total_limit, None
+        try:
+            saved = stock_save(*args, **kwargs)
+        finally:
+            names.total_limit = limit
+        if names.automatic_checkpoint_naming and limit is not None:
+            dist.barrier()  # all ranks have written their random states
+            if dist.get_rank() == 0:
+                # Of a run that has gone back, the new one has fewer steps than older ones.
+                others = [path for path in complete_in(_automatic(accelerator)) if path != Path(saved)]
+                for path in others[max(limit, 1) - 1 :]:
+                    shutil.rmtree(path, ignore_errors=True)
+        return saved
+
+    @functools.wraps(stock_load)
+    def load_state(input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        with on_all_ranks():
+            if input_dir is None and names.automatic_checkpoint_naming:  # Accelerate takes the highest number
+                input_dir = from_rank_0(lambda: newest_checkpoint(_automatic(accelerator)))
+            with only_tensors(config.trust):
+                stock_load(input_dir, *args, **kwargs)
+        # Accelerate reads this count of micro-steps from the file of a rank's random state, which new ranks do not have; and
+        # it is that of another accumulation.
+        accelerator.step = 0
+
+    accelerator.save_state, accelerator.load_state = save_state, load_state
+
+
+def _automatic(accelerator: Any) -> Path:
+    """Where Accelerate saves by numbers."""
+    return Path(accelerator.project_dir) / "checkpoints"
 
 
 # ---- loading without running code ------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
-from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Layout, Resharding, load
-from hzero.deepspeed.clients import save_together
+from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Layout, Resharding, load, save_together
 from hzero.manifest import Manifest, complete_in
 from tests.deepspeed.training import (
     AwkwardNet,
@@ -189,13 +188,13 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
     """Of three ranks, and cut into other sub-groups: masters, states, frozen weights, and every group's rate."""
     folder = shared_folder()
 
-    def engine(preset: str, seed: int, **zero: int) -> Any:
+    def engine(preset: str, seed: int, checkpoint: Any = {}, **changes: Any) -> Any:  # noqa: B006
         model = AwkwardNet(seed=seed)
         rates = {"weight_decay": 0.0, "lr": 1e-4} if seed == 0 else {"weight_decay": 0.3}
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = [{"params": trained[:3]}, {"params": trained[3:], **rates}]
-        block = block_of(preset, checkpoint={})
-        config = ds_config(block, bf16={"enabled": True}, zero_optimization={"stage": 3, **zero})
+        block = block_of(preset, checkpoint=checkpoint)
+        config = ds_config(block, bf16={"enabled": True}, **changes)
         return hzero.initialize(model=model, model_parameters=groups, config=config)[0]
 
     def state_of(built: Any) -> dict[str, torch.Tensor]:
@@ -234,7 +233,7 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
 
     _on_rank_0(write_as_three)
     for tag, zero in ((target, {}), (source, {"sub_group_size": 40})):
-        resumed = engine("zero3", 9, **zero)
+        resumed = engine("zero3", 9, zero_optimization={"stage": 3, **zero})
         if zero:
             with deepspeed.zero.GatheredParameters([resumed.module.frozen.weight]):
                 frozen = resumed.module.frozen.weight.detach().clone()
@@ -254,6 +253,15 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
             weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=source.name)
             assert all(torch.equal(weights[name], expected[name]) for name in weights if name in expected)
         resumed.destroy()
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    for key, tag, says in (
+        ({}, source, "of another optimizer: found SGD, .*lacks dampening"),
+        (None, target, "was written by 3 ranks; found 8"),
+    ):
+        other = engine("topo", 9, key, optimizer=optimizer)
+        with pytest.raises(hzero.ConfigError, match=says):
+            other.load_checkpoint(str(folder), tag=tag.name)
+        other.destroy()
 
 
 def check_a_resume_with_differences_repeats_the_bits_of_a_run_that_went_on() -> None:

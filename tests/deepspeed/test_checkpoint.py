@@ -50,7 +50,7 @@ def _resharding(folder: Path, model: Any, optimizer: Any) -> Resharding:
     return Resharding(folder, layout, 0, [0], lambda path, mmap: torch.load(path, mmap=mmap))
 
 
-def test_what_no_run_of_zero3_has_written_is_refused(tmp_path: Path) -> None:
+def test_what_another_model_has_written_is_refused(tmp_path: Path) -> None:
     model = {"dp_world_size": 1, "param_shapes": [{"a": (4,)}], "module": {}}
     zero = {
         "fp32_flat_groups": [torch.arange(4.0)],
@@ -59,11 +59,6 @@ def test_what_no_run_of_zero3_has_written_is_refused(tmp_path: Path) -> None:
     found = _resharding(tmp_path, model, {"optimizer_state_dict": zero}).load(OPTIMIZER)["optimizer_state_dict"]
     assert torch.equal(found["fp32_flat_groups"][0], torch.tensor([0.0, 1.0]))
     assert found["optimizer_state_dict"] == {"state": {}, "param_groups": [{"lr": 1.0, "params": [0]}]}
-    for bad in ({}, {**model, "param_shapes": [3]}, {**model, "dp_world_size": None}):
-        with pytest.raises(ConfigError, match="is no checkpoint of ZeRO-3"):
-            _resharding(tmp_path, bad, {})
-    with pytest.raises(ConfigError, match="is no checkpoint of ZeRO-3"):
-        _resharding(tmp_path, model, {"optimizer_state_dict": {}}).load(OPTIMIZER)
     with pytest.raises(ConfigError, match="holds other parameters than the model: b"):
         _resharding(tmp_path, {**model, "param_shapes": [{"a": (4,), "b": (1,)}]}, {})
     two = {**zero, "optimizer_state_dict": {"state": {}, "param_groups": [{"params": []}, {"params": [0]}]}}
