@@ -24,17 +24,12 @@ blocks_read: list[bool] = []
 
 
 def autoload() -> None:
-    """Watches DeepSpeed's configurations, Accelerate's choice and Trainers, now or as soon as they have been imported.
-
-    Raises:
-        ConfigError: An engine with a block has been built before, so that it trains plain ZeRO-3.
-    """
+    """Watches DeepSpeed's configurations, Accelerate's choice and Trainers, now or as soon as they have been imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name, (owner, _, _) in _WATCHED.items():
         if hasattr(sys.modules.get(name), owner):
             _watch(sys.modules[name])
-    _refuse_engines_without_stage()
 
 
 class _Finder:
@@ -86,10 +81,11 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
                 return stock(config, param_dict, *args, **kwargs)
             blocks_read.append(True)
             from hzero import deepspeed as zero
-            from hzero.deepspeed.refusals import check_block, check_config
+            from hzero.config import parse_config
+            from hzero.deepspeed.refusals import check_config
 
             zero.enable()
-            config.hzero_block = check_block(found)
+            config.hzero_block = parse_config(found)
             config._param_dict = param_dict = block.lifted(param_dict, found)
             stock(config, param_dict, *args, **kwargs)
             check_config(config, config.optimizer_name)
@@ -99,17 +95,15 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _constructing(then: Callable[..., None]) -> Callable[..., Any]:
-    """A wrapper of constructors that calls ``then(self, arguments)`` after each construction."""
+    """A wrapper of constructors that calls ``then(self, keyword arguments)`` after each construction."""
 
     def wrapper(stock: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            import inspect
-
             from hzero.validation import on_all_ranks
 
             stock(self, *args, **kwargs)
             with on_all_ranks():
-                then(self, inspect.signature(stock).bind(self, *args, **kwargs).arguments)
+                then(self, kwargs)
 
         return init
 
@@ -138,15 +132,11 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
     Refuses one that trains DDP on CPUs although its DeepSpeed configuration has the block.
     """
     if "DEEPSPEED" in str(accelerator.distributed_type):
-        if (config := _checkpoint_of(accelerator)) is not None:
-            from hzero.deepspeed import clients
-
-            clients.follow_accelerator(accelerator, config)
+        _follow("follow_accelerator", accelerator, accelerator)
         return
     plugins = given.get("deepspeed_plugins") or given.get("deepspeed_plugin")
-    configs = [
-        getattr(one, "deepspeed_config", None) for one in (plugins.values() if isinstance(plugins, dict) else [plugins])
-    ]
+    plugins = plugins.values() if isinstance(plugins, dict) else [plugins]
+    configs = [getattr(one, "deepspeed_config", None) for one in plugins]
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         configs.append(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
     if any(block.find(config) is not None for config in configs):
@@ -160,21 +150,20 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
 
 def _follow_trainer(trainer: Any, _: Any) -> None:
     """Lets a Trainer obey the block's key ``checkpoint``."""
-    enabled = getattr(trainer, "is_deepspeed_enabled", False)
-    if enabled and (config := _checkpoint_of(trainer.accelerator)) is not None:
-        from hzero.deepspeed import clients
-
-        clients.follow_trainer(trainer, config)
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        _follow("follow_trainer", trainer, trainer.accelerator)
 
 
-def _checkpoint_of(accelerator: Any) -> Any:
-    """The key ``checkpoint`` of an Accelerator's block; None without one."""
-    found = block.find(getattr(accelerator.state.deepspeed_plugin, "deepspeed_config", None))
-    if found is None:
-        return None
-    from hzero.config import parse_config
+def _follow(function: str, client: Any, accelerator: Any) -> None:
+    found = block.find(getattr(accelerator.state.deepspeed_plugin, "deepspeed_config", None)) or {}
+    if found.get("checkpoint") is not None:
+        from hzero.config import CheckpointConfig
+        from hzero.deepspeed import checkpoint
+        from hzero.validation import validated
 
-    return parse_config(found).checkpoint
+        getattr(checkpoint, function)(
+            client, validated(CheckpointConfig, found["checkpoint"], f"{block.KEY}.checkpoint")
+        )
 
 
 #: Module: the class to watch, its method, and what wraps that.
@@ -185,22 +174,3 @@ _WATCHED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     # Trainer's class is a subclass of it.
     "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", "__init__", _constructing(_check_as_written)),
 }
-
-
-def _refuse_engines_without_stage() -> None:
-    """Refuses engines that were built before anything watched: their block has been ignored in silence."""
-    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
-    if engine is None:
-        return
-    import gc
-
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), engine) or hasattr(getattr(thing, "optimizer", None), "hzero"):
-            continue
-        if block.find(getattr(thing, "config", None)) is not None:
-            from hzero.validation import ConfigError
-
-            raise ConfigError(
-                f"{block.KEY}: an engine with the block was built before hzero was there, and trains plain ZeRO-3; import "
-                f"hzero before deepspeed.initialize is called, or leave {VARIABLE} at 1"
-            )

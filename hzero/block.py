@@ -65,6 +65,8 @@ def find(ds_config: Any) -> Mapping[str, Any] | None:
     Raises:
         ConfigError: The block is not a mapping, its key is misspelt, or both places have one.
     """
+    from hzero.validation import ConfigError
+
     config = load(ds_config)
     if config is None:
         return None
@@ -73,13 +75,13 @@ def find(ds_config: Any) -> Mapping[str, Any] | None:
     for where, place in places.items():
         for name in place:
             if name != KEY and str(name).lower().replace("_", "").replace("-", "") == KEY:
-                raise _error(f"{where.removesuffix(KEY)}{name}: unknown key; did you mean {KEY!r}?")
+                raise ConfigError(f"{where.removesuffix(KEY)}{name}: unknown key; did you mean {KEY!r}?")
     found = {where: place[KEY] for where, place in places.items() if KEY in place}
     if len(found) == 2:
-        raise _error(f"{KEY}: found at the top level and in {PARENT}; keep the one in {PARENT}")
+        raise ConfigError(f"{KEY}: found at the top level and in {PARENT}; keep the one in {PARENT}")
     for where, block in found.items():
         if not isinstance(block, Mapping):
-            raise _error(f"{where}: found {block!r}, expected a block of keys")
+            raise ConfigError(f"{where}: found {block!r}, expected a block of keys")
         return block
     return None
 
@@ -90,9 +92,3 @@ def lifted(config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any
     if isinstance(parent, Mapping):
         config = {**config, PARENT: {key: value for key, value in parent.items() if key != KEY}}
     return {**config, KEY: block}
-
-
-def _error(message: str) -> Exception:
-    from hzero.validation import ConfigError
-
-    return ConfigError(message)

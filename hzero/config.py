@@ -496,36 +496,6 @@ class HZeroConfig(Block):
 _OF_DIFFERENCES = tuple(name for name in SUMMED if not TRAITS[name].exact)
 
 
-#: Keys of the block that pipelines have; the others say how stage 3 shards, and what watches its resident weights.
-OF_PIPELINES = (
-    *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
-    "topology",
-)
-#: Keys of zero_optimization that pipelines do not take: stock cannot load what it saves with the first, and with the second
-#: loads what was saved without it in another order.
-UNLOADABLE = ("elastic_checkpoint", "round_robin_gradients")
-
-
-def check_of_pipelines(block: Mapping[str, Any], path: str) -> None:
-    """Refuses keys that have no effect in an engine with pipeline stages.
-
-    Args:
-        block: The block as written.
-        path: Key of the block, for messages.
-
-    Raises:
-        ConfigError: Naming the key and the possible ones.
-    """
-    codecs = block.get("codecs", {})
-    unused = [key for key in block if key not in OF_PIPELINES]
-    unused += [f"codecs.{role}" for role in ("weights", "except") if role in codecs]
-    if unused:
-        raise ConfigError(
-            f"{path}.{unused[0]}: has no effect with pipeline stages; possible: {', '.join(OF_PIPELINES)}, of "
-            "codecs gradients, pipeline, optimizer and those of the model's dimensions"
-        )
-
-
 def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     """Reads a block: the preset, then the block's overrides, leaf by leaf.
 

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +87,9 @@ class HopTimer:
 
 
 class WireLog:
-    """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does.
-
-    Attributes:
-        on_hop: Functions called with role, tier, codec, wire bytes and timer of every hop that has ended.
-    """
+    """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does."""
 
     def __init__(self) -> None:
-        self.on_hop: list[Callable[[str, Tier, CodecName, int, HopTimer], None]] = []
         self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self._spare: list[tuple[torch.Event, torch.Event]] = []
@@ -107,8 +101,6 @@ class WireLog:
 
     def add(self, counts: WireEntry, timer: HopTimer) -> None:
         """Adds one finished hop, whose timer has been stopped, with what it counts."""
-        for on_hop in self.on_hop:
-            on_hop(*counts.key, counts.wire_bytes, timer)
         with self._lock:
             entry = self._entries.get(counts.key)
             if entry is None:

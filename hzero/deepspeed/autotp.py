@@ -20,7 +20,7 @@ from hzero.validation import ConfigError, is_rank_0, some
 logger = logging.getLogger("hzero")
 
 
-def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None) -> None:
+def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> None:
     """Refuses what does not go with codecs of AutoTP's sums.
 
     Args:
@@ -29,21 +29,13 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None
         world: Grid of the world; None where it is not known: tensor groups may then cross every tier inside a node.
 
     Raises:
-        ConfigError: DeepSpeed is to hide its sums behind compute, a codec does not hold their numbers, or codecs that the user
-            has written have no effect.
+        ConfigError: DeepSpeed is to hide its sums behind compute, or codecs that the user has written have no effect.
     """
     tiers = _crossed(world, config.tensor_parallel_config.autotp_size)
     coded = [tier for tier in tiers if not block.codecs.tensor[tier].traits.plain]
-    narrow = next((tier for tier in coded if block.codecs.tensor[tier].traits.narrow), None)
     written = "tensor" in block.written_dimensions
-    whose = "" if written else f" of preset {block.preset!r}"
-    if narrow is not None and not config.bfloat16_config.enabled:
-        raise ConfigError(
-            f"{KEY}.codecs.tensor.{narrow}: found {block.codecs.tensor[narrow].codec!r}{whose}, which holds bfloat16 numbers, "
-            "without bf16.enabled; possible "
-            "with it, or codec none"
-        )
     if config.tensor_parallel_config.tp_overlap_comm and coded:
+        whose = "" if written else f" of preset {block.preset!r}"
         raise ConfigError(
             f"tensor_parallel.tp_overlap_comm: found True, with {KEY}.codecs.tensor{whose}, whose sums are waited for; possible: "
             "false, or codec none"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses the class that `_with_stage` replaces for a moment
+import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses a class that `_make_optimizer` replaces for a moment
 import torch.distributed as dist
 from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -18,13 +19,11 @@ from deepspeed.runtime.zero.partition_parameters import Init
 
 from hzero.block import KEY, find
 from hzero.config import HZeroConfig, parse_config
-from hzero.deepspeed import parameters
+from hzero.deepspeed import autotp, parameters
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
-from hzero.deepspeed.refusals import check_config, check_mpu, group_of, partition_of_autotp, unsendable
+from hzero.deepspeed.refusals import check_config, check_mpu, partition_of_autotp
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
-from hzero.deepspeed.versions import check_deepspeed
-from hzero.engine.engine import Partition
-from hzero.plan.shards import ShardPlan
+from hzero.deepspeed.versions import attributes, check_deepspeed
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
 
@@ -38,145 +37,130 @@ def enable() -> None:
     `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
     are.
 
-    The call replaces these in DeepSpeed: the engine of its pipelines (by a subclass), the method that makes an engine's
-    optimizer (which makes `HZeroStage3` and `HZeroOffload` if the engine has the block), its gathers and partitions of lists of
-    parameters (which may belong to several engines), the end of its steps (which may change parameters of another engine), its
-    broadcast of a model (whose errors then name the parameter), its sanity check (to refuse unsupported features before
-    anything is built), the engine's ``zero_grad`` (which also drops a window that an exception has cut short), and its choice
-    of a writer of checkpoints (which obeys the block's key ``checkpoint``). It starts no collective, reads no configuration and
-    allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it cannot
-    be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
+    The call replaces the methods of `_REPLACED` in DeepSpeed. It starts no collective, reads no configuration and allocates
+    nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it cannot be undone
+    in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
 
     Raises:
         ConfigError: The stage does not support this version of DeepSpeed.
     """
     check_deepspeed()
-    DeepSpeedEngine._do_sanity_check = _checked(DeepSpeedEngine._do_sanity_check)
-    DeepSpeedEngine._configure_zero_optimizer = _with_stage(DeepSpeedEngine._configure_zero_optimizer)
-    DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
-    DeepSpeedEngine._broadcast_model = _naming(DeepSpeedEngine._broadcast_model)
-    DeepSpeedEngine._configure_checkpointing = _with_checkpoints(DeepSpeedEngine._configure_checkpointing)
-    Init._all_gather = parameters.gathers_exactly(Init._all_gather)
-    Init._partition = parameters.notes_changes(Init._partition)
-    stock, end = stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters"
-    setattr(stock, end, parameters.notes_steps(getattr(stock, end)))
-    deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
+    for owner, name, function in _REPLACED:
+        _replace(owner, name, function)
+
+
+def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
+    """Puts ``function(stock, *arguments)`` in the place of a method."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(stock, *args, **kwargs)
+
+    setattr(owner, name, method)
 
 
 def _block_of(engine: DeepSpeedEngine) -> HZeroConfig | None:
     """The block of an engine, parsed once; None without one."""
     config = engine._config
     if not hasattr(config, "hzero_block"):  # stock's, or made before `hzero.autoload` watched DeepSpeed
-        block = find(config._param_dict)
-        config.hzero_block = None if block is None else parse_config(block)
+        written = find(config._param_dict)
+        config.hzero_block = None if written is None else parse_config(written)
     return config.hzero_block  # type: ignore[no-any-return]
 
 
-def _checked(stock: Any) -> Any:
-    """``DeepSpeedEngine._do_sanity_check`` that also refuses features the stage does not support, before anything is built."""
+@on_all_ranks()
+def _check(stock: Any, engine: DeepSpeedEngine) -> None:
+    """``DeepSpeedEngine._do_sanity_check``, the first that an engine does: refuses what the stage does not support.
 
-    @functools.wraps(stock)
-    @on_all_ranks()
-    def check(self: DeepSpeedEngine) -> None:
-        config = _block_of(self)
-        if config is not None:
-            pipeline = isinstance(self, PipelineEngine)
-            check_config(self._config, self.optimizer_name(), pipeline)
-            if pipeline:
-                check_mpu(self.mpu, config.topology)
-                if not isinstance(self, HZeroPipelineEngine):  # such as DualPipeVEngine
-                    raise ConfigError(
-                        f"{KEY}: found the engine {type(self).__name__}, which {KEY} does not support; possible: a "
-                        "PipelineModule with deepspeed.initialize"
-                    )
-                return stock(self)
-            if (size := self.autotp_size()) > 1:
-                world = resolve_grid(config.topology, dist.get_world_size())
-                partition = partition_of_autotp(size, world, dist.get_rank())
-                from hzero.deepspeed import autotp
-
-                autotp.check(self._config, config, world)
-            else:
-                check_mpu(self.mpu, config.topology)
-                partition = Partition.of(group_of(self.mpu), config.topology)
-            plan = ShardPlan.from_config(config, partition.grid, partition.rank)
-            self._hzero_offload = functools.partial(HZeroOffload, config, partition, plan)
-        return stock(self)
-
-    return check
+    An engine of pipeline stages with the block becomes a `HZeroPipelineEngine` here.
+    """
+    if (config := _block_of(engine)) is not None:
+        pipeline = isinstance(engine, PipelineEngine)
+        check_config(engine._config, engine.optimizer_name(), pipeline)
+        world = resolve_grid(config.topology, dist.get_world_size())
+        if not pipeline and (size := engine.autotp_size()) > 1:
+            partition_of_autotp(size, world, dist.get_rank())
+            autotp.check(engine._config, config, world)
+        else:
+            check_mpu(engine.mpu, world)
+        if pipeline:
+            if type(engine) is not PipelineEngine:  # such as DualPipeVEngine
+                raise ConfigError(
+                    f"{KEY}: found the engine {type(engine).__name__}, which {KEY} does not support; possible: a "
+                    "PipelineModule with deepspeed.initialize"
+                )
+            engine.__class__ = HZeroPipelineEngine
+    stock(engine)
 
 
-def _with_stage(stock: Any) -> Any:
-    """``DeepSpeedEngine._configure_zero_optimizer`` that makes a `HZeroStage3` and a `HZeroOffload` if the engine has the block.
+def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    """``DeepSpeedEngine._configure_zero_optimizer``: makes a `HZeroStage3` and a `HZeroOffload` if the engine has the block.
 
     Whether it has or not, it releases the parameters from an earlier engine that was not destroyed.
     """
-
-    @functools.wraps(stock)
-    def configure(self: DeepSpeedEngine, optimizer: Any) -> Any:
-        parameters.release_all(self.module)
-        parameters.give_back(self.module)
-        if _block_of(self) is None:
-            return stock(self, optimizer)
-        own = [(stage3, "DeepSpeedZeroOptimizer_Stage3", HZeroStage3)]  # the method imports it
-        own += [(module, "DeepSpeedZeRoOffload", self._hzero_offload) for module in (stage3, ds_engine)]
-        before = [(module, name, getattr(module, name)) for module, name, _ in own]
-        try:
-            for one in own:
-                setattr(*one)
-            return stock(self, optimizer)
-        finally:
-            for one in before:
-                setattr(*one)
-
-    return configure
+    parameters.release_all(engine.module)
+    if (config := _block_of(engine)) is None:
+        return stock(engine, optimizer)
+    offload = functools.partial(HZeroOffload, config)
+    with attributes(
+        (stage3, "DeepSpeedZeroOptimizer_Stage3", HZeroStage3),  # the method imports it
+        (stage3, "DeepSpeedZeRoOffload", offload),
+        (ds_engine, "DeepSpeedZeRoOffload", offload),
+    ):
+        return stock(engine, optimizer)
 
 
-def _after_errors(stock: Any) -> Any:
-    """``DeepSpeedEngine.zero_grad`` that also drops a window which an exception has cut short; stock leaves it in its buckets."""
-
-    @functools.wraps(stock)
-    def zero_grad(self: DeepSpeedEngine) -> None:
-        stock(self)
-        if isinstance(self.optimizer, HZeroStage3) and self.optimizer.cut_short:
-            self.optimizer.zero_grad()
-
-    return zero_grad
+def _zero_grad(stock: Any, engine: DeepSpeedEngine) -> None:
+    """``DeepSpeedEngine.zero_grad``: also drops a window that an exception has cut short; stock leaves it in its buckets."""
+    stock(engine)
+    if isinstance(engine.optimizer, HZeroStage3) and engine.optimizer.cut_short:
+        engine.optimizer.zero_grad()
 
 
-def _naming(stock: Any) -> Any:
-    """``DeepSpeedEngine._broadcast_model`` whose error names the parameter where the configuration has the block."""
+def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+    """``DeepSpeedEngine._configure_checkpointing``: lets `CheckpointFiles` write and read if the block has the key."""
+    stock(engine, *args, **kwargs)
+    config = _block_of(engine)
+    if config is not None and config.checkpoint is not None:
+        from hzero.deepspeed.checkpoint import CheckpointFiles
 
-    @functools.wraps(stock)
-    @on_all_ranks()
-    def broadcast(self: DeepSpeedEngine) -> None:
-        try:
-            stock(self)
-        except Exception:
-            if _block_of(self) is not None and (found := unsendable(self.module, None)) is not None:
-                raise found from None
-            raise
-
-    return broadcast
+        with on_all_ranks():
+            files = CheckpointFiles(engine, config.checkpoint)
+        engine.checkpoint_engine, engine.save_checkpoint = files, files.save_checkpoint
+        if not engine.load_universal_checkpoint():
+            engine.load_checkpoint = files.load_checkpoint
 
 
-def _with_checkpoints(stock: Any) -> Any:
-    """``DeepSpeedEngine._configure_checkpointing`` that lets `CheckpointFiles` write and read if the block has the key."""
+@on_all_ranks()
+def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.load_checkpoint``: without the key ``checkpoint`` it refuses a checkpoint of other ranks in one line."""
+    config, trains = _block_of(engine), isinstance(engine.optimizer, HZeroStage3)
+    if config is not None and config.checkpoint is None and trains and kwargs.get("load_optimizer_states", True):
+        latest = Path(load_dir, "latest")
+        name = str(tag) if tag is not None else latest.read_text().strip() if latest.is_file() else "none"
+        written = len(list(Path(load_dir, name).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
+        ranks = dist.get_world_size(engine.optimizer.dp_process_group)
+        if written not in (0, ranks):
+            raise ConfigError(
+                f"{str(Path(load_dir, name))!r} was written by {written} ranks; found {ranks}; possible with "
+                f'"checkpoint": {{}} in the {KEY} block'
+            )
+    return stock(engine, load_dir, tag, *args, **kwargs)
 
-    @functools.wraps(stock)
-    def configure(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        config = _block_of(self)
-        if config is not None and config.checkpoint is not None:
-            from hzero.deepspeed.checkpoint import CheckpointFiles
 
-            with on_all_ranks():
-                files = CheckpointFiles(self, config.checkpoint)
-            self.checkpoint_engine, self.save_checkpoint = files, files.save_checkpoint
-            if not self.load_universal_checkpoint():
-                self.load_checkpoint = files.load_checkpoint
-
-    return configure
+#: The methods of DeepSpeed that are replaced, and by what. Parameters of one list may belong to several engines, and a step may
+#: change parameters of another engine.
+_REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (DeepSpeedEngine, "_do_sanity_check", _check),
+    (DeepSpeedEngine, "_configure_zero_optimizer", _make_optimizer),
+    (DeepSpeedEngine, "zero_grad", _zero_grad),
+    (DeepSpeedEngine, "_configure_checkpointing", _make_checkpoint_engine),
+    (DeepSpeedEngine, "load_checkpoint", _load),
+    (Init, "_all_gather", parameters.gather_exactly),
+    (Init, "_partition", parameters.note_changes),
+    (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", parameters.note_step),
+)
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -220,7 +204,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     Raises:
         ConfigError: The block is wrong, does not fit the world, or meets a DeepSpeed feature that the stage does not
-            support. Nothing has been built then.
+            support. Nothing has been trained then.
     """
     enable()
     return deepspeed.initialize(*args, **kwargs)
@@ -244,11 +228,10 @@ def exact_weights(engine: Any) -> Iterator[None]:
     are sent once more, uncoded, and a second copy of them takes memory meanwhile.
     """
     own = state(engine)
-    if isinstance(own, PipelineState):
-        exact = engine.optimizer.exact() if own.lossy else contextlib.nullcontext()
-    else:
-        exact = own.parameters.exact() if own is not None else contextlib.nullcontext()
-    with exact:
+    if own is None:
+        yield
+        return
+    with engine.optimizer.exact() if isinstance(own, PipelineState) else own.parameters.exact():
         yield
 
 

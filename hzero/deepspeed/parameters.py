@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeAlias, cast
 from weakref import ref
 
@@ -35,7 +35,6 @@ class Managed(Parameter):
         param: DeepSpeed's parameter.
         owner: The parameters of its engine.
         stock: DeepSpeed's functions that are replaced, by name.
-        own: The functions in their place.
         decoded: Whether ``param.data``, while it is available, came through a codec.
         unit: The layer that it is gathered with; None: it is gathered when it is requested.
         part: The gathered parameter, until a handle takes it or the unit's turn is over.
@@ -44,17 +43,16 @@ class Managed(Parameter):
     param: ZeroParameter
     owner: Parameters = field(init=False)
     stock: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
     decoded: bool = False
     unit: Unit | None = None
     part: Part | None = None
 
-    def attach(self, own: dict[str, Any]) -> None:
+    def attach(self, owner: Parameters) -> None:
         """Puts functions in the place of DeepSpeed's."""
-        self.stock, self.own = {name: getattr(self.param, name) for name in own}, own
-        for name, function in own.items():
-            setattr(self.param, name, function)
-        self.param.hzero_managed = self
+        self.owner, param = owner, self.param
+        self.stock = {name: getattr(param, name) for name in ("all_gather_coalesced", "all_gather", "partition")}
+        param.all_gather_coalesced, param.all_gather, param.partition = owner.gather, self.all_gather, self.partition
+        param.hzero_managed = self
 
     def detach(self) -> None:
         """Gives the parameter DeepSpeed's functions back; a failed gather may have left it under way."""
@@ -62,12 +60,27 @@ class Managed(Parameter):
         self.part = None
         if self.param.ds_status == ZeroParamStatus.INFLIGHT:
             self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        for name, function in self.own.items():
-            if getattr(self.param, name) == function:  # else someone has replaced ours
-                setattr(self.param, name, self.stock[name])
+        for name, function in self.stock.items():
+            setattr(self.param, name, function)
         del self.param.hzero_managed
         if self.unit is not None:
             self.unit.members.remove(self)
+
+    def all_gather(self, param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """``param.all_gather``: stock, see `gather_exactly`, unless a forward reads it outside its own module."""
+        if param_list is None and self.owner.in_forward and self.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            return self.owner.gather([self.param]).wait()
+        return self.stock["all_gather"](param_list, *args, **kwargs)
+
+    def partition(self, *args: Any, free_data: bool = True, **kwargs: Any) -> None:
+        """``param.partition``: stock, see `note_changes`."""
+        if not args and not kwargs and free_data and self.param.ds_status == ZeroParamStatus.AVAILABLE:
+            with lasting():
+                # All that stock does here, without the texts that it makes and does not print.
+                free_param(self.param)
+            self.gone()
+        else:
+            self.stock["partition"](*args, free_data=free_data, **kwargs)
 
     def put_away(self, decoded: bool = False) -> None:
         """Partitions the parameter if it is available and not in use; with ``decoded``, only if it came through a codec."""
@@ -137,14 +150,7 @@ class Parameters:
         self._module, self._managed, self.weights = module, managed, weights
         self._exact = self._evaluating = False  # see `exact` and `follow_mode`
         for one in managed.values():
-            one.owner = self
-            one.attach(
-                {
-                    "all_gather_coalesced": self.gather,
-                    "all_gather": partial(self._all_gather, one),
-                    "partition": partial(self._partition, one),
-                }
-            )
+            one.attach(self)
         self._all = dict(self._managed)  # with those that a later engine has taken over
         self.units = units = Units()
         form_units(module, layers, self._managed)
@@ -153,6 +159,11 @@ class Parameters:
             module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop())),
             module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
         ]
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the model runs, as DeepSpeed notes it."""
+        return getattr(self._module._parameters, "_in_forward", False)
 
     def of(self, params: Iterable[ZeroParameter]) -> list[Managed]:
         """This engine's, of DeepSpeed's parameters."""
@@ -244,13 +255,12 @@ class Parameters:
 
     # ---- gather --------------------------------------------------------------------------------------------------
 
-    def gather(self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False) -> Any:
+    def gather(self, params: Iterable[ZeroParameter], **how: Any) -> Any:
         """Starts the gather of whole parameters for forward or backward (``param.all_gather_coalesced``).
 
         Args:
             params: Parameters that are not available, the same on all ranks in any order; of any engines.
-            safe_mode: DeepSpeed's; only the exact path uses it.
-            quantize: DeepSpeed's own weight quantisation; always False, since it is refused at start.
+            how: DeepSpeed's; only the exact path uses it.
 
         Returns:
             A handle whose ``wait`` sets ``param.data``, ``[ds_shape]``, and the status AVAILABLE.
@@ -266,22 +276,20 @@ class Parameters:
                 mine.append(managed)
             else:
                 others.setdefault(managed and managed.owner, []).append(param)
-        handle = self._start(mine, safe_mode, quantize)
+        handle = self._start(mine, how)
         if not others:
             return handle
         # Their functions are those of their engine, or DeepSpeed's.
-        handles = [same[0].all_gather_coalesced(same, safe_mode=safe_mode) for same in others.values()]
+        handles = [same[0].all_gather_coalesced(same, **how) for same in others.values()]
         return Handles([handle, *handles])
 
-    def _start(self, wanted: list[Managed], safe_mode: bool, quantize: bool) -> Any:
+    def _start(self, wanted: list[Managed], how: dict[str, Any]) -> Any:
         if wanted and (self._exact or self._evaluating or self.weights.plan.grid.world_size == 1):
             self.weights.await_change()
             with lasting():
                 params = [managed.param for managed in wanted]
                 # An evaluation in inference mode may wait for it, and a backward may use what it gave.
-                return Handles(
-                    [wanted[0].stock["all_gather_coalesced"](params, safe_mode=safe_mode, quantize=quantize)]
-                )
+                return Handles([wanted[0].stock["all_gather_coalesced"](params, **how)])
         for managed in wanted:
             if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(
@@ -301,24 +309,6 @@ class Parameters:
             managed.param.ds_status = ZeroParamStatus.INFLIGHT
             managed.decoded = managed.route.lossy
         return GatherHandle(wanted, self.units)
-
-    def _all_gather(self, managed: Managed, param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``param.all_gather``: stock, see `gathers_exactly`, unless a forward reads it outside its own module."""
-        param = managed.param
-        in_forward = getattr(self._module._parameters, "_in_forward", False)
-        if param_list is None and in_forward and param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
-            return self.gather([param]).wait()
-        return managed.stock["all_gather"](param_list, *args, **kwargs)
-
-    def _partition(self, managed: Managed, *args: Any, free_data: bool = True, **kwargs: Any) -> None:
-        """``param.partition``: stock, see `notes_changes`."""
-        if not args and not kwargs and free_data and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
-            with lasting():
-                # All that stock does here, without the texts that it makes and does not print.
-                free_param(managed.param)
-            managed.gone()
-        else:
-            managed.stock["partition"](*args, free_data=free_data, **kwargs)
 
     def gather_kept_whole(self) -> None:
         """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
@@ -345,67 +335,57 @@ def _measure(managed: Managed) -> bool:
 # ---- what DeepSpeed calls on lists of parameters, of any engines ---------------------------------------------------------
 
 
-def gathers_exactly(stock: Callable[..., Any]) -> Callable[..., Any]:
+def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args: Any, **kwargs: Any) -> Any:
     """``Init._all_gather``, which stock's ``param.all_gather`` calls.
 
     DeepSpeed calls ``params[0].all_gather(params)``, and the others may belong to other engines, with or without a block.
     Available data may have been decoded. A reader that may write back must not see it, and must not write to the resident
     copy: such parameters are partitioned first, and DeepSpeed gathers their primary shards.
     """
-
-    @wraps(stock)
-    def all_gather(init: Any, param_list: list[ZeroParameter], *args: Any, **kwargs: Any) -> Any:
-        found = managed_of(param_list)
-        # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
-        idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
-        for managed in idle:
-            inexact = managed.decoded or managed.owner.weights.plan.decoded
-            if managed.param.ds_status == ZeroParamStatus.AVAILABLE and inexact:
-                managed.param.partition()
-        with lasting() if found else contextlib.nullcontext():
-            gathered = stock(init, param_list, *args, **kwargs)
-        for managed in idle:
-            managed.decoded = False
-        return gathered
-
-    return all_gather
+    found = managed_of(param_list)
+    # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
+    idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
+    for managed in idle:
+        inexact = managed.decoded or managed.owner.weights.plan.decoded
+        if managed.param.ds_status == ZeroParamStatus.AVAILABLE and inexact:
+            managed.param.partition()
+    with lasting() if found else contextlib.nullcontext():
+        gathered = stock(init, param_list, *args, **kwargs)
+    for managed in idle:
+        managed.decoded = False
+    return gathered
 
 
-def notes_changes(stock: Callable[..., Any]) -> Callable[..., Any]:
+def note_changes(
+    stock: Any,
+    init: Any,
+    param_list: list[ZeroParameter],
+    force: bool = False,
+    has_been_updated: bool = False,
+    **more: Any,
+) -> None:
     """``Init._partition``, which stock's ``param.partition`` calls: payloads of written parameters become stale."""
-
-    @wraps(stock)
-    def partition(
-        init: Any, param_list: list[ZeroParameter], force: bool = False, has_been_updated: bool = False, **kwargs: Any
-    ) -> None:
-        found = managed_of(param_list)
-        for owner in dict.fromkeys(managed.owner for managed in found) if has_been_updated else ():
-            owner.weights.before_change()
-        with lasting() if found else contextlib.nullcontext():
-            stock(init, param_list, force=force, has_been_updated=has_been_updated, **kwargs)
-        for managed in found:
-            managed.gone()
-            if has_been_updated:
-                managed.forget()
-                _measure(managed)
-                managed.owner.weights.mark_edited(managed)
-
-    return partition
+    found = managed_of(param_list)
+    for owner in dict.fromkeys(managed.owner for managed in found) if has_been_updated else ():
+        owner.weights.before_change()
+    with lasting() if found else contextlib.nullcontext():
+        stock(init, param_list, force=force, has_been_updated=has_been_updated, **more)
+    for managed in found:
+        managed.gone()
+        if has_been_updated:
+            managed.forget()
+            _measure(managed)
+            managed.owner.weights.mark_edited(managed)
 
 
-def notes_steps(stock: Callable[..., None]) -> Callable[..., None]:
+def note_step(stock: Any, optimizer: Any, sub_group_id: int) -> None:
     """The end of a step of DeepSpeed's optimizer, whose parameters a later engine with a block may gather."""
-
-    @wraps(stock)
-    def reassign(optimizer: Any, sub_group_id: int) -> None:
-        found = [] if hasattr(optimizer, "hzero") else managed_of(optimizer.fp16_groups[sub_group_id])
-        for owner in dict.fromkeys(managed.owner for managed in found):
-            owner.weights.before_change()
-        stock(optimizer, sub_group_id)
-        if found:
-            found[0].owner.mark_stale([managed.param for managed in found])
-
-    return reassign
+    found = [] if hasattr(optimizer, "hzero") else managed_of(optimizer.fp16_groups[sub_group_id])
+    for owner in dict.fromkeys(managed.owner for managed in found):
+        owner.weights.before_change()
+    stock(optimizer, sub_group_id)
+    if found:
+        found[0].owner.mark_stale([managed.param for managed in found])
 
 
 def give_back(module: torch.nn.Module, group: Any = None) -> None:
@@ -416,7 +396,8 @@ def give_back(module: torch.nn.Module, group: Any = None) -> None:
 
 
 def release_all(module: torch.nn.Module) -> None:
-    """Releases the parameters of a module from an earlier engine that was not destroyed."""
+    """Releases the parameters and layers of a module from an earlier engine that was not destroyed."""
+    give_back(module)
     for managed in managed_of(module.parameters()):
         managed.owner.weights.collectives.lanes.drain()
         managed.owner._release(managed)

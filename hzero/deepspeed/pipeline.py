@@ -31,7 +31,8 @@ from hzero.deepspeed.stage import LoggedHops, async_accelerator, current_device,
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
-from hzero.validation import ConfigError, is_rank_0
+from hzero.topology import Grid
+from hzero.validation import ConfigError, is_rank_0, on_all_ranks
 
 logger = logging.getLogger("hzero")
 
@@ -54,12 +55,13 @@ class PipelineState(Traffic):
         config: The block.
 
     Raises:
-        ConfigError: The groups do not fill the tiers of the topology evenly.
+        ConfigError: The groups do not fill the tiers of the topology evenly, or as of `check_module`.
     """
 
     def __init__(self, module: torch.nn.Module, mpu: Any, config: HZeroConfig) -> None:
         data, stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
         self.partition = Partition.of(data, config.topology)
+        check_module(module, mpu, config, self.partition.grid)
         world = self.partition.world
         self._tensor = mpu.get_slice_parallel_group()
         settings = CommunicatorConfig(
@@ -76,11 +78,6 @@ class PipelineState(Traffic):
         own = (self.gradients, self.optimizer, self.pipeline)
         super().__init__(config, module, current_device(), async_accelerator(), own)
         self.logged_hops = LoggedHops(self)
-        kept = set(config.error_feedback) & set(lossy_crossings(config.codecs.gradients, self.partition.grid))
-        for tier in config.error_feedback:
-            if tier not in kept:
-                logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
-        self._keeps = bool(kept)  # residuals
         if is_rank_0():
             self.announce(
                 f"codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config, self.device)}: pipelines of "
@@ -109,15 +106,10 @@ class PipelineState(Traffic):
         weights = sum(flat.nbytes for flat in optimizer.bit16_groups_flat)
         return {"weights": weights, "optimizer": optimizer_bytes(optimizer)}
 
-    @property
-    def lossy(self) -> bool:
-        """Whether the weights that forward reads have lost something on their way."""
-        return bool(lossy_crossings(self.config.codecs.optimizer, self.partition.grid))
-
     def forget(self) -> None:
         """Drops what error feedback keeps, after a load: it belongs to the old weights, and a checkpoint of stages has none."""
         self.gradients.forget()
-        if self._keeps and is_rank_0():
+        if self.config.error_feedback and is_rank_0():
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
 
 
@@ -184,7 +176,7 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     and one lossy way instead of two. Sums are float32 in the order of ranks, tier by tier.
 
     Attributes:
-        hzero: Communicators and wire log; the engine sets it.
+        hzero: Communicators and wire log.
     """
 
     hzero: PipelineState
@@ -324,74 +316,55 @@ def _two_at_a_time(submitted: Iterable[_Submitted]) -> None:
 
 
 class HZeroPipelineEngine(PipelineEngine):
-    """DeepSpeed's engine of a ``PipelineModule``, whose messages go by tier and codec; without the block it is stock.
+    """DeepSpeed's engine of a ``PipelineModule`` with the block, whose messages go by tier and codec.
 
-    DeepSpeed's schedule is a list of instructions for each stage, and `_INSTRUCTION_MAP` says which method runs one. With
-    the block those that send and receive run with `StageMessages` instead of DeepSpeed's ``p2p``. Gradients and updated
-    weights are those of `HZeroStage1`. Shapes, tied weights and losses are sent as in stock.
+    An engine becomes one at the beginning of its construction, see `hzero.deepspeed.install`. DeepSpeed's schedule is a list of
+    instructions for each stage, and `_INSTRUCTION_MAP` says which method runs one. Those that send and receive run with
+    `StageMessages` instead of DeepSpeed's ``p2p``. Gradients and updated weights are those of `HZeroStage1`. Shapes, tied
+    weights and losses are sent as in stock.
 
     Gradients of micro-batches are added up in float32, whatever the type of the weights. Stock has an optimizer of its own
     for that with bfloat16 (``BF16_Optimizer``); here it is ZeRO-1's.
     """
 
-    def __init__(self, *args: Any, model: Any, **kwargs: Any) -> None:
-        object.__setattr__(self, "_given", model)  # for checks; torch's modules take no other before they are made
-        super().__init__(*args, model=model, **kwargs)
-        if self._block is None:
-            return
-        own = PipelineState(self.module, self.grid, self._block)
-        self.optimizer.hzero = own
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Types of the weights and of sums of gradients: float32."""
+        return super().get_data_types()[0], torch.float32
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        found = super()._do_optimizer_sanity_check(basic_optimizer)
+        return ZERO_OPTIMIZATION if found == BFLOAT16 else found
+
+    @on_all_ranks()
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        if self.has_moe_layers:
+            raise ConfigError(f"{KEY}: found experts with pipeline stages; possible: layers that every rank has")
+        own = PipelineState(self.module, self.mpu, self._config.hzero_block)
         self._messages = StageMessages(own.pipeline)
         self._INSTRUCTION_MAP = {
             **PipelineEngine._INSTRUCTION_MAP,
             schedule.ReduceTiedGrads: HZeroPipelineEngine._exec_reduce_tied_grads,
             **{one: with_names(PipelineEngine._INSTRUCTION_MAP[one], p2p=self._messages) for one in MESSAGES},
         }
-
-    @property
-    def _block(self) -> HZeroConfig | None:
-        return getattr(self._config, "hzero_block", None)
-
-    def _do_sanity_check(self) -> None:
-        super()._do_sanity_check()
-        if self._block is not None:
-            check_module(self._given, self._block)
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Types of the weights and of sums of gradients: with the block float32."""
-        weights, sums = super().get_data_types()
-        return weights, sums if self._block is None else torch.float32
-
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        found = super()._do_optimizer_sanity_check(basic_optimizer)
-        return ZERO_OPTIMIZATION if found == BFLOAT16 and self._block is not None else found
-
-    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        if self._block is None:
-            return super()._configure_zero_optimizer(optimizer)
-        if self.has_moe_layers:
-            raise ConfigError(f"{KEY}: found experts with pipeline stages; possible: layers that every rank has")
         stock = PipelineEngine._configure_zero_optimizer
-        return with_names(stock, DeepSpeedZeroOptimizer=HZeroStage1)(self, optimizer)
+        made = with_names(stock, DeepSpeedZeroOptimizer=HZeroStage1)(self, optimizer)
+        made.hzero = own
+        return made
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Stock, of the gradients that ZeRO-1 keeps: in bfloat16 those are not ``weight.grad``. With the block alone."""
+        """Stock, of the gradients that ZeRO-1 keeps: in bfloat16 those are not ``weight.grad``."""
         for weight, group in self.module.get_tied_weights_and_groups():
             gradient = self.optimizer.get_gradient_for_reduction(weight)
             if gradient is not None:
                 comm.all_reduce(gradient, group=group)
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        """Stock; with the block an error of its collectives names the ranks that did not come."""
-        if self._block is None:
-            return super().train_batch(data_iter)
+        """Stock; an error of its collectives names the ranks that did not come."""
         with blaming(), self._messages:
             return super().train_batch(data_iter)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As `train_batch`."""
-        if self._block is None:
-            return super().eval_batch(*args, **kwargs)
         with blaming(), self._messages:
             return super().eval_batch(*args, **kwargs)
 
@@ -400,8 +373,8 @@ class HZeroPipelineEngine(PipelineEngine):
 MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
 
 
-def check_module(module: Any, config: HZeroConfig) -> None:
-    """Refuses lossy codecs that would drive copies of a weight apart, before an engine is built. Collective.
+def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None:
+    """Refuses lossy codecs that would drive copies of a weight apart. Collective.
 
     Those of a weight that several stages keep: each would round it, or its sums, in other blocks. Their gradients are summed
     over the stages before the data-parallel ranks sum, so nothing would bring the copies together again. Those of weights that
@@ -409,13 +382,13 @@ def check_module(module: Any, config: HZeroConfig) -> None:
 
     Args:
         module: The ``PipelineModule``.
+        mpu: Its grid.
         config: The block.
+        grid: Of the data-parallel ranks.
 
     Raises:
         ConfigError: Names the codec and a parameter; the same on all ranks.
     """
-    mpu = module.mpu()
-    grid = Partition.of(mpu.get_data_parallel_group(), config.topology).grid
     roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
     lossy = [(role, tier) for role in roles for tier in lossy_crossings(config.codecs[role], grid)]
     if not lossy:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY
-from hzero.codecs.formats import CodecName
 from hzero.comm import blaming, shared_watchdog
-from hzero.comm.wirelog import HopTimer
-from hzero.config import HZeroConfig, Tier
-from hzero.deepspeed import versions
+from hzero.config import HZeroConfig
+from hzero.deepspeed import autotp, versions
 from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, give_back, layers_of, managed_parameters
-from hzero.deepspeed.refusals import check_kinds, check_partition, check_types, mixed_types, unsendable
+from hzero.deepspeed.refusals import check_partition, check_types
 from hzero.engine.engine import Engine, Partition, Traffic
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter, routes_of
@@ -49,13 +46,12 @@ class StageState(Engine):
 
     Attributes:
         parameters: DeepSpeed's, which gather from resident weights.
-        logged_hops: What DeepSpeed's ``comms_logger`` gets of hops, at the end of each step and in `settle`.
+        logged_hops: Gives hops to DeepSpeed's ``comms_logger``, at the end of each step and in `settle`.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
         config: The block.
-        partition: The ranks over which DeepSpeed partitions.
-        plan: The shard plan of this rank.
+        group: The ranks over which DeepSpeed partitions.
         bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
             the optimizer sets its own.
         live_numel: Max elements of a layer that is gathered as a whole, beside the block's own limit.
@@ -73,20 +69,17 @@ class StageState(Engine):
         self,
         module: torch.nn.Module,
         config: HZeroConfig,
-        partition: Partition,
-        plan: ShardPlan,
+        group: dist.ProcessGroup | None,
         bucket_numel: int,
         live_numel: int,
     ) -> None:
-        check_partition(module, partition)
+        partition = Partition.of(group, config.topology)
+        check_partition(module, partition.ranks)
+        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         self._module = module
         routes, codes = routes_of(module, plan)
         check_types(module, routes)
-        self._autotp = None
-        if any(getattr(layer, "is_tp_parallel", False) for layer in module.modules()):
-            from hzero.deepspeed import autotp
-
-            self._autotp = autotp.take_over(module, config, partition.world)
+        self._autotp = autotp.take_over(module, config, partition.world)
         managed = managed_parameters(module, routes, codes)
         own = list(managed.values())
         super().__init__(config, plan, partition, module, own, bucket_numel, current_device(), async_accelerator())
@@ -108,8 +101,7 @@ class StageState(Engine):
 
     def lost(self) -> bool:
         """As of `Engine`."""
-        lost = super().lost()
-        if lost:
+        if lost := super().lost():
             self.parameters.put_away_all()
         return lost
 
@@ -147,29 +139,14 @@ class HZeroOffload(DeepSpeedZeRoOffload):
 
     Args:
         config: The block.
-        partition: The ranks over which DeepSpeed partitions.
-        plan: The shard plan of this rank.
         module: The model.
         *args: As of DeepSpeed's.
         **kwargs: As of DeepSpeed's.
     """
 
     @on_all_ranks()
-    def __init__(
-        self,
-        config: HZeroConfig,
-        partition: Partition,
-        plan: ShardPlan,
-        module: torch.nn.Module,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        try:
-            super().__init__(module, *args, **kwargs)
-        except Exception:
-            if (found := unsendable(module, None)) is not None:
-                raise found from None
-            raise
+    def __init__(self, config: HZeroConfig, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
         persistent = {param.ds_id for param in self.persistent_parameters}
         params: list[ZeroParameter] = list(module.parameters())
         for param in params:
@@ -177,20 +154,9 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         group = self.dp_process_group
         if group is None:  # of an engine without an optimizer
             group = params[0].ds_process_group
-        self.forward_hooks += check_kinds(module, group)  # stock removes them with its own
-        try:
-            self.hzero = StageState(
-                module,
-                config,
-                replace(partition, group=group),
-                plan,
-                # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
-                self._prefetch_bucket_sz or BUCKET_NUMEL,
-                self._max_available_parameters_in_numel,
-            )
-        except BaseException:
-            give_back(module)
-            raise
+        # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
+        bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
+        self.hzero = StageState(module, config, group, bucket_numel, self._max_available_parameters_in_numel)
 
     def partition_all_parameters(self) -> None:
         """Stock; then nothing of a layer is kept."""
@@ -230,14 +196,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stepping = False
         self._arrived: set[int] = set()  # ids of parameters whose gradients of this window stock has received
-        try:
-            super().__init__(*args, **kwargs)
-        except AssertionError:
-            trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-            if (found := mixed_types(trained, self.param_names)) is not None:
-                with on_all_ranks():
-                    raise found from None
-            raise
+        super().__init__(*args, **kwargs)
         self.hzero = self.parameter_offload.hzero
         # Stock gathers persistent parameters flat over the world after each step, which takes 30 s on 32 nodes
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
@@ -518,19 +477,15 @@ def optimizer_bytes(optimizer: Any) -> int:
 
 
 class LoggedHops:
-    """Hops that have ended, until DeepSpeed's ``comms_logger`` gets them.
-
-    The logger gets the same rows on all ranks: its summary with ``show_straggler`` makes one all-reduce for each of them.
+    """Gives DeepSpeed's ``comms_logger`` the hops of a wire log, whenever it is settled.
 
     Args:
         traffic: Counts the hops.
     """
 
     def __init__(self, traffic: Traffic) -> None:
-        self._wire_log, self._seconds = traffic.wire_log, dict[str, float]()
-        self._ended: deque[tuple[str, int]] = deque()  # hops may end on other threads
-        traffic.wire_log.on_hop.append(self._add)
-        traffic.on_settle.append(self._flush)
+        self._wire_log, self._logged = traffic.wire_log, dict[str, tuple[int, int, float]]()
+        traffic.on_settle.append(self._log)
 
     @staticmethod
     def wanted() -> bool:
@@ -538,37 +493,16 @@ class LoggedHops:
         logger = comm.comms_logger
         return bool(logger.enabled and (logger.prof_all or "hzero" in logger.prof_ops))
 
-    def _add(self, role: str, tier: Tier, codec: CodecName, wire_bytes: int, _: HopTimer) -> None:
-        if wire_bytes and self.wanted():
-            self._ended.append((_row(role, tier, codec), wire_bytes))
-
-    def _flush(self) -> None:
-        """Gives all hops to the logger, with the mean time of those of a name. Collective over the world where the logger is on.
-
-        Bytes may differ between ranks: where a codec's size depends on the numbers. The hops of such a name are one entry on
-        every rank, with the bytes of the rank that has received most.
-        """
-        if not self.wanted():
-            return
-        before, self._seconds = (
-            self._seconds,
-            {_row(one.role, one.tier, one.codec): one.seconds for one in self._wire_log.entries()},
-        )
-        counts = Counter(self._ended.popleft() for _ in range(len(self._ended)))
-        every = [counts] * dist.get_world_size()
-        dist.all_gather_object(every, counts)
-        for name in sorted({name for each in every for name, _ in each}):
-            first, *others = [
-                Counter({size: count for (row, size), count in each.items() if row == name}) for each in every
-            ]
-            spent = self._seconds.get(name, 0.0) - before.get(name, 0.0)
-            if any(sizes != first for sizes in others):
-                first = Counter([max(sum(size * count for size, count in sizes.items()) for sizes in (first, *others))])
-            for size, count in sorted(first.items()):
-                for _ in range(count):
-                    # The logger computes the bandwidth of `recv` from these bytes, without a factor for the ranks of the world.
-                    comm.comms_logger.append("recv", name, max(spent / first.total() * 1e3, 1e-6), size)
-
-
-def _row(role: str, tier: Tier, codec: CodecName) -> str:
-    return f"hzero {role}, {tier}, {codec}"
+    def _log(self) -> None:
+        """Adds the hops since the last time, with their mean bytes and mean time."""
+        for entry in self._wire_log.entries() if self.wanted() else ():
+            name = f"hzero {entry.role}, {entry.tier}, {entry.codec}"
+            wire_bytes, hops, seconds = self._logged.get(name, (0, 0, 0.0))
+            if hops > entry.hops:  # the wire log has been reset
+                wire_bytes, hops, seconds = 0, 0, 0.0
+            self._logged[name] = entry.wire_bytes, entry.hops, entry.seconds
+            received, hops, seconds = entry.wire_bytes - wire_bytes, entry.hops - hops, entry.seconds - seconds
+            for number in range(hops if received else 0):
+                size = received // hops if number else received - received // hops * (hops - 1)
+                # The logger computes the bandwidth of `recv` from these bytes, without a factor for the ranks of the world.
+                comm.comms_logger.append("recv", name, max(seconds / hops * 1e3, 1e-6), size)

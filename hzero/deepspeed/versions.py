@@ -9,6 +9,7 @@ that is missing or has other arguments is an error. A changed body is a warning 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -53,18 +54,17 @@ def differences() -> Iterator[str]:
     for part in _parts():
         for place, known in RELEASES["methods"][part].items():
             name, expected = place.split(":")[1], known["arguments"].split()
-            try:
+            found: list[str] | None = None  # it is missing
+            with contextlib.suppress(ImportError, AttributeError):
                 found = _arguments(pkgutil.resolve_name(f"deepspeed.{place}"))
-            except (ImportError, AttributeError):
-                yield f"{name} than the stage expects (it is missing, expected arguments {expected})"
-                continue
-            if found[: len(expected)] != expected:
+            if found is None or found[: len(expected)] != expected:
                 yield f"{name} than the stage expects (arguments {found}, expected {expected})"
 
 
 def changes() -> Iterator[str]:
     """What was changed in the sources that hzero relies on, against the tested release of this version or the newest one."""
-    releases = {release for part in RELEASES["methods"].values() for known in part.values() for release in _of(known)}
+    methods = [known for part in RELEASES["methods"].values() for known in part.values()]
+    releases = {release for known in methods for of_hash in known["sources"].values() for release in of_hash.split()}
     version = ".".join(map(str, installed()))
     compared = version if version in releases else max(releases, key=_numbers)
     for part in _parts():
@@ -174,6 +174,19 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
     )
 
 
+@contextlib.contextmanager
+def attributes(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside, objects have these values as attributes: ``(object, name, value)``."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in values:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
+
+
 # ---- helpers ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,10 +196,6 @@ def _parts() -> list[str]:
 
 def _mangled(owner: str, name: str) -> str:
     return f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name
-
-
-def _of(known: dict[str, Any]) -> list[str]:
-    return " ".join(known["sources"].values()).split()
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -201,6 +210,7 @@ def _file(module: str) -> Path:
 
 def _arguments(method: Any) -> list[str]:
     """Names of a method's arguments, also if DeepSpeed's profiling decorator hides them behind (*args, **kwargs)."""
+    method = inspect.unwrap(method)
     found = list(inspect.signature(method).parameters)
     for cell in getattr(method, "__closure__", None) or () if found == ["args", "kwargs"] else ():
         if inspect.isfunction(cell.cell_contents):

@@ -439,7 +439,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),
     # AutoTP.
     ({"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
-     "hzero.codecs.tensor: none on the tiers that tensor groups of 2 ranks can cross"),
+     "hzero.codecs.tensor: none on the tiers that tensor groups of 2 ranks cross (gcd)"),
     ({"topology": EIGHT}, {"tensor_parallel": {"autotp_size": 3}}, UNUSABLE,
      "tensor_parallel.autotp_size: found 3, which does not divide 8 ranks"),
 ]  # fmt: skip

@@ -190,7 +190,7 @@ def check_pipelines_give_the_losses_of_stock() -> None:
     """Bit for bit: of two or four ranks, sums in float32 in the order of ranks and of gloo's ring are the same here."""
     for tensor, dtype in ((1, "fp32"), (1, "bf16"), (2, "bf16")):
         want, want_norms, engine = train_pipeline(None, tensor, dtype, tied=True)
-        assert type(engine).__name__ == "HZeroPipelineEngine" and hzero.state(engine) is None
+        assert type(engine) is PipelineEngine and hzero.state(engine) is None
         end(engine)
         losses, norms, engine = train_pipeline(NONE, tensor, dtype, tied=True)
         assert type(engine.optimizer).__name__ == "HZeroStage1"
@@ -393,14 +393,13 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
     refused("hzero.shard: has no effect with pipeline stages", {}, shard={"weights": "device", "gradients": "device"})
     refused("hzero.guard: has no effect with pipeline stages", {}, guard=3)
     refused("hzero.codecs.weights: has no effect with pipeline stages", {}, codecs={"weights": "int8"})
-    refused("hzero.codecs.optimizer.gcd: found 'exp', which holds bfloat16", {}, codecs={"optimizer": "exp"})
     refused("fp16.enabled: found True", {"fp16": {"enabled": True}})
     types = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     refused("data_types.grad_accum_dtype: found bf16", types)
     refused("tensor_parallel.autotp_size: found 2", {"tensor_parallel": {"autotp_size": 2}})
     refused(r"gradients.gcd: found 'int4' with weights that are tied over stages \(embed\)", {}, tied=True)
-    with mock.patch.object(deepspeed, "PipelineEngine", PipelineEngine):
-        refused("found the engine PipelineEngine, which hzero does not support", {})
+    with mock.patch.object(deepspeed, "PipelineEngine", type("DualPipe", (PipelineEngine,), {})):
+        refused("found the engine DualPipe, which hzero does not support", {})
     differs = r"codecs.gradients.gpu: found 'int4' with parameter \d.up.weight, which differs between the ranks"
     with mock.patch.object(pipeline, "is_model_parallel_parameter", return_value=False):
         refused(differs, {}, tensor=2)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -169,8 +168,6 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
     ) as mpu:  # as if the ranks were numbered otherwise than the block says
         refused(mpu, r"the tensor group of ranks \d, \d crosses nodes \(2 nodes x 2 GPUs x 2 GCDs\)")
     with tensor_groups(2) as mpu:
-        with mock.patch.object(mpu, "get_data_parallel_group", mpu.get_model_parallel_group):
-            refused(mpu, "mpu: found 2 data-parallel and 2 model-parallel ranks in a world of 8")
         mpu.get_pipe_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
         refused(mpu, "mpu: found 2 pipeline stages")
         del mpu.get_pipe_parallel_world_size

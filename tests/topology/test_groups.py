@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import TopologyConfig, parse_config
-from hzero.deepspeed.refusals import check_block
 from hzero.engine.engine import undeclared
 from hzero.experiment import compose
 from hzero.plan.shards import ShardPlan
@@ -103,12 +102,12 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
 
 def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
     with pytest.raises(ConfigError, match=r"hzero\.topology: no such file: 'frontierr'"):
-        check_block({"topology": {"source": "frontierr"}})
+        resolve_grid(parse_config({"topology": {"source": "frontierr"}}).topology, 8)
     cpu = torch.device("cpu")
-    start_line = undeclared(check_block({"topology": "discover"}), cpu)
+    start_line = undeclared(parse_config({"topology": "discover"}), cpu)
     for topology in ({"source": "discover"}, {"nodes_per_group": 4}):
-        assert undeclared(check_block({"topology": topology}), cpu) == start_line
-    assert not undeclared(check_block({"topology": {"source": "frontier"}}), cpu)
+        assert undeclared(parse_config({"topology": topology}), cpu) == start_line
+    assert not undeclared(parse_config({"topology": {"source": "frontier"}}), cpu)
 
 
 @pytest.mark.parametrize(
