@@ -71,6 +71,9 @@ fi
 case $status in
 0) say finished ;;
 75) say "saved; the same command resumes the run" ;;
-*) fail "$status" "failed with status $status; see $logs" ;;
+*)
+  timeout 60 "${python[@]}" -m hzero doctor --log "$logs"/*.log # known faults, with what to do
+  fail "$status" "failed with status $status; see $logs"
+  ;;
 esac
 exit "$status"
