@@ -426,13 +426,10 @@ def _named(model: dict[str, Any]) -> dict[str, Any]:
 
 def _written(model: dict[str, Any]) -> dict[str, Any]:
     """The keys of ``config.json``, and over them those of ``model.config``."""
-    written: Any = {}
+    written: dict[str, Any] = {}
     if model["path"]:
         path = Path(model["path"])
-        file = path / "config.json" if path.is_dir() else path
-        written = read_json(file)
-        if not isinstance(written, dict):
-            raise ConfigError(f"model.path: {str(file)!r} holds no JSON object; expected a model's config.json")
+        written = read_json(path / "config.json" if path.is_dir() else path)
     return {**written, **(model["config"] or {})}
 
 

@@ -6,9 +6,10 @@ import contextlib
 import errno
 import json
 import os
+import reprlib
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,13 +118,16 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         raise ConfigError(f"{os.fspath(path)}: byte {error.start} is not UTF-8") from None
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file. Raises `ConfigError` as `read_text` does, or with the place that is no JSON."""
+def read_json(path: str | os.PathLike[str], parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ConfigError` as `read_text` does, or if it is none, with the place."""
     text = read_text(path)
     try:
-        return json.loads(text)
+        found = parse(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{os.fspath(path)}: is not valid JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{os.fspath(path)}: found {reprlib.repr(found)}; expected a JSON object")
+    return found
 
 
 def distrust(path: Path) -> str:

@@ -54,16 +54,17 @@ def test_who_is_distrusted(tmp_path: Path) -> None:
 
 
 def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
-    (tmp_path / "note").write_bytes(b"\xef\xbb\xbf[1]")
-    assert read_whole(tmp_path / "note", 6) == b"\xef\xbb\xbf[1]"
-    assert read_text(tmp_path / "note") == "[1]" and read_json(tmp_path / "note") == [1]
+    (tmp_path / "note").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_whole(tmp_path / "note", 11) == b'\xef\xbb\xbf{"a": 1}'
+    assert read_text(tmp_path / "note") == '{"a": 1}' and read_json(tmp_path / "note") == {"a": 1}
     (tmp_path / "link").symlink_to("note")
-    assert read_json(str(tmp_path / "link")) == [1]
+    assert read_json(str(tmp_path / "link")) == {"a": 1}
 
 
 def test_what_cannot_be_read_whole_is_one_line(tmp_path: Path) -> None:
     """And at once: nobody writes into the pipe, and /dev/zero has no end."""
     (tmp_path / "noise").write_bytes(b"ab\xff")
+    (tmp_path / "list").write_bytes(b"[1]")
     (tmp_path / "deep").write_bytes(b"[" * 100_000)
     (tmp_path / "no\x1b[2J\nname").write_bytes(b"12345")
     os.mkfifo(tmp_path / "pipe")
@@ -81,6 +82,7 @@ def test_what_cannot_be_read_whole_is_one_line(tmp_path: Path) -> None:
         ("no\x1b[2J\nname", lambda path: read_whole(path, 4), "no\\x1b[2J\\nname: larger than 4 bytes, the limit"),
         ("noise", read_text, "noise: byte 2 is not UTF-8"),
         ("noise", read_json, "noise: byte 2 is not UTF-8"),
+        ("list", read_json, "list: found [1]; expected a JSON object"),
         ("deep", read_json, "deep: is not valid JSON: maximum recursion depth"),
         ("~nobody-of-this/x", expanded, "found no home for '~nobody-of-this'; expected a user"),
     ):

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import line_of, read_rows
 from hzero import block
-from hzero.commands.doctor import check_config, read_config
+from hzero.commands.doctor import check_config
 from hzero.config import PRESETS, parse_config
 from hzero.experiment import Experiment, compose
+from hzero.files import read_json
 from hzero.plan.links_file import read_links
 from hzero.topology import resolve_grid
 from hzero.topology.machine import Machine
@@ -89,7 +90,7 @@ def test_what_is_damaged_here_is_good(tmp_path: Path) -> None:
     assert parse_config(BLOCK).preset in PRESETS
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(DEEPSPEED))
-    assert block.find(read_config(path)) == BLOCK
+    assert block.find(read_json(path, block.read_text)) == BLOCK
 
 
 @quick
@@ -109,13 +110,15 @@ def test_blocks(value: Any) -> None:
 def test_configurations_of_deepspeed(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_bytes(content)
-    accepts(lambda: read_config(path), str(path))
+    accepts(lambda: read_json(path, block.read_text), str(path))
     for given_as in (str(path), base64.urlsafe_b64encode(content).decode()):
         accepts(lambda given_as=given_as: block.find(given_as), "hzero", "hz")  # type: ignore[misc]
     found: list[str] = []
 
     def examine() -> None:
-        found.extend(text for _, text in check_config(path, read_config(path), Machine("none", ()), 2, None))
+        found.extend(
+            text for _, text in check_config(path, read_json(path, block.read_text), Machine("none", ()), 2, None)
+        )
 
     accepts(examine, str(path))
     assert all("\n" not in text and len(text) < 5000 for text in found)

@@ -36,7 +36,7 @@ from hzero import __version__, autoload
 from hzero.block import KEY, PARENT, find, lifted
 from hzero.block import read_text as parse_text
 from hzero.config import HERE, TopologyConfig, parse_config
-from hzero.files import read_text
+from hzero.files import read_json
 from hzero.launch import rank_variables
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
@@ -99,7 +99,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         ConfigError: A file cannot be read.
     """
     expected = machine_of(parsed.expect, where="--expect") if parsed.expect is not None else None
-    config = read_config(parsed.config) if parsed.config is not None else {}
+    config = read_json(parsed.config, parse_text) if parsed.config is not None else {}
     variables = rank_variables(visible=0)
     rank, together = int(variables.get("RANK", 0)), bool(variables) and parsed.topology is None
     findings: list[Finding] = []
@@ -457,22 +457,6 @@ def check_fsdp2() -> Iterator[Finding]:
 
 
 # ---- a DeepSpeed configuration ----------------------------------------------------------------------------------------
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed configuration file.
-
-    Raises:
-        ConfigError: It cannot be read; the message names the file and the place.
-    """
-    text = read_text(path)
-    try:
-        config = parse_text(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: found no JSON object, expected a DeepSpeed configuration")
-    return config
 
 
 def source_of(config: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from hzero import cli
 from hzero.comm.lanes import DeviceStreams
 from hzero.commands import doctor
 from hzero.commands.doctor import check_config, check_deepspeed, check_environment, check_node, check_rccl, differences
+from hzero.files import read_json
 from hzero.launch import free_port
 from hzero.topology.discovery import RankReport, node_of
 from hzero.topology.machine import Link, Machine
@@ -463,7 +464,7 @@ def test_what_is_wrong_with_a_configuration_is_named(
 
 def _worst(path: Path) -> tuple[int, list[str]]:
     """The verdict on a configuration, and the findings."""
-    findings = [one for one in check_config(path, doctor.read_config(path), Machine("none", ()), None, None) if one[0]]
+    findings = [one for one in check_config(path, read_json(path), Machine("none", ()), None, None) if one[0]]
     return max((found for found, _ in findings), default=GOOD), [text for _, text in findings]
 
 
