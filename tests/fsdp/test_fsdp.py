@@ -1,9 +1,12 @@
-"""hzero under FSDP2, on real ranks: one launch of 4 ranks; three tiers need 8, and take long."""
+"""hzero under FSDP2, on real ranks: a launch of 4 ranks, and with HZERO_TESTS=all one more of 4 and one of 8 with three tiers."""
 
 from __future__ import annotations
 
 from tests.ranks import LONG, on_ranks
 
-CHECKS = [f"tests.fsdp.{name}_checks" for name in ("parity", "window", "weight", "torch", "trainer", "mesh")]
+CHECKS, MORE, TIERS = (
+    [f"tests.fsdp.{name}_checks" for name in names]
+    for names in (("parity", "window", "weight", "mesh"), ("feature", "torch", "trainer"), ("tier",))
+)
 test_fsdp = on_ranks({4: CHECKS})
-test_fsdp_of_three_tiers = LONG(on_ranks({8: ["tests.fsdp.tier_checks"]}))
+test_fsdp_at_length = LONG(on_ranks({4: MORE, 8: TIERS}))

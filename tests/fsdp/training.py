@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 import hzero.fsdp
 from hzero.fsdp import FsdpState
 
-VOCAB, WIDTH, INNER, BLOCKS = 37, 13, 29, 3
+VOCAB, WIDTH, INNER, BLOCKS = 37, 13, 29, 2
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 #: Of the whole world.
 LAYOUT = (2, WORLD // 4, 2)
@@ -35,7 +35,7 @@ class Case:
     Attributes:
         layout: Nodes, packages of a node and devices of a package of the ranks that share the model: the first ones. The others
             train one of their own, so that all ranks of the world make the same collectives.
-        accumulation: Backwards per optimizer step.
+        accumulation: Backwards of every optimizer step, or of each.
         flags: What tells FSDP2 that a backward is not the last one: ``last``, ``sync`` or ``all_reduce``, for
             ``set_is_last_backward`` and so on; ``count`` tells hzero their number; ``none``.
         optimizer: ``adamw``, ``fused`` or ``sgd``.
@@ -44,11 +44,15 @@ class Case:
     """
 
     layout: tuple[int, int, int] = LAYOUT
-    accumulation: int = 1
+    accumulation: int | tuple[int, ...] = 1
     flags: str = "last"
     optimizer: str = "adamw"
     options: frozenset[str] = frozenset()
     tensor: int = 1
+
+    def backwards(self, step: int) -> int:
+        """Backwards of a step."""
+        return self.accumulation if isinstance(self.accumulation, int) else self.accumulation[step]
 
     @property
     def topology(self) -> dict[str, int]:
@@ -122,8 +126,8 @@ def build(options: frozenset[str], mesh: DeviceMesh, seed: int = 0) -> Net:
     if "frozen" in options:
         model.embed.weight.requires_grad_(False)
         for name in ("up.weight", "norm.bias"):
-            model.blocks[1].get_parameter(name).requires_grad_(False)
-        model.blocks[2].requires_grad_(False)
+            model.blocks[0].get_parameter(name).requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
     if "checkpointing" in options:
         for place, block in enumerate(model.blocks):
             model.blocks[place] = checkpoint_wrapper(block)
@@ -187,7 +191,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def backward(case: Case, model: Any, mesh: DeviceMesh, step: int, micro: int) -> torch.Tensor:
     """One forward and backward; the loss."""
     group = mesh["data"] if mesh.ndim > 1 else mesh
-    last = micro == case.accumulation - 1
+    last = micro == case.backwards(step) - 1
     flag = {
         "last": model.set_is_last_backward,
         "sync": model.set_requires_gradient_sync,
@@ -200,15 +204,21 @@ def backward(case: Case, model: Any, mesh: DeviceMesh, step: int, micro: int) ->
     rank = group.get_local_rank()
     generator = torch.Generator().manual_seed(step * 10_007 + micro * 101 + rank)
     tokens = torch.randint(0, VOCAB, (2, 9), generator=generator)
-    loss = model(tokens) / case.accumulation
+    loss = model(tokens) / case.backwards(step)
     loss.backward()
     return loss.detach()
+
+
+def apply(model: Net, case: Case, block: dict[str, Any]) -> FsdpState:
+    """hzero for a model."""
+    count = case.backwards(0) if case.flags == "count" else 1
+    return hzero.fsdp.apply(model, topology=case.topology, accumulation=count, **block)
 
 
 def train(
     case: Case,
     block: dict[str, Any] | None,
-    steps: int = 3,
+    steps: int = 2,
     between: Callable[[int, Net, torch.optim.Optimizer], None] | None = None,
 ) -> Run:
     """Trains a new model, with hzero if there is a block."""
@@ -217,13 +227,12 @@ def train(
     group = (mesh["data"] if mesh.ndim > 1 else mesh).get_group()
     model = build(case.options, mesh)
     if block is not None:
-        count = case.accumulation if case.flags == "count" else 1
-        run.state = hzero.fsdp.apply(model, topology=case.topology, accumulation=count, **block)
+        run.state = apply(model, case, block)
     elif "spare" in case.options:
         model.set_reduce_scatter_unused_params(True)
     optimizer = optimizer_of(case.optimizer, model)
     for step in range(steps):
-        loss = sum((backward(case, model, mesh, step, micro) for micro in range(case.accumulation)), torch.zeros(()))
+        loss = sum((backward(case, model, mesh, step, micro) for micro in range(case.backwards(step))), torch.zeros(()))
         trained = [param for param in model.parameters() if param.requires_grad]
         norm = nn.utils.clip_grad_norm_(trained, 1.0) if mesh.ndim == 1 else torch.zeros(())
         dist.all_reduce(loss, group=group)
@@ -242,19 +251,22 @@ def applied(case: Case, block: dict[str, Any]) -> Iterator[tuple[Net, FsdpState,
     """A model under hzero, and its optimizer."""
     mesh = mesh_of(case.layout[0] * case.layout[1] * case.layout[2])
     model = build(case.options, mesh)
-    count = case.accumulation if case.flags == "count" else 1
-    state = hzero.fsdp.apply(model, topology=case.topology, accumulation=count, **block)
+    state = apply(model, case, block)
     try:
         yield model, state, optimizer_of(case.optimizer, model), mesh
     finally:
         state.close()
 
 
+def plain(case: Case, steps: int = 2) -> Run:
+    """FSDP2 alone, which neither flags nor places of ranks concern."""
+    nodes, packages, devices = case.layout
+    return _plain(replace(case, flags="last", layout=(nodes * packages * devices, 1, 1)), steps)
+
+
 @functools.cache
-def plain(case: Case, steps: int = 3) -> Run:
-    """FSDP2 alone. It accumulates by its own flags, which give the same gradients."""
-    flags = "last" if case.flags in ("count", "none") else case.flags
-    return train(replace(case, flags=flags), None, steps)
+def _plain(case: Case, steps: int) -> Run:
+    return train(case, None, steps)
 
 
 def relative(found: list[float], wanted: list[float]) -> float:
