@@ -42,7 +42,7 @@ from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
 from hzero.topology.machine import Device, Link, Machine, grid_of_nodes, packages_of, product
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.validation import ConfigError, Frozen, Parser, one_of, positive, printable, some
+from hzero.validation import ConfigError, Frozen, Parser, library_errors, one_of, positive, printable, some
 
 #: Verdicts; the exit status is the worst one.
 GOOD, DEGRADED, UNUSABLE = range(3)
@@ -556,13 +556,11 @@ def check_config(
 def _reported(path: Path, findings: list[Finding]) -> Iterator[None]:
     """Inside, an error is a finding; the same one is reported once."""
     try:
-        with quiet():
+        with quiet(), library_errors("DeepSpeed refuses it"):
             yield
     except ConfigError as error:
         if (finding := (UNUSABLE, f"{path}: {error}")) not in findings:
             findings.append(finding)
-    except Exception as error:  # of many types, by the key
-        findings.append((UNUSABLE, f"{path}: DeepSpeed refuses it: {' '.join(str(error).split())}"))
 
 
 @contextlib.contextmanager
