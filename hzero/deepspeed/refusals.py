@@ -86,13 +86,14 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool 
         raise ConfigError(f"{KEY}.transport: found 'mpi', and mpi4py is not installed (hzero[mpi])")
     check_features(config, pipeline=pipeline)
     stage = int(config.zero_config.stage)
-    possible = {True: (1,), False: (3,), None: (1, 3)}[pipeline]
-    if stage not in possible:
-        with_module = " with a PipelineModule" if pipeline else ""
+    if pipeline and stage != 1:
+        raise ConfigError(
+            f"{KEY} needs zero_optimization.stage 1 with a PipelineModule, found {stage}; set it to 1 or remove the {KEY} block"
+        )
+    if not pipeline and stage != 3 and (pipeline is False or stage != 1):
         why = ", which is for a PipelineModule" if stage == 1 else ""
         raise ConfigError(
-            f"{KEY} needs zero_optimization.stage {possible[-1]}{with_module}, found {stage}{why}; set it to {possible[-1]} or "
-            f"remove the {KEY} block"
+            f"{KEY} needs zero_optimization.stage 3, found {stage}{why}; set it to 3 or remove the {KEY} block"
         )
     if str(optimizer).lower() == "muon":
         raise ConfigError(
