@@ -233,6 +233,3 @@ def exact_weights(engine: Any) -> Iterator[None]:
         return
     with engine.optimizer.exact() if isinstance(own, PipelineState) else own.parameters.exact():
         yield
-
-
-__all__ = ["enable", "exact_weights", "initialize", "state"]

@@ -202,9 +202,8 @@ def check_types(module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Rou
         narrow = next((hop for hop in routes[param].plan.gather_hops() if hop.codec.traits.narrow), None)
         if narrow and param.dtype != torch.bfloat16:
             raise ConfigError(
-                f"{KEY}.codecs.weights.{narrow.tier}: found {narrow.codec.codec!r}, which holds bfloat16 numbers, "
-                f"with {param.dtype} of {name}; "
-                "possible with bf16.enabled, or codec none"
+                f"{KEY}.codecs.weights.{narrow.tier}: found {narrow.codec.codec!r}, which holds bfloat16 numbers, with "
+                f"{param.dtype} of {name}; possible with bf16.enabled, or codec none"
             )
 
 

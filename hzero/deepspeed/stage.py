@@ -151,9 +151,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         params: list[ZeroParameter] = list(module.parameters())
         for param in params:
             param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
-        group = self.dp_process_group
-        if group is None:  # of an engine without an optimizer
-            group = params[0].ds_process_group
+        group = self.dp_process_group or params[0].ds_process_group  # the latter without an optimizer
         # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
         self.hzero = StageState(module, config, group, bucket_numel, self._max_available_parameters_in_numel)
