@@ -75,8 +75,6 @@ class Manifest(BaseModel, frozen=True):
         Raises:
             IncompleteError: It is missing or damaged.
         """
-        if not (folder / NOTE).exists():
-            raise IncompleteError(f"{str(folder)!r} is incomplete: it has no {NOTE}")
         try:
             found = cls(**{**read_json(folder / NOTE), "folder": folder})
             if not found.files or any(Path(name).name != name for name in (*found.files, *found.beside)):
@@ -92,9 +90,10 @@ class Manifest(BaseModel, frozen=True):
             names: Files to look at; None: all, and those beside the folder.
             hashes: Whether to read and hash them; otherwise their sizes are compared.
         """
-        beside = {f"../{name}": (size, None) for name, size in self.beside.items()} if names is None else {}
-        for name in (*self.files, *beside) if names is None else names:
-            size, digest = beside.get(name) or self.files[name]
+        entries = {name: self.files[name] for name in (self.files if names is None else names)}
+        if names is None:
+            entries |= {f"../{name}": (size, "") for name, size in self.beside.items()}
+        for name, (size, digest) in entries.items():
             try:
                 found = (self.folder / name).stat().st_size
                 if found != size:
