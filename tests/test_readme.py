@@ -72,7 +72,8 @@ def test_command(command: str, tmp_path: Path) -> None:
         example = ROOT / command.split()[-1]
         assert f"{command}." in (ast.get_docstring(ast.parse(example.read_text())) or "")
     elif command.startswith(("hzero plan", "hzero topology")):
-        assert main(shlex.split(command)[1:]) == 0  # here, where transformers is imported once
+        # Here, where transformers is imported once. Machines of thirteen sizes take half a minute.
+        assert main(shlex.split(command.replace("2..9408", "2,4"))[1:]) == 0
     elif command.startswith(("make train", "make test", "hzero ")):
         if "train" in command:
             pytest.importorskip("transformers", reason="the train extra is not installed")
