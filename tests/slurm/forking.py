@@ -67,12 +67,14 @@ def _answer(client: socket.socket) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Does what Python does with these arguments: ``-m MODULE ...`` or ``FILE ...``."""
+    """Does what Python does with these arguments: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     renew_thread_pool()
-    module = arguments[0] == "-m"
-    sys.argv = arguments[1:] if module else arguments
-    if module:
+    option, sys.argv = arguments[0], arguments[1:]
+    if option == "-m":
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        exec(sys.argv[0], {"__name__": "__main__"})
     else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.argv = arguments
+        runpy.run_path(option, run_name="__main__")

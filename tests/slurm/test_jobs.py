@@ -212,7 +212,21 @@ def test_lumis_script_starts_every_rank_in_the_container(
 
 
 #: Parts of a first run, in order.
-PARTS = ("plan", "doctor", "links", "kernels", "zero3", "zeropp", "hsdp", "topo", "lossless", "lanes", "faults", "page")
+PARTS = (
+    "plan",
+    "text",
+    "doctor",
+    "links",
+    "kernels",
+    "zero3",
+    "zeropp",
+    "hsdp",
+    "topo",
+    "lossless",
+    "lanes",
+    "faults",
+    "page",
+)
 
 
 def _parts(out: Path) -> list[list[str]]:
@@ -257,7 +271,9 @@ def test_a_first_run_measures_everything_and_makes_its_page(jobs: _Jobs, tmp_pat
 @LONG
 def test_a_part_that_hangs_costs_its_limit(jobs: _Jobs, tmp_path: Path) -> None:
     """All of them hang here, and the page, made afterwards, says so."""
-    ranks = "case $* in *report* | *plan* | *--log*) ;; *) trap '' TERM ;; esac"  # as ranks that save upon it
+    ranks = (
+        "case $* in *report* | *plan* | *prepare* | *--log*) ;; *) trap '' TERM ;; esac"  # as ranks that save upon it
+    )
     (tmp_path / "python").write_text(f"#!/bin/sh\n{ranks}\necho begun\nsleep 600 & wait\nsleep 600\n")
     (tmp_path / "python").chmod(0o755)
     out = _first_run(jobs, tmp_path, HZERO_PYTHON=str(tmp_path / "python"), HZERO_PATIENCE="1")
