@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hzero.codecs.codec import FLOATS
 from hzero.engine.parameter import plain_name
@@ -74,6 +75,7 @@ class ShardedModule:
         self._check()
         self.process_group = _checked("mesh", self._group.mesh_info).shard_process_group
         self.dtype = self._types().pop()
+        self._views: dict[int, tuple[torch.Tensor, int]] = {}  # by place: see `note_views`
         widest = max((param.sharded_param.device_mesh for param in self.params), key=lambda mesh: mesh.size())
         self.ranks: list[int] = widest.mesh.flatten().tolist()
 
@@ -150,8 +152,27 @@ class ShardedModule:
         for place in members:
             weight = self.params[place].sharded_param
             everywhere = self.chunks[place] * others < self.params[place]._orig_size.numel()
-            found.append((id(weight), weight._version, weight._local_tensor._version if everywhere else 0))
+            local = weight._local_tensor._version + self._written(place) if everywhere else 0
+            found.append((id(weight), weight._version, local))
         return found
+
+    def note_views(self, views: Mapping[int, torch.Tensor]) -> None:
+        """A state dict gives others views of the shards, in which ``torch.distributed.checkpoint`` loads in place.
+
+        That moves the counters of the views alone.
+
+        Args:
+            views: Those of `views_in`.
+        """
+        for place, param in enumerate(self.params):
+            view = views.get(param.sharded_param._local_tensor.data_ptr())
+            if view is not None:
+                self._views[place] = view, self._written(place) - view._version
+
+    def _written(self, place: int) -> int:
+        """Writes to a parameter through views of state dicts."""
+        view, before = self._views.get(place, (None, 0))
+        return before if view is None else before + view._version
 
     def trained(self) -> tuple[bool, ...]:
         """Whether each parameter requires a gradient."""
@@ -252,6 +273,12 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
             "model first"
         )
     return list(found.values())
+
+
+def views_in(state_dict: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """The shards in a state dict by their addresses."""
+    shards = [value._local_tensor for value in state_dict.values() if isinstance(value, DTensor)]
+    return {shard.data_ptr(): shard for shard in shards if shard.numel()}
 
 
 def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from hzero.config import HZeroConfig, parse_config
 from hzero.engine.engine import Engine, Partition, ranks_of
 from hzero.engine.guard import speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
-from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules
+from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules, views_in
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError, on_all_ranks
 
@@ -225,6 +225,7 @@ class FsdpState(Engine):
             register_optimizer_step_pre_hook(_weakly(self._before_step)).remove,
             register_optimizer_step_post_hook(_weakly(self._after_step)).remove,
             model.register_load_state_dict_post_hook(_weakly(self._loaded)).remove,
+            model.register_state_dict_post_hook(_weakly(self._given_away)).remove,
         ]
         if speaks(self.group):
             kinds = Counter(type(one.module).__name__.removeprefix("FSDP") for one in modules)
@@ -428,6 +429,12 @@ class FsdpState(Engine):
         return found
 
     # ---- checkpoints, and the end --------------------------------------------------------------------------------
+
+    def _given_away(self, _: Any, state_dict: Mapping[str, Any], *__: Any) -> None:
+        """``state_dict`` has given views of the weights away, which may be written."""
+        views = views_in(state_dict)
+        for unit in self._units:
+            unit.module.note_views(views)
 
     def _loaded(self, *_: Any) -> None:
         """``load_state_dict`` has replaced the weights."""
