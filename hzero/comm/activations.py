@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hzero.codecs.codec import FLOATS
 from hzero.comm.communicator import Communicator
 
 #: One blocking collective of a group.
@@ -44,8 +43,6 @@ class _Pair(torch.autograd.Function):
 def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backward: _Operation) -> torch.Tensor:
     if not isinstance(group, Communicator):
         raise TypeError(f"group: found {type(group).__name__}, expected a Communicator, such as for_dimension makes")
-    if tensor.dtype not in FLOATS:
-        raise TypeError(f"tensor: found {tensor.dtype}, expected float32, bfloat16 or float16")
     if group.config.error_feedback:
         raise ValueError(
             f"error_feedback: found {', '.join(group.config.error_feedback)}, but activations are other ones in every "
@@ -96,7 +93,6 @@ def gather_from(tensor: torch.Tensor, group: Communicator, dim: int) -> torch.Te
     Raises:
         ValueError: The communicator has error feedback.
     """
-    _check_dimension("gather_from: dim", tensor, dim)
     gather, scatter = partial(_along, Communicator.all_gather, dim), partial(_along, Communicator.reduce_scatter, dim)
     return _pair(tensor, group, gather, scatter)
 
@@ -115,7 +111,6 @@ def reduce_scatter_to(tensor: torch.Tensor, group: Communicator, dim: int) -> to
     Raises:
         ValueError: It is not, or the communicator has error feedback.
     """
-    _check_dimension("reduce_scatter_to: dim", tensor, dim, group)
     gather, scatter = partial(_along, Communicator.all_gather, dim), partial(_along, Communicator.reduce_scatter, dim)
     return _pair(tensor, group, scatter, gather)
 
@@ -136,11 +131,11 @@ def exchange(tensor: torch.Tensor, group: Communicator, split: int, gather: int)
         gather: The dimension along which parts are laid.
 
     Raises:
-        ValueError: ``split`` cannot be divided, or the communicator has error feedback.
+        RuntimeError: ``split`` cannot be divided.
+        ValueError: The communicator has error feedback.
     """
-    _check_dimension("exchange: split", tensor, split, group)
-    _check_dimension("exchange: gather", tensor, gather)
-    split, gather = split % tensor.dim(), gather % tensor.dim()
+    axes = range(tensor.dim())
+    split, gather = axes[split], axes[gather]
     return _pair(tensor, group, partial(_exchanged, split, gather), partial(_exchanged, gather, split))
 
 
@@ -153,15 +148,3 @@ def _exchanged(split: int, gather: int, group: Communicator, tensor: torch.Tenso
 def _along(operation: _Operation, dim: int, group: Communicator, tensor: torch.Tensor) -> torch.Tensor:
     """An operation on the first dimension, on another one."""
     return operation(group, tensor.movedim(dim, 0)).movedim(0, dim).contiguous()
-
-
-def _check_dimension(argument: str, tensor: Any, dim: int, group: Communicator | None = None) -> None:
-    """Refuses what is no dimension, or one that the group does not divide."""
-    if not isinstance(dim, int):
-        raise TypeError(f"{argument}: found {dim!r}, expected the number of a dimension")
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"{argument}: found {dim} for a tensor of shape {list(tensor.shape)}")
-    if isinstance(group, Communicator) and tensor.shape[dim] % (ranks := group.plan.grid.world_size):
-        raise ValueError(
-            f"{argument}: found dimension {dim} of shape {list(tensor.shape)}, expected a multiple of the group's {ranks} ranks"
-        )

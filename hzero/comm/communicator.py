@@ -19,9 +19,8 @@ from hzero.block import find, load
 from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import Chain, shared_lanes
-from hzero.comm.memory import ErrorFeedback
 from hzero.comm.peers import HopError, Peers, peers_of, unused_name, wires_of
-from hzero.comm.runtime import Bucket, Collectives
+from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback
 from hzero.comm.wirelog import WireLog
 from hzero.comm.wires import group_timeout, world_timeout
 from hzero.config import (

@@ -7,13 +7,13 @@ calls that could wait without end is made where a rank could not give up.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
+import itertools
 import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -23,10 +23,14 @@ import torch.distributed as dist
 
 from hzero.comm.peers import MissingPeerError
 from hzero.comm.wires import DisagreementError, Lane, NoAnswer, in_time
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 
-#: Starts one request of MPI, and the bytes of the message that it receives from a rank; None of others.
-_Start: TypeAlias = tuple[Callable[[], Any], "int | None"]
+#: Starts one message, and the bytes that have to arrive; None where it is sent.
+_Post: TypeAlias = tuple[Callable[[], Any], int | None]
+#: Messages of one collective under way at a time, sent and received, and bytes of one at most. A lane has one collective
+#: under way, and a rank at most 6 lanes of a stage and 6 of each parallel dimension, so it stays below 500 messages: Cray
+#: MPICH faults with about 1,000 of a GPU's.
+MESSAGES, MESSAGE_BYTES = 16, 16 << 20
 #: Longest time between two looks that counts as waiting, in seconds: a process that was stopped has not looked for its peers.
 _UNSEEN_S = 1.0
 #: Looks at which the core is only offered to others; then the first and the longest sleep, in seconds.
@@ -35,19 +39,13 @@ _YIELDS, _FIRST_S, _LONGEST_S = 10, 2e-5, 1e-3
 _TAG, _TAGS = 0x485A, 32749
 
 
-def import_mpi(initialize: bool = True) -> Any:
-    """mpi4py's ``MPI``.
-
-    Args:
-        initialize: Whether the first import initialises MPI, which waits for all ranks, as its end does.
+def import_mpi() -> Any:
+    """mpi4py's ``MPI``. The first import initialises MPI, which waits for all ranks, as its end does.
 
     Raises:
         ConfigError: It cannot be imported, or finds no MPI library.
     """
     try:
-        import mpi4py
-
-        mpi4py.rc.initialize = initialize
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -87,21 +85,21 @@ class MpiWork:
 
     Args:
         wires: Their communicator.
-        starts: Each starts one request of MPI; and the bytes of the message that it receives from a rank, or None.
+        posts: Start one message each; a message is started when fewer than `MESSAGES` are under way.
         kept: Buffers, which live until all messages have ended.
     """
 
-    def __init__(self, wires: MpiWires, starts: Sequence[_Start], kept: Sequence[torch.Tensor]) -> None:
-        self._wires, self._kept = wires, kept
-        self._requests: list[tuple[Any, int | None]] = []
+    def __init__(self, wires: MpiWires, posts: Iterable[_Post], kept: Sequence[torch.Tensor]) -> None:
+        self._wires, self._posts, self._kept = wires, iter(posts), kept
+        self._requests: list[Any] = []
+        self._expected: list[int | None] = []
         self._started = time.monotonic()
-        self._error = wires.broken
+        self._error: RuntimeError | None = wires.broken
         if self._error is None:
             for device in {tensor.device for tensor in kept if tensor.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()  # MPI knows no streams
             wires.under_way.add(self)
-            with self._errors_kept():
-                self._requests += [(start(), expected) for start, expected in starts]
+            self._call(self._post)
 
     def wait(self) -> None:
         """Moves messages on until all have ended.
@@ -115,9 +113,8 @@ class MpiWork:
             if now - looked > _UNSEEN_S:
                 self._started += now - looked
             looked = now
-            with self._errors_kept():
-                if self._look():
-                    continue
+            if self._call(self._look):
+                continue
             if now - self._started > self._wires.timeout_s:
                 self._fail(RuntimeError(f"MPI: not all messages have ended within {self._wires.timeout_s:g} s"))
             looks += 1
@@ -129,35 +126,52 @@ class MpiWork:
             raise self._error
         self._wires.under_way.discard(self)
 
-    def _look(self) -> bool:
-        """Drops the requests that have ended; whether some have."""
-        mpi, left = self._wires.mpi, []
-        for request, expected in self._requests:
-            status = mpi.Status()
-            if not request.Test(status):
-                left.append((request, expected))
-            elif expected is not None and (count := status.Get_count(mpi.BYTE)) != expected:
-                raise DisagreementError(f"a message of {count:,} bytes has come, expected {expected:,}: ranks disagree")
-        ended, self._requests = len(left) < len(self._requests), left
-        return ended
+    def _post(self) -> bool:
+        for start, expected in itertools.islice(self._posts, MESSAGES - len(self._requests)):
+            self._requests.append(start())
+            self._expected.append(expected)
+        return True
 
-    @contextlib.contextmanager
-    def _errors_kept(self) -> Iterator[None]:
+    def _look(self) -> bool:
+        """Whether messages have ended since the last look; starts the next ones."""
         mpi = self._wires.mpi
+        statuses = [mpi.Status() for _ in self._requests]
         try:
-            yield
+            ended = mpi.Request.Testsome(self._requests, statuses)
+        except mpi.Exception:  # says no more than that a status has the error
+            codes = [status.Get_error() for status in statuses]
+            code = next((code for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)), None)
+            if code is None:
+                raise
+            self._fail(self._error_of(code))
+            return True
+        for index, status in zip(ended or (), statuses):
+            expected = self._expected[index]
+            if expected is not None and (count := status.Get_count(mpi.BYTE)) != expected:
+                raise DisagreementError(f"a message of {count:,} bytes has come, expected {expected:,}: ranks disagree")
+        left = [(request, size) for request, size in zip(self._requests, self._expected) if request]
+        self._requests, self._expected = [request for request, _ in left], [size for _, size in left]
+        return bool(ended) and self._post()
+
+    def _call(self, act: Callable[[], bool]) -> bool:
+        """What a function returns; an error of MPI or of the messages is kept."""
+        try:
+            return act()
         except DisagreementError as error:
             self._fail(error)
-        except mpi.Exception as error:
-            code = error.Get_error_code()
-            if mpi.Get_error_class(code) == mpi.ERR_TRUNCATE:
-                expected = "/".join(f"{size:,}" for _, size in self._requests if size is not None)
-                longer = (
-                    f"a message has come that is longer than the {expected} bytes that were expected: ranks disagree"
-                )
-                self._fail(DisagreementError(longer))
-            else:
-                self._fail(RuntimeError(f"MPI: {mpi.Get_error_string(code)}"))
+        except self._wires.mpi.Exception as error:
+            self._fail(self._error_of(error.Get_error_code()))
+        return True
+
+    def _error_of(self, code: int) -> RuntimeError:
+        mpi = self._wires.mpi
+        if mpi.Get_error_class(code) != mpi.ERR_TRUNCATE:
+            return RuntimeError(f"MPI: {mpi.Get_error_string(code)}")
+        sizes = sorted({size for size in self._expected if size is not None})
+        return DisagreementError(
+            f"a message has come that is longer than the {some([f'{size:,}' for size in sizes], 4)} bytes that were "
+            "expected: ranks disagree"
+        )
 
     def _fail(self, error: RuntimeError) -> None:
         """Gives up: peers may not have, so nothing fits together any more, on any communicator of this process."""
@@ -167,6 +181,10 @@ class MpiWork:
 
 class MpiWires:
     """A communicator of MPI with the methods of `hzero.comm.wires.TorchWires`.
+
+    All-to-alls are pairwise exchanges of this class, and so are all-gathers but those of short messages between many ranks,
+    which MPI does in fewer rounds. Message i of every rank goes to the rank i places behind it, so at any time a rank has as many
+    messages to send as to receive, and those with the lowest i can always end.
 
     Args:
         mpi: mpi4py's ``MPI``.
@@ -184,39 +202,56 @@ class MpiWires:
     def __init__(self, mpi: Any, comm: Any, timeout_s: float) -> None:
         self.mpi, self.comm, self.timeout_s = mpi, comm, timeout_s
         self.under_way: set[MpiWork] = set()
+        self._own, self._size = comm.Get_rank(), comm.Get_size()
 
     def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
         """As `TorchWires.all_gather`."""
-        return self._collective(self.comm.Iallgather, message, output)
+        if message.nbytes <= MESSAGE_BYTES and 2 * (self._size - 1) > MESSAGES:
+            post = partial(self.comm.Iallgather, self._buffer(message), self._buffer(output))
+            return MpiWork(self, [(post, None)], (output, message))
+        return self._swap(output, lambda _: message, (output, message))
 
     def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
         """As `TorchWires.all_to_all`."""
-        return self._collective(self.comm.Ialltoall, message, output)
+        return self._swap(output, message.view(self._size, -1).__getitem__, (output, message))
+
+    def _swap(self, output: torch.Tensor, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
+        rows = output.view(self._size, -1)
+        rows[self._own].copy_(part(self._own))
+        places = [((self._own - i) % self._size, (self._own + i) % self._size) for i in range(1, self._size)]
+        posts = (self._pair(rows[source], source, part(target), target) for source, target in places)
+        return MpiWork(self, itertools.chain.from_iterable(posts), kept)
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> MpiWork:
         """As `TorchWires.exchange`."""
-        starts = [self._one_way(output, source, sends=False), self._one_way(message, target, sends=True)]
-        return MpiWork(self, starts, (output, message))
+        return MpiWork(self, self._pair(output, source, message, target), (output, message))
 
     def broadcast(self, message: torch.Tensor, root: int) -> MpiWork:
         """As `TorchWires.broadcast`."""
-        return MpiWork(self, [(partial(self.comm.Ibcast, self._buffer(message), root), None)], (message,))
+        posts = [(partial(self.comm.Ibcast, self._buffer(piece), root), None) for piece in _pieces(message)]
+        return MpiWork(self, posts, (message,))
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> MpiWork:
         """As `TorchWires.message`."""
-        return MpiWork(self, [self._one_way(message, peer, sends=sends)], (message,))
+        return MpiWork(self, self._one_way(message, peer, sends=sends), (message,))
 
-    def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> _Start:
+    def _pair(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> Iterator[_Post]:
+        both = zip(self._one_way(received, source, sends=False), self._one_way(sent, target, sends=True))
+        return itertools.chain.from_iterable(both)
+
+    def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> Iterator[_Post]:
         start = self.comm.Isend if sends else self.comm.Irecv
-        return partial(start, self._buffer(message), peer, _TAG), None if sends else message.nbytes
-
-    def _collective(self, start: Callable[..., Any], message: torch.Tensor, output: torch.Tensor) -> MpiWork:
-        call = partial(start, self._buffer(message), self._buffer(output))
-        return MpiWork(self, [(call, None)], (output, message))
+        for piece in _pieces(message):
+            yield partial(start, self._buffer(piece), peer, _TAG), None if sends else piece.nbytes
 
     def _buffer(self, tensor: torch.Tensor) -> list[Any]:
         """Address and size, which are all that MPI takes of what DLPack says, of a host's memory as of a GPU's."""
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self.mpi.BYTE]
+
+
+def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Messages of at most `MESSAGE_BYTES`; none of an empty one."""
+    return message.view(-1).split(MESSAGE_BYTES) if message.numel() else ()
 
 
 #: The communicators of this process, which live as long as it.

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,8 @@ from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
 from hzero.validation import PeerError, PlainError, some
 
-if TYPE_CHECKING:
-    from hzero.comm.mpi_wires import MpiWires
-
-#: What carries the messages of one group of ranks.
-Wires: TypeAlias = "TorchWires | MpiWires"
+#: What carries the messages of one group of ranks: `TorchWires`, or `hzero.comm.mpi_wires.MpiWires` with the same methods.
+Wires: TypeAlias = Any
 
 
 @dataclass

@@ -13,7 +13,7 @@ from concurrent.futures import Future, TimeoutError  # the builtin one from Pyth
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ NoAnswer = TimeoutError
 #: A communicator: the group of one tier, of the stage or for one use of a `Communicator`. Messages from rank to rank have one
 #: more part, their direction.
 Lane: TypeAlias = tuple[str, Tier] | tuple[str, Tier, str]
+#: Messages under way: ``wait()`` waits for them, and raises RuntimeError where one failed or the group's timeout passed.
+Work: TypeAlias = Any
 #: Functions of torch.distributed: torch 2.13 has other names, and warns of these.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -56,13 +58,6 @@ def in_time(call: Callable[[], T], within_s: float) -> T:
 
 class DisagreementError(RuntimeError):
     """A message of another size has come than this rank expects; whoever waits makes a `HopError` of it."""
-
-
-class Work(Protocol):
-    """Messages under way."""
-
-    def wait(self) -> Any:
-        """Waits for them. Raises RuntimeError where one failed or the group's timeout passed."""
 
 
 class TorchWires:

@@ -176,7 +176,7 @@ class Guard:
         if not resident:
             return
         copies = [self._collectives.used(param.resident) for param in resident if param.resident is not None]
-        stale = torch.stack([self._is_stale(param, copy) for param, copy in zip(resident, copies)])
+        stale = torch.stack([self._weights.is_stale(param) for param in resident])
         sums = torch.cat([checksums(copy.view(-1).view(torch.uint8), 1) for copy in copies])
         # One sum of all sums first: those of each parameter, from each peer, would take a gigabyte of a large world.
         both = torch.cat([stale, self._differing(checksums(sums.view(torch.uint8).view(-1), 1))]).to(torch.uint8)
@@ -198,14 +198,6 @@ class Guard:
             )
         if parts:
             raise of_all_ranks(StaleWeightsError(f"guard before step {step} of this engine: {'; '.join(parts)}"))
-
-    def _is_stale(self, param: Parameter, copy: torch.Tensor) -> torch.Tensor:
-        """Whether a refresh would now make other bytes of this rank's shard than its copy has; bool ``[]``."""
-        compared = self._weights.own_shard(param)
-        if compared is None:
-            return torch.zeros((), dtype=torch.bool, device=copy.device)
-        own, fresh = (tensor.reshape(-1).view(torch.uint8) for tensor in compared)
-        return (own != fresh).any()
 
     def _differing(self, sums: torch.Tensor) -> torch.Tensor:
         """Which of the sums, int64 ``[n, 2]``, another rank with the same copies has otherwise; bool ``[n]``."""
@@ -277,16 +269,12 @@ def _of_codecs(
             if shard.numel() and bool(shard.isfinite().all()):
                 values, numel = shard.to(device, torch.float32), [shard.numel()]
                 (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
-                total += _power(values, decoded[: values.numel()])
+                exact = values.double()
+                noise = decoded[: values.numel()].double() - exact
+                total += torch.stack([exact.square().sum(), noise.square().sum()])
     dist.all_reduce(powers, group=group)
     found: list[list[float]] = powers.tolist()
     return found
-
-
-def _power(exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Sums of squares of values and of their errors, float64 ``[2]``."""
-    exact, decoded = exact.double(), decoded.double()
-    return torch.stack([exact.square().sum(), (decoded - exact).square().sum()])
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -323,28 +323,28 @@ class Weights:
         """This rank's shard of a parameter, flat, without padding."""
         return self._shards([param], bucket_of([param], param.dtype, "weights"))[0]
 
-    def own_shard(self, param: Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This rank's shard as its resident copy has it, and as a refresh would make it now; no collective.
+    def is_stale(self, param: Parameter) -> torch.Tensor:
+        """Whether a refresh would now make other bytes of this rank's shard than its copy has; bool ``[]``. No collective.
 
-        None if that depends on more than the shard: differences on earlier steps, stochastic rounding on the message.
+        False if these depend on more than the shard: differences on earlier steps, stochastic rounding on the message.
         """
-        plan = param.route.plan
+        plan, copy, chunks = param.route.plan, _resident(param), (param.chunk,)
         codecs = [hop.codec for hop in plan.refresh_hops()]
         if not plan.decoded:
             codecs.append(plan.resident_codec)
         if plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
-            return None
-        bucket = bucket_of([param], param.dtype, "weights")
-        message = Codec.from_config(codecs[0]).encode(self._shards([param], bucket), bucket.chunks)
+            return torch.zeros((), dtype=torch.bool, device=copy.device)
+        fresh = Codec.from_config(codecs[0]).encode([self.primary_shard(param)], chunks)
         for source, target in itertools.pairwise(codecs):
             if source.format != target.format:
-                decoded = Codec.from_config(source).decode(message, bucket.chunks, dtype=bucket.dtype)
-                message = Codec.from_config(target).encode(decoded, bucket.chunks)
-        copy = _resident(param)
+                decoded = Codec.from_config(source).decode(fresh, chunks, dtype=param.dtype)
+                fresh = Codec.from_config(target).encode(decoded, chunks)
         if plan.decoded:
-            (fresh,) = Codec.from_config(codecs[-1]).decode(message, bucket.chunks, dtype=bucket.dtype)
-            return copy.view(-1, param.chunk)[plan.rank], fresh
-        return copy.view(plan.resident_rows, -1)[plan.own_row], message
+            (fresh,) = Codec.from_config(codecs[-1]).decode(fresh, chunks, dtype=param.dtype)
+            own = copy.view(-1, param.chunk)[plan.rank]
+        else:
+            own = copy.view(plan.resident_rows, -1)[plan.own_row]
+        return (own.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
 
 
 def _resident(param: Parameter) -> torch.Tensor:

@@ -132,21 +132,3 @@ def check_a_split_layer_has_the_gradients_of_the_whole_one() -> None:
     for part, want in zip(parts, wanted):
         torch.testing.assert_close(part.grad, want, rtol=1e-5, atol=1e-4)
     assert same_on_all_ranks([parts[2].grad])
-
-
-def check_a_compiled_model_has_the_bits_of_an_eager_one() -> None:
-    """The graph breaks at the collectives of activations, and at a communicator's own."""
-    group = _communicator(SOME[0])
-
-    def model(tokens: torch.Tensor) -> torch.Tensor:
-        inner = activations.reduce_from((activations.copy_to(tokens, group) * 3).relu(), group) / 7
-        return inner.sin() + group.all_reduce(tokens.detach() * 2) + group.all_gather(tokens, async_op=True).wait()[:5]
-
-    found = []
-    for run in (model, torch.compile(model, backend="eager")):
-        tokens = torch.randn(5, 9, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
-        result = run(tokens)
-        result.square().sum().backward()
-        found.append((result.detach(), tokens.grad))
-    for one, other in zip(*found):
-        assert _bits_equal(one, other)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hzero.comm import Communicator, HopError, communicator
+from hzero.comm import Communicator, HopError, communicator, mpi_wires
 from hzero.comm.mpi_wires import MpiWires, communicator_of
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
@@ -39,24 +39,28 @@ def _everyones(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (WORLD, numel), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def check_messages_of_any_size() -> None:
-    """Also of none."""
+def check_messages_of_any_size_in_any_window() -> None:
+    """Pieces of messages, and fewer of them under way than there are, leave every byte in its place."""
     rank, wires = dist.get_rank(), _wires()
-    for numel in (0, 1, 5, 1001, 300_001):
-        everyone = _everyones(WORLD * numel, numel)
-        output = torch.empty(WORLD * numel, dtype=torch.uint8)
-        wires.all_to_all(output, everyone[rank]).wait()
-        assert torch.equal(output, everyone.view(WORLD, WORLD, numel)[:, rank].reshape(-1))
-        gathered = torch.empty(WORLD * WORLD * numel, dtype=torch.uint8)
-        wires.all_gather(gathered, everyone[rank]).wait()
-        assert torch.equal(gathered, everyone.view(-1))
-        message = everyone[rank].clone()
-        wires.broadcast(message, WORLD - 1).wait()
-        assert torch.equal(message, everyone[WORLD - 1])
-        source, target = (rank + 3) % WORLD, (rank - 3) % WORLD
-        received = torch.empty_like(message)
-        wires.exchange(received, everyone[rank], source, target).wait()
-        assert torch.equal(received, everyone[source])
+    for window, piece, largest in ((2, 3, 11), (4, 400, 1001), (32, 16 << 20, 300_001)):
+        with mock.patch.multiple(mpi_wires, MESSAGES=window, MESSAGE_BYTES=piece):
+            for numel in (0, 1, 5, largest):
+                everyone = _everyones(WORLD * numel, numel)
+                output = torch.empty(WORLD * numel, dtype=torch.uint8)
+                work = wires.all_to_all(output, everyone[rank])
+                assert len(work._requests) <= window
+                work.wait()
+                assert torch.equal(output, everyone.view(WORLD, WORLD, numel)[:, rank].reshape(-1))
+                gathered = torch.empty(WORLD * WORLD * numel, dtype=torch.uint8)
+                wires.all_gather(gathered, everyone[rank]).wait()
+                assert torch.equal(gathered, everyone.view(-1))
+                message = everyone[rank].clone()
+                wires.broadcast(message, WORLD - 1).wait()
+                assert torch.equal(message, everyone[WORLD - 1])
+                source, target = (rank + 3) % WORLD, (rank - 3) % WORLD
+                received = torch.empty_like(message)
+                wires.exchange(received, everyone[rank], source, target).wait()
+                assert torch.equal(received, everyone[source])
     assert not wires.under_way
 
 

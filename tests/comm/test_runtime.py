@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
 from hzero.comm.lanes import DeviceStreams
-from hzero.comm.memory import Arena
-from hzero.comm.runtime import Call
+from hzero.comm.runtime import Arena, Call
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
 from hzero.plan.program import Program, StagePrograms

@@ -13,4 +13,4 @@ CHECKS = (
     "tests.comm.activation_checks",
 )
 
-test_on_ranks = on_ranks({8: CHECKS, 6: TIERED})
+test_on_ranks = on_ranks({8: (*CHECKS, "tests.comm.compile_checks"), 6: TIERED})
