@@ -557,11 +557,14 @@ def check_train_mixed_requires_grad_per_group(shard: Sharder) -> Results:
 def check_train_mixed_requires_grad_across_groups(shard: Sharder) -> Results:
     def train(after: Any, unfreezes: bool) -> Results:
         model = shard(mlp(), reshard_after_forward=after)
-        model[1].requires_grad_(False)
+        frozen = list(model[1].parameters())  # the shards, which a forward may replace by whole parameters
+        for param in frozen:
+            param.requires_grad_(False)
         found = trained(model)
         with torch.no_grad():
             found.append(model(rows(3)))
-        model[1].requires_grad_(unfreezes)
+        for param in frozen:
+            param.requires_grad_(unfreezes)
         return found + trained(model)
 
     return each(train, (False, True), (2, False))
