@@ -49,7 +49,7 @@ ENTRIES: tuple[tuple[type, str], ...] = (
     (parameters.GatherHandle, "wait"),
     (gradients.Gradients, "accumulate"),
     (gradients.Gradients, "settle"),
-    (gradients.Gradients, "boundary"),
+    (gradients.Gradients, "finish"),
     (stage.HZeroStage3, "partition_grads"),
 )
 #: Operators that allocate, or look at memory in another way.
