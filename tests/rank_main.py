@@ -69,7 +69,7 @@ def _share_gloos_thread() -> None:
     for thread in set(os.listdir("/proc/self/task")) - before:
         os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
-    def sharing(self: Any, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+    def sharing(self: Any, store: dist.Store, rank: int, size: int, timeout: Any, **_: Any) -> None:
         options = gloo._Options() if isinstance(timeout, timedelta) else timeout  # of hzero, which shares a thread too
         if options is not timeout:
             options._devices, options._timeout = [device], timeout

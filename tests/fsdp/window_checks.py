@@ -134,6 +134,8 @@ def check_a_step_inside_a_window_is_refused() -> None:
 
 def check_an_error_in_backward_loses_its_window_alone() -> None:
     """As with FSDP2 alone, which keeps what the modules before the error had not reduced yet."""
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("FSDP2 of this torch cannot begin anew after an error")
     what, losses = Case(), []
     for on in (False, True):
         mesh = mesh_of(WORLD)
