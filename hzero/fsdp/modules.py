@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):  # else `sharded_modules` refuses this to
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors as _divide_factors
 
 #: The first release of torch whose FSDP2 has all that is needed, and those with which the tests have passed.
-OLDEST, TESTED = (2, 10), ("2.10", "2.13")
+OLDEST, TESTED = (2, 10), ("2.10", "2.13", "2.14")
 #: What is read of FSDP2's objects.
 _READ = {
     "state": ("_state_ctx",),
