@@ -230,12 +230,13 @@ class Grid:
         home, place = self.coordinates(first), self.coordinates(second)
         return next(tier for tier in TIERS[::-1] if getattr(home, tier) != getattr(place, tier))
 
-    def tier_group(self, rank: int, tier: Tier) -> list[int]:
+    def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
-        place: list[Any] = list(self.coordinates(rank))
-        place[TIERS.index(tier)] = np.arange(self.size(tier))
-        ranks: list[int] = self._at(place).tolist()
-        return ranks
+        place = self.coordinates(rank)
+        if not self.regular:
+            return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
+        first, stride = rank - getattr(place, tier) * self.stride(tier), self.stride(tier)
+        return range(first, first + self.size(tier) * stride, stride)
 
     def of_ranks(self, ranks: Sequence[int]) -> Grid:
         """The grid of a group of ranks, in the group's own numbers. They keep their places.
