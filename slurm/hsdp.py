@@ -24,7 +24,7 @@ from hzero.validation import ConfigError, from_rank_0
 
 
 def train(arguments: list[str]) -> None:
-    """Trains on this rank. Rank 0 writes the lines of ``steps.jsonl``, as `hzero train` does."""
+    """Trains on this rank. Rank 0 writes ``steps.jsonl``, as `hzero train` does, and the peak of its memory."""
     from hzero.commands.trainer import _arguments, _batch, build_model, join
 
     device = torch.device("cpu")
@@ -73,6 +73,8 @@ def train(arguments: list[str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "steps.jsonl").open("a") as file:
                 print(json.dumps(row), file=file)
+    if dist.get_rank() == 0:
+        (folder / "summary.json").write_text(json.dumps({"peak_bytes": torch.cuda.max_memory_allocated()}) + "\n")
     dist.barrier()
 
 

@@ -25,7 +25,7 @@ SCHEMES = {
 }
 #: Steps that are not timed: connections, compilations, the profiler.
 WARMUP = 3
-#: Relative differences up to which a prediction counts as confirmed: times, bytes, and losses in bfloat16.
+#: Relative differences up to which a prediction counts as confirmed: times, rates and peaks of memory; bytes; losses in bfloat16.
 TIME, BYTES, LOSS = 0.15, 0.01, 0.01
 ENDINGS = {"0": "done", "124": "**killed** by its limit", "137": "**killed** by its limit"}
 
@@ -98,6 +98,25 @@ def predictions(run: Folder) -> Iterator[tuple[str, bool | None, str]]:
             if ours and theirs:
                 good = abs(ratio / (ours / theirs) - 1) <= TIME
                 yield f"{SCHEMES[name][0]}: step over ZeRO-3's", good, f"{ratio:.2f}, predicted {ours / theirs:.2f}"
+        peak, room = run.summaries[name].get("peak_bytes"), run.planned(name, "memory_bytes")
+        if peak and room and name != "lanes":
+            good = abs(peak / room - 1) <= TIME
+            yield f"{SCHEMES[name][0]}: peak of memory", good, f"{size_text(peak)}, planned {size_text(room)}"
+    states, rows = (
+        run.summaries["topo"].get("memory"),
+        {row["name"]: row["bytes"] for row in run.plan.get("memory", [])},
+    )
+    if states and rows:
+        held, sizes = sum(states.values()), sum(rows[name] for name in states)
+        yield (
+            "hzero `topo`: memory of states",
+            abs(held / sizes - 1) <= BYTES,
+            f"{size_text(held)}, planned {size_text(sizes)}",
+        )
+    for tier, rate in run.links.items():
+        if assumed := (run.plan.get("rates_gb_s") or {}).get(tier):
+            good = rate.gb_s >= (1 - TIME) * assumed
+            yield f"Links of tier {tier}", good, f"{rate.gb_s:.4g} GB/s per device, assumed {assumed:g}"
     for name in ("lossless", "topo"):
         pairs = list(zip(run.losses(name), run.losses("zero3")))
         if pairs:

@@ -654,13 +654,15 @@ def autoload_off() -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what `examine` has found: sections as YAML, then the remarks, the worst first, and the verdict."""
-    sections = {key: value for key, value in found.items() if key not in ("remarks", "verdict", "status") and value}
-    for name, rows in sections.items():
-        if isinstance(rows, list) and len(rows) > _ROWS:
-            print(f"# {name}: the first {_ROWS} of {len(rows):,}; --json has all")
-            sections[name] = rows[:_ROWS]
-    if sections:  # none of logs
-        print(yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=math.inf), end="")
+    """Prints what `examine` has found: grid, ranks and versions, then the remarks and the verdict."""
+    if found.get("grid"):
+        print(f"grid: {found['grid']}")
+    if ranks := found.get("ranks"):
+        if len(ranks) > _ROWS:
+            print(f"# the first {_ROWS} of {len(ranks):,} ranks; --json has all")
+        rows = {"ranks": ranks[:_ROWS]}
+        print(yaml.safe_dump(rows, sort_keys=False, default_flow_style=None, width=math.inf), end="")
+    if found.get("versions"):
+        print(f"versions: {found['versions']}")
     for text in (*found["remarks"], f"verdict: {found['verdict']}"):
         print(printable(text))

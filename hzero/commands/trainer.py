@@ -93,6 +93,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
         if dist.get_rank() == 0:
             found = summary.summary_of(experiment, trainer, meter.seconds, everyones, eval_loss)
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()  # of this rank; 0 without devices
             summary.write(found, folder)
             lines = ["", *summary.lines(found), "", summary.closing_line(found), f"run folder: {folder}"]
             if status:

@@ -21,6 +21,12 @@ PLAN = {
     "topo": (2.26, 7.7e9),
     "lossless": (2.4, 20e9),
 }
+#: Rows of the plan's memory, of which a run has the first two.
+STATES = [
+    {"name": "resident weights", "bytes": 5_100_000_000},
+    {"name": "optimizer", "bytes": 7_600_000_000},
+    {"name": "activations", "bytes": 800_000_000},
+]
 #: What each part leaves.
 FILES = {
     "plan": ["logs/plan.log"],
@@ -45,8 +51,9 @@ def run(tmp_path: Path) -> Path:
         "2026-11-26T09:00:00, frontier, 2 nodes, job 1, commit abc\nNCCL_NET=OFI\n"
     )
     (tmp_path / "keys.txt").write_text("experiment=paper_10b\ntrain.steps=30\n")
-    schemes = {name: {"step_s": step, "node_bytes": size} for name, (step, size) in PLAN.items()}
-    _write(tmp_path / "logs/plan.log", {"schemes": schemes, "rates_gb_s": {"gcd": 200, "gpu": 50, "node": 12.5}})
+    schemes = {name: {"step_s": step, "node_bytes": size, "memory_bytes": 24e9} for name, (step, size) in PLAN.items()}
+    plan = {"schemes": schemes, "rates_gb_s": {"gcd": 200, "gpu": 50, "node": 11}, "memory": STATES}
+    _write(tmp_path / "logs/plan.log", plan)
     _write(tmp_path / "logs/doctor.log", {"verdict": "good", "remarks": [], "versions": "hzero 0.1.0, RCCL 2.27.7"})
     row = {
         "tier": "node",
@@ -69,7 +76,9 @@ def run(tmp_path: Path) -> Path:
         wires = (
             [{"tier": "node", "role": "weights", "codec": "int8", "received": 2 * BYTES[name]}] if name in BYTES else []
         )
-        _write(tmp_path / name / "summary.json", {"grid": {"node": 2}, "bytes_per_step": wires})
+        states = {row["name"]: row["bytes"] for row in STATES[:2]}
+        summary = {"grid": {"node": 2}, "bytes_per_step": wires, "memory": states, "peak_bytes": 25_000_000_000}
+        _write(tmp_path / name / "summary.json", summary)
     (tmp_path / "logs/faults.log").write_text("files: 3, lines: 30, known causes: 0\nverdict: good\n")
     return tmp_path
 
@@ -83,7 +92,10 @@ def test_the_page_says_which_predictions_hold(run: Path, capsys: pytest.CaptureF
         "| hzero `topo`: bytes into a node per step | **confirmed** | 7.70 GB, planned 7.70 GB |",
         "| hzero `topo`: step over ZeRO-3's | **confirmed** | 0.88, predicted 0.90 |",
         "| FSDP2, HSDP over the node | 30 | 2.300 | 2.280 | +1% | 8.9000 | 6.0000 |",
-        "| node | 10 | 12.5 | -20% | 100.0 |",
+        "| node | 10 | 11 | -9% | 100.0 |",
+        "| Links of tier node | **confirmed** | 10 GB/s per device, assumed 11 |",
+        "| hzero `topo`: memory of states | **confirmed** | 12.70 GB, planned 12.70 GB |",
+        "| FSDP2, HSDP over the node: peak of memory | **confirmed** | 25.00 GB, planned 24.00 GB |",
         "| encode int8 | 500.0 | 0.50 |",
         "NCCL_NET=OFI",
         "| step over ZeRO-3's: 2026-11-26T09:00:00, frontier, 2 nodes, job 1 | 0.96 | 0.88 | `zeropp` 0.92, HSDP 0.92 |",
