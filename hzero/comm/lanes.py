@@ -161,7 +161,7 @@ class Chain(Generic[T]):
         return result  # type: ignore[no-any-return]
 
     def take(self) -> T:
-        """The result, for a chain after this one that nobody else shares it with."""
+        """The result, for the only chain that comes after this one; it is not kept."""
         result, self._result = self._result, None
         return result  # type: ignore[return-value]
 
@@ -225,8 +225,9 @@ class Lanes:
     order on all ranks. A hop comes behind the one before it in its chain, and behind the chains that its chain reads. So the
     first hop that has not ended can always go on, and no rank waits for ever.
 
-    On CPUs a chain reads its inputs where it is submitted. Each hop, and what is computed before it, runs on the thread of its
-    lane, once the chain's hop before it has ended. The last hop's lane makes the result.
+    On CPUs a chain reads its inputs where it is submitted, or on its first lane's thread if it comes after others. Each hop, and
+    what is computed before it, runs on the thread of its lane, once the chain's hop before it has ended. The last hop's lane
+    makes the result.
 
     On a device all of a chain is enqueued when it is submitted. The stream of a hop's lane waits for the chain's hop before it.
     So it encodes the next chain's message while its own hop is under way. Results have streams of their own.

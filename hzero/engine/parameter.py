@@ -37,7 +37,7 @@ class Route:
         programs: Its programs.
         lossy: Whether a hop of weights loses something.
         fallible: Whether a hop of weights may fail to hold a block, see `Codec.lost`.
-        sums_travel: Whether a hop of gradients has codec ``none``, so that sums are made on the wire.
+        sums_travel: Whether a hop of gradients has codec ``none``, so that sums travel: the library may make them on its way.
     """
 
     def __init__(self, plan: ShardPlan, number: int) -> None:

@@ -9,7 +9,7 @@ of the methods here:
 3. `unshard`: whole weights are gathered from payloads, at every use, over the inner tiers only.
 
 If the scope is the world, no payload is kept and `unshard` gathers primary shards. If it is one device, the resident copy is the
-whole, decoded.
+whole, decoded unless the block says `"resident": "payload"`.
 """
 
 from __future__ import annotations

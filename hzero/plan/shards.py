@@ -263,7 +263,7 @@ class ShardPlan:
         return self._hops("weights", tiers_outside(self.weights_scope)[::-1])
 
     def unshard_hops(self) -> tuple[Hop, ...]:
-        """Hops from resident payloads to whole weights, at every use."""
+        """Hops from resident payloads, or over the world from primary shards, to whole weights, at every use."""
         return self._hops("weights", tiers_inside(self.weights_scope)[::-1])
 
     def reduce_hops(self) -> tuple[Hop, ...]:
