@@ -43,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace a report of the same name")
     given = parser.parse_args(arguments)
     try:
-        if given.results[0] == Path("first_run") and len(given.results) == 2:
+        if given.results[0] == Path("first_run"):
+            if len(given.results) != 2:
+                raise ConfigError(
+                    f"first_run: found {len(given.results) - 1} folders; expected one, runs/first_run-JOB"
+                )
             print(f"page: {first_run.write(given.results[1])}")
             return 0
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given.name):

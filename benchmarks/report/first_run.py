@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hzero.config import NET_TIERS
-from hzero.files import replacing
-from hzero.plan.links_file import read_links
+from hzero.files import refusing, replacing
+from hzero.plan.links_file import TierRate, read_links
 from hzero.terminal import size_text
 from hzero.validation import ConfigError
 
@@ -31,7 +33,7 @@ ENDINGS = {"0": "done", "124": "**killed** by its limit", "137": "**killed** by 
 
 
 class Folder:
-    """What a run left. A part that was killed or failed has left nothing, or less."""
+    """What a run left. A part that was killed or failed has left nothing, or less: files may be incomplete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,24 +41,36 @@ class Folder:
             raise ConfigError(
                 f"first_run: found no parts.tsv in {str(path)!r}; expected a folder of slurm/first_run.sbatch"
             )
-        self.parts = {row[0]: row[1:] for row in map(str.split, (path / "parts.tsv").read_text().splitlines())}
+        parts = map(str.split, self._text("parts.tsv").splitlines())
+        self.parts = {row[0]: row[1:] for row in parts if len(row) == 4}
         self.plan, self.doctor = self._json("logs/plan.log"), self._json("logs/doctor.log")
         self.rows = {name: self._lines(f"{name}/steps.jsonl") for name in SCHEMES}
         self.summaries = {name: self._json(f"{name}/summary.json") for name in SCHEMES}
         kernels = sorted(path.glob("*-kernels-*.jsonl"))
         self.kernels = self._lines(kernels[-1].name)[1:] if kernels else []
-        self.links = read_links(path / "links.json").tiers if (path / "links.json").is_file() else {}
+        self.links: dict[Any, TierRate] = {}
+        with contextlib.suppress(ConfigError):  # no such file, or a part of one
+            self.links = read_links(path / "links.json").tiers
 
     def _text(self, name: str) -> str:
         file = self.path / name
         return file.read_text(errors="replace") if file.is_file() else ""
 
     def _json(self, name: str) -> dict[str, Any]:
+        """The object that begins a line of a file, which may have other lines before and after it."""
         text = self._text(name)
-        return json.loads(text[text.index("{") :]) if text.rstrip().endswith("}") else {}
+        for line in re.finditer(r"^\{", text, re.MULTILINE):
+            with contextlib.suppress(ValueError):
+                found: dict[str, Any] = json.JSONDecoder().raw_decode(text, line.start())[0]
+                return found
+        return {}
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._text(name).splitlines() if line.endswith("}")]
+        rows = []
+        for line in self._text(name).splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict)]
 
     def step_s(self, name: str) -> float | None:
         """Median seconds of a step."""
@@ -134,7 +148,7 @@ def page(run: Folder) -> str:
     """The page as Markdown."""
     about, *variables = run._text("environment.txt").splitlines() or [""]
     verdict, remarks = run.doctor.get("verdict", "no answer"), run.doctor.get("remarks", [])
-    sections = [f"# First run: {about}", "Keys: " + " ".join(f"`{key}`" for key in run._text("keys.txt").split())]
+    sections = [f"# First run: {about}", "Keys: " + " ".join(f"`{key}`" for key in run._text("keys.txt").splitlines())]
     rows = []
     for name, (status, seconds, limit) in run.parts.items():
         end = ENDINGS.get(status, f"**status {status}**")
@@ -202,8 +216,8 @@ def table(head: str, rows: Sequence[Sequence[Any]]) -> str:
 
 
 def write(path: Path) -> Path:
-    """Writes ``first_run.md`` into the folder of a run. Raises `ConfigError` for another folder."""
+    """Writes ``first_run.md`` into the folder of a run. Raises `ConfigError` for another folder, or one of another user."""
     text = page(Folder(path))
-    with replacing(path / "first_run.md") as file:
+    with refusing("first_run", path), replacing(path / "first_run.md") as file:
         file.write(text)
     return path / "first_run.md"

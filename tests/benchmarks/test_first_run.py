@@ -125,6 +125,18 @@ def test_a_part_that_was_killed_leaves_the_rest(run: Path, part: str) -> None:
         assert [row["step"] for row in Folder(run).rows[part]] == list(range(1, len(Folder(run).rows[part]) + 1)) != []
 
 
+@pytest.mark.parametrize("file", ["parts.tsv", *sorted({name for names in FILES.values() for name in names})])
+def test_a_file_that_is_incomplete_leaves_the_rest(run: Path, file: str) -> None:
+    content = (run / file).read_bytes()
+    ends = [content[: index + 1] for index, byte in enumerate(content) if byte in b"}\n\t"]
+    for left in (b"", b"\xff\n", content[: len(content) // 2], *ends[:3], *ends[-3:-1]):
+        (run / file).write_bytes(left)
+        text = page(Folder(run))
+        assert file == "parts.tsv" or "| plan | done | 30 | 180 |" in text
+    (run / file).write_bytes(b"srun: warning: {slow}\n" + content + b"srun: {done}\n")
+    assert file in ("links.json", "parts.tsv") or "not measured" not in page(Folder(run))
+
+
 def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
     _write(run / "topo/steps.jsonl", *({"step": step, "loss": 9.5, "seconds": 3.1} for step in range(1, 31)))
     wires = [{"tier": "node", "role": "weights", "codec": "int8", "received": 2.2 * BYTES["topo"]}]
@@ -145,3 +157,5 @@ def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
 def test_another_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["first_run", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("report: error: first_run: found no parts.tsv in ")
+    assert main(["first_run"]) == 2
+    assert capsys.readouterr().err == "report: error: first_run: found 0 folders; expected one, runs/first_run-JOB\n"
