@@ -17,7 +17,7 @@ from hydra import initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, model_validator
 
 import hzero
 from hzero.config import Tier, TopologyConfig, parse_config
@@ -89,8 +89,14 @@ class TopologyGroup(BaseModel, extra="allow", strict=True):
 
     bandwidth_gb_s: dict[Tier, Annotated[FiniteFloat, Field(gt=0)] | None] | None = None
     profile: Name | None = None
-    nic_gbit: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    nic_gbit: Annotated[FiniteFloat, Field(gt=0, le=10_000)] | None = None
     nics_per_node: int = Field(1, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _of_nics(self) -> TopologyGroup:
+        if self.nics_per_node > 1 and self.nic_gbit is None:
+            raise ValueError(f".nics_per_node: found {self.nics_per_node} without topology.nic_gbit; expected both")
+        return self
 
 
 class LauncherGroup(Frozen):
@@ -307,6 +313,8 @@ class Experiment:
         self.deepspeed = validated(Configuration, config, "").deepspeed
         self.config = {**config, "model": _named(config["model"])}
         places = {key: value for key, value in config["topology"].items() if key not in TopologyGroup.model_fields}
+        for key in (key for key in places if key not in TopologyConfig.model_fields):
+            raise one_of("topology", key, [*TopologyConfig.model_fields, *TopologyGroup.model_fields], "key")
         declared = validated(TopologyConfig, places, "topology")
         self.world_size: int = world_size or config["launcher"]["world_size"] or ranks_here(declared, "topology")
         if not self.world_size:

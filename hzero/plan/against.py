@@ -235,7 +235,7 @@ def node_counts(text: str) -> list[int]:
         return sorted({first, last, *(1 << power for power in range(20) if first < 1 << power < last)})
     if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", counts):
         return sorted(set(map(int, counts.split(","))))
-    raise ConfigError(f"--against: found {text!r}, expected the nodes, as in 48, 2,4,48 or 1..9408")
+    raise ConfigError(f"--against: found {text!r}; expected nodes, as in 48, 2,4,48 or 1..9408")
 
 
 def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> None:

@@ -86,10 +86,13 @@ def run_plan(arguments: Sequence[str]) -> int:
     add("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     overrides = full_names(parsed.overrides)
-    mode = next((name for name in _MODES if name and getattr(parsed, name[2:])), "")
+    mode = next((name for name in _MODES if name and getattr(parsed, name[2:]) not in (None, False)), "")
     _check_keys(list(map(key_of, overrides)), mode)
     if parsed.out is not None and mode != "--against":
         raise ConfigError("--out: found without --against, whose picture it is")
+    # Not after minutes of simulation.
+    if parsed.out is not None and (parsed.out.is_dir() or not parsed.out.parent.is_dir()):
+        raise ConfigError(f"--out: found {str(parsed.out)!r}; expected a file in a folder that exists")
     counts = node_counts(parsed.against) if mode == "--against" else []
     # Groups of nodes have to divide the largest number.
     scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)

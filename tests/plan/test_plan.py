@@ -18,6 +18,7 @@ from hzero.plan.scenario import read_scenario
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import predict
 
+NICS = ["model=gpt_neox_1m", "topology=nic", "nodes=2"]
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
 
 
@@ -235,14 +236,18 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
         ([*FRONTIER, "nodes=48", "profile=dgx_h200"], "profile dgx_h200: found nodes of 4 x 2 devices, expected 8 x 1"),
         (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for this topology"),
-        (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2', expected the nodes, as in 48"),
+        (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2'; expected nodes, as in 48"),
+        (["--against", "", *FRONTIER], "--against: found ''; expected nodes, as in 48"),
         (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
         (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "found with --against, which sets it itself; write the nodes"),
-        (["--against", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: cannot write 'no/where.png'"),
+        (["--against", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: found 'no/where.png'; expected a file"),
         (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; input should be a valid number"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
         ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
         ([*FRONTIER, "nodes=2", "--out", "x"], "--out: found without --against"),
+        ([*NICS, "topology.nic_gbit=100000000000"], "topology.nic_gbit: found 100000000000"),
+        ([*NICS, "topology.nics_gbit=25"], "topology: unknown key 'nics_gbit'; did you mean 'nic_gbit'?"),
+        ([*FRONTIER, "nodes=2", "topology.nics_per_node=4"], "topology.nics_per_node: found 4 without topology.nic_gbit"),
         (["zero=stock"], "zero.preset: found none; expected one"),
         (["preset=tpoo"], "did you mean 'topo'"),
         (["zero.codecs.weights.node=exp"], "zero.codecs.weights.node: found 'exp', which holds bfloat16; expected train.dtype"),
