@@ -56,7 +56,7 @@ def check_logs(paths: Sequence[Path]) -> Iterator[Finding]:
                     counts[sentence] += times
                     before = block.count(b"\n", 0, block.index(sentence.encode()))
                     places.setdefault(sentence, (number, read + before + 1))
-            read += block.count(b"\n")
+            read += block.count(b"\n") + (not block.endswith(b"\n"))
         lines += read
     found = []
     for one in CAUSES:
