@@ -17,6 +17,7 @@ fail() {
   exit 2
 }
 machine=${1:-} project=${2:-}
+project=${project,,} # as Slurm and the folders of Orion have it
 case $machine in frontier | lumi) ;; *) fail "MACHINE: found '$machine'; expected frontier or lumi" ;; esac
 [ -n "$project" ] || fail "PROJECT: found none; expected the account that jobs are charged to"
 [ -f slurm/setup_env.sh ] && [ -f pyproject.toml ] || fail "found no checkout in $PWD; expected its root"
@@ -25,7 +26,10 @@ export USER SLURM_JOB_ACCOUNT=$project SLURM_JOB_NUM_NODES=2
 # The modules with which the environment will run; a missing one ends this script.
 # shellcheck source=slurm/frontier.env
 set +u && source "slurm/$machine.env" && set -u
-case $machine in frontier) target=$HZERO_ENV ;; lumi) target=$HZERO_OVERLAY ;; esac
+case $machine in
+frontier) target=$HZERO_ENV first="slurm/first_run.sbatch" ;;
+lumi) target=$HZERO_OVERLAY first="-p standard-g -C '' --gpus-per-node=8 --exclusive slurm/first_run.sbatch lumi" ;;
+esac
 [ -z "${HZERO_OUT:-}" ] || target=$HZERO_OUT/${target##*/}
 [ ! -e "$target" ] || fail "$target exists; remove it, or give another folder as HZERO_OUT"
 mkdir -p "${target%/*}"
@@ -59,4 +63,5 @@ else
   mksquashfs "$work/user-software" "$work/packed.sqsh" -quiet -no-progress
   mv "$work/packed.sqsh" "$target"
 fi
-say "written: $target ($(du -h "$target" | cut -f1)); next: sbatch -A $project -N 2 slurm/first_run.sbatch"
+say "written: $target ($(du -h "$target" | cut -f1)); next: sbatch -A $project -N 2 $first"
+[ -z "${HZERO_OUT:-}" ] || say "HZERO_OUT is set: first write this path into slurm/$machine.env, where jobs look for it"
