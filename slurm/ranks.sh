@@ -10,6 +10,8 @@
 set -uo pipefail
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would pass no variables on
 export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
+# RCCL says its version and its faults, which `hzero doctor --log` looks for; without this it says nothing.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 nodes=$SLURM_JOB_NUM_NODES
 say() { echo "hzero: job $SLURM_JOB_ID: $*"; }
 fail() {
