@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hzero.fsdp.state import FsdpState, apply, config_of
+from hzero.validation import ConfigError
 
 
 class Callback:
@@ -26,6 +27,11 @@ class Callback:
     """
 
     def __init__(self, preset: str = "topo", topology: Any = "discover", **block: Any) -> None:
+        if "accumulation" in block:
+            raise ConfigError(
+                f"hzero.fsdp.Callback: accumulation: found {block['accumulation']!r}; leave it out, since Trainer says itself "
+                "which backward is the last one (gradient_accumulation_steps)"
+            )
         config_of(preset, topology, block)  # an error now, and not when the data has been read
         self._how = preset, topology, block
         self._model: Any = None

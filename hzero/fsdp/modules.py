@@ -178,6 +178,11 @@ class ShardedModule:
         """Whether each parameter requires a gradient."""
         return tuple(param.sharded_param.requires_grad for param in self.params)
 
+    def changed_whole(self) -> bool:
+        """Whether ``requires_grad_`` was called on whole parameters, of which FSDP2 tells the shards nothing."""
+        pairs = [(param.sharded_param, getattr(param, "_unsharded_param", None)) for param in self.params]
+        return any(whole is not None and whole.requires_grad != shard.requires_grad for shard, whole in pairs)
+
     def optimized(self, ids: set[int]) -> list[bool]:
         """Whether each parameter is among those with these ids."""
         return [id(param.sharded_param) in ids for param in self.params]

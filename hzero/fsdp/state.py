@@ -17,13 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hzero.comm import lasting, shared_watchdog
 from hzero.comm.wires import process_group, world_timeout
-from hzero.config import HZeroConfig, parse_config
+from hzero.config import Block, HZeroConfig, parse_config
 from hzero.engine.engine import Engine, Partition, ranks_of
 from hzero.engine.guard import speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules, views_in
 from hzero.plan.shards import ShardPlan
-from hzero.validation import ConfigError, on_all_ranks
+from hzero.validation import ConfigError, on_all_ranks, one_of
 
 logger = logging.getLogger("hzero")
 
@@ -66,6 +66,8 @@ def apply(
     with on_all_ranks():
         if not dist.is_initialized():
             raise ConfigError("hzero.fsdp.apply: torch.distributed is not initialised; call init_process_group first")
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"hzero.fsdp.apply: model: found {type(model).__name__}; expected a torch.nn.Module")
         if type(accumulation) is not int or accumulation < 1:
             raise ConfigError(f"hzero.fsdp.apply: accumulation: found {accumulation!r}; expected a positive integer")
         return FsdpState(model, config_of(preset, topology, block), accumulation)
@@ -80,6 +82,9 @@ def config_of(preset: str, topology: Any, block: Mapping[str, Any]) -> HZeroConf
     for key in _OF_DEEPSPEED:
         if key in block:
             raise ConfigError(f"hzero.fsdp.apply: {key}: found {block[key]!r}; this key has no effect under FSDP2")
+    known = [key for key in Block.model_fields if key not in _OF_DEEPSPEED]
+    for key in (key for key in block if key not in known):
+        raise one_of("hzero.fsdp.apply", key, ["accumulation", *known], "key")
     return parse_config({"preset": preset, "topology": topology, **block}, "hzero.fsdp.apply")
 
 
@@ -290,6 +295,11 @@ class FsdpState(Engine):
             self._begin_backward()
         numel = sum(piece.weight.numel for piece in trained)
         if gradients.numel() != numel:
+            if module.changed_whole():
+                raise module.refusal(
+                    "requires_grad_ on whole parameters, which a forward has left there",
+                    "reshard() of the module before requires_grad_",
+                )
             raise module.refusal(
                 f"gradients of {gradients.numel():,} elements",
                 f"those of all trained parameters, {numel:,}; parameters that a backward does not use need torch 2.12",

@@ -208,12 +208,14 @@ def check_refusals() -> None:
     where = {"gpus_per_node": 1, "gcds_per_gpu": 2}
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
         (lambda: nn.Linear(2, 2), {}, "found Linear without fully_shard"),
+        (lambda: mock.sentinel.model, {}, "model: found _SentinelObject; expected a torch.nn.Module"),
         (lambda: sharded(mesh=two), {}, r"found mesh of replicas \(HSDP\)"),
         (mixed, {}, "found gathered parameters of torch.bfloat16, torch.float32"),
         (hooked, {}, "found set_all_reduce_hook"),
         (twice, {}, "found hzero.fsdp.apply already"),
         (sharded, {"preset": "tpo"}, "did you mean 'topo'"),
         (sharded, {"accumulation": 0}, "accumulation: found 0"),
+        (sharded, {"accumulations": 2}, "did you mean 'accumulation'"),
         (sharded, {"unit": "layer"}, "unit: found 'layer'"),
         (sharded, {"nonsense": 1}, "nonsense"),
         (sharded, {"codecs": {"weights": "exp"}}, "codec 'exp' on tier .* with weights of torch.float32"),
@@ -229,6 +231,13 @@ def check_refusals() -> None:
         param.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(ConfigError, match="post-accumulate-grad hook"):
         backward(Case(), model, mesh, 0, 0)
+    model = sharded()
+    model[1].weight.requires_grad_(False)
+    hzero.fsdp.apply(model, "lossless", where)
+    model(torch.zeros(2, 8))  # leaves the root whole
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match="requires_grad_ on whole parameters"):
+        model(torch.zeros(2, 8)).sum().backward()
     with mock.patch.object(torch, "__version__", "2.9.1"), pytest.raises(ConfigError, match=re.escape("found 2.9.1")):
         hzero.fsdp.apply(sharded(), topology=where)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
