@@ -64,4 +64,5 @@ else
   mv "$work/packed.sqsh" "$target"
 fi
 say "written: $target ($(du -h "$target" | cut -f1)); next: sbatch -A $project -N 2 $first"
+case $machine:$PWD/ in frontier:"${HOME:-none}"/*) say "submit from a checkout on Orion: nodes cannot write logs and runs to $PWD" ;; esac
 [ -z "${HZERO_OUT:-}" ] || say "HZERO_OUT is set: first write this path into slurm/$machine.env, where jobs look for it"
