@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -134,7 +135,8 @@ def predictions(run: Folder) -> Iterator[tuple[str, bool | None, str]]:
     for name in ("lossless", "topo"):
         pairs = list(zip(run.losses(name), run.losses("zero3")))
         if pairs:
-            worst = max(abs(ours / theirs - 1) for ours, theirs in pairs)
+            # A loss that is not a number compares with nothing.
+            worst = max((abs(ours / theirs - 1) for ours, theirs in pairs), key=lambda one: (math.isnan(one), one))
             yield (
                 f"{SCHEMES[name][0]}: loss of ZeRO-3 (README: in float32)",
                 worst <= LOSS,

@@ -154,6 +154,13 @@ def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
     ]
 
 
+def test_a_loss_that_is_not_a_number_is_refuted(run: Path) -> None:
+    losses = [9.0 - step / 10 if step < 20 else float("nan") for step in range(1, 31)]
+    _write(run / "topo/steps.jsonl", *({"step": 1, "loss": loss, "seconds": 2.2} for loss in losses))
+    refuted = [(what, found) for what, good, found in predictions(Folder(run)) if good is False]
+    assert refuted == [("hzero `topo`: loss of ZeRO-3 (README: in float32)", "at most nan% in 30 steps")]
+
+
 def test_another_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["first_run", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("report: error: first_run: found no parts.tsv in ")
