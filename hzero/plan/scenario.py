@@ -317,7 +317,8 @@ def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigErr
 def with_nics(profile: Profile, grid: Grid, gbit: float) -> Profile:
     """The profile of nodes of another size, whose NICs have ``gbit`` Gbit/s together."""
     source = Source(what="topology.nic_gbit x topology.nics_per_node", date="given", stack="none", kind="nominal")
-    profile = profile.model_copy(update={"gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu})
+    shape = {"gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
+    profile = profile.model_copy(update={**shape, "error": None})  # it is known for the profile's NICs only
     return profile.with_values(
         source, **dict.fromkeys((name for name in CONSTANTS if name.startswith("net_")), gbit / 8)
     )

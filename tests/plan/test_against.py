@@ -214,6 +214,12 @@ def test_nics_set_the_rates_between_nodes() -> None:
     assert four.grid == Grid(4, 4, 1) and four.machine.profile.value("net_ring_gb_s") == 12.5
 
 
+def test_the_error_of_a_profile_is_that_of_its_nics() -> None:
+    keys = ["model=gpt_neox_1m", "topology=frontier", "nodes=2"]
+    errors = [read_scenario([*keys, *more]).machine.profile.error for more in ([], ["topology.nic_gbit=100"])]
+    assert errors == [0.1, None]
+
+
 def test_nics_reach_neither_the_block_nor_the_trainer() -> None:
     experiment = compose(["topology=nic", "nodes=2", "topology.nic_gbit=25"])
     assert experiment.block is not None and not {"nic_gbit", "profile"} & set(experiment.block["topology"])
