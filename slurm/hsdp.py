@@ -20,7 +20,7 @@ from hzero.commands import corpus
 from hzero.commands.train import _prepare_process
 from hzero.experiment import compose
 from hzero.launch import launched, run_launched
-from hzero.validation import ConfigError, from_rank_0
+from hzero.validation import from_rank_0
 
 
 def train(arguments: list[str]) -> None:
@@ -81,5 +81,5 @@ def train(arguments: list[str]) -> None:
 if __name__ == "__main__":
     _prepare_process(1)
     if not launched():
-        raise ConfigError("hsdp.py: found one process; expected ranks of srun, torchrun or mpiexec")
+        sys.exit("hsdp.py: found one process; expected ranks of srun, torchrun or mpiexec")
     run_launched(partial(train, sys.argv[1:]))
