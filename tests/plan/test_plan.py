@@ -164,7 +164,10 @@ def test_tune_shows_what_loses_less(capsys: pytest.CaptureFixture[str]) -> None:
     assert "take the one that loses less" in text and '"hzero": {"preset": ' in text and "hzero train" in text
 
 
-def test_fit_finds_the_largest_that_plans_say_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_finds_the_largest_that_plans_say_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # in which cells are not wrapped
     keys = [*FRONTIER, "nodes=48", "global_batch=12288", "memory=40GB"]
     result = _json(capsys, "--fit", *keys)
     found = result["settings"]
