@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,21 +133,28 @@ def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **k
             engine.load_checkpoint = files.load_checkpoint
 
 
-@on_all_ranks()
-def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _load(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.load_checkpoint``: without the key ``checkpoint`` it refuses a checkpoint of other ranks in one line."""
-    config, trains = _block_of(engine), isinstance(engine.optimizer, HZeroStage3)
-    if config is not None and config.checkpoint is None and trains and kwargs.get("load_optimizer_states", True):
-        latest = Path(load_dir, "latest")
-        name = str(tag) if tag is not None else latest.read_text().strip() if latest.is_file() else "none"
-        written = len(list(Path(load_dir, name).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
-        ranks = dist.get_world_size(engine.optimizer.dp_process_group)
-        if written not in (0, ranks):
-            raise ConfigError(
-                f"{str(Path(load_dir, name))!r} was written by {written} ranks; found {ranks}; possible with "
-                f'"checkpoint": {{}} in the {KEY} block'
-            )
-    return stock(engine, load_dir, tag, *args, **kwargs)
+    config = _block_of(engine)
+    if config is not None and config.checkpoint is None and isinstance(engine.optimizer, HZeroStage3):
+        call = inspect.signature(stock).bind(engine, *args, **kwargs)
+        call.apply_defaults()
+        if call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]:
+            with on_all_ranks():
+                _check_ranks(engine, call.arguments["load_dir"], call.arguments["tag"])
+    return stock(engine, *args, **kwargs)
+
+
+def _check_ranks(engine: DeepSpeedEngine, load_dir: Any, tag: Any) -> None:
+    latest = Path(load_dir, "latest")
+    name = str(tag) if tag is not None else latest.read_text().strip() if latest.is_file() else "none"
+    written = len(list(Path(load_dir, name).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
+    ranks = dist.get_world_size(engine.optimizer.dp_process_group)
+    if written not in (0, ranks):
+        raise ConfigError(
+            f"{str(Path(load_dir, name))!r} was written by {written} ranks; found {ranks}; possible with "
+            f'"checkpoint": {{}} in the {KEY} block'
+        )
 
 
 #: The methods of DeepSpeed that are replaced, and by what. Parameters of one list may belong to several engines, and a step may
