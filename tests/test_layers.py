@@ -18,7 +18,7 @@ LAYERS = [
     "hzero.topology", "hzero.plan.shards", "hzero.plan.program",
     "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.fsdp", "hzero.deepspeed",
     "hzero.autoload", "hzero",
-    "hzero.experiment", "hzero.plan", "hzero.run", "hzero.commands", "hzero.cli", "hzero.__main__",
+    "hzero.experiment", "hzero.data", "hzero.plan", "hzero.run", "hzero.commands", "hzero.cli", "hzero.__main__",
 ]  # fmt: skip
 #: Layers that may import DeepSpeed.
 WITH_DEEPSPEED = {"hzero.deepspeed", "hzero.commands"}
