@@ -318,6 +318,24 @@ class CheckpointConfig(Frozen):
     trust: bool = False
 
 
+class SequenceConfig(Frozen):
+    """Sequences that a group of ranks shares, and that attention, hidden units and loss read in chunks.
+
+    The ranks of a group get the same samples; each keeps every `parallel`-th part of a chunk. Groups are neighbours in the order
+    of ranks, on the inner tiers. Attention sends its chunks over the group with the codecs of `codecs.sequence`.
+
+    Attributes:
+        parallel: Ranks of a group, which divide the world and the model's heads.
+        chunk: Tokens of a chunk on each rank.
+        offload: Whether what waits for backward, and the chunks of attention that are not in use, lie in pinned memory of the
+            host.
+    """
+
+    parallel: int = Field(default=1, ge=1)
+    chunk: int = Field(default=4096, ge=1)
+    offload: bool = True
+
+
 def _groups(value: Any) -> Any:
     if value in (None, AUTOMATIC) or (type(value) is int and value >= 1):
         return value
@@ -420,6 +438,7 @@ class Block(Frozen):
     order: CollectiveOrder | None = None
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig | None = None
+    sequence: SequenceConfig | None = None
     topology: Topology = TopologyConfig()
 
     @field_validator("guard", mode="before")
@@ -473,6 +492,7 @@ class HZeroConfig(Block):
             `lanes` elsewhere. All engines of a process have the same order. Messages between pipeline stages are not ordered.
         guard: Checks that end a training that diverges, or whose resident weights are wrong.
         checkpoint: Safe saves and loads of DeepSpeed's checkpoints; null leaves them to DeepSpeed.
+        sequence: Long sequences, in chunks and over groups of ranks; null leaves the model as it is.
         topology: Places of the ranks. `discover`, the default, finds them; a preset's name or a file names a machine; a block
             declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.

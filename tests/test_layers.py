@@ -16,7 +16,7 @@ LAYERS = [
     "hzero.launch", "hzero.manifest", "hzero.stop",
     "hzero.codecs.formats", "hzero.config",
     "hzero.topology", "hzero.plan.shards", "hzero.plan.program",
-    "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.fsdp", "hzero.deepspeed",
+    "hzero.codecs", "hzero.comm", "hzero.sequence", "hzero.engine", "hzero.fsdp", "hzero.deepspeed",
     "hzero.autoload", "hzero",
     "hzero.experiment", "hzero.data", "hzero.plan", "hzero.run", "hzero.commands", "hzero.cli", "hzero.__main__",
 ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Long sequences: attention, hidden units and loss in chunks on the host, and groups of ranks that share a sequence."""

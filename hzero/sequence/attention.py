@@ -1,0 +1,535 @@
+"""Causal attention over sequences that are split over ranks, chunk by chunk (FPDT, arXiv 2408.16978).
+
+Rank r of a group holds the r-th part of every chunk of the sequence. Projections, norms and MLPs work on these tokens. For
+attention an all-to-all gives each rank all tokens of the chunk, for its share of the heads (Ulysses, arXiv 2309.14509). So
+an exchange has the size of a chunk, and the next one is under way while a chunk computes. A chunk of queries meets the chunks
+of keys and values before it one after the other; partial results are merged by their log-sum-exps, as in ring attention
+(arXiv 2310.01889). Chunks that do not compute lie on the host.
+
+Backward goes through the chunks in reverse. When it reaches a chunk, all later ones have added their parts of the gradients of
+its keys and values, so these are complete, and the gradients of the chunk's tokens follow at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from hzero.comm.communicator import Communicator
+from hzero.sequence.host import HostMemory
+
+#: Queries, keys and values, ``[batch, heads, tokens, size]``.
+Projected: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_aten = torch.ops.aten
+
+
+class Documents:
+    """Which tokens belong together: a token sees those of its own document only.
+
+    Args:
+        numbers: The document of each token of the whole sequence, ``[batch, tokens]``, ascending.
+        length: Tokens of a chunk, of all ranks.
+    """
+
+    def __init__(self, numbers: torch.Tensor, length: int) -> None:
+        self._chunks = numbers.split(length, 1)
+        self._first = [chunk[:, 0].tolist() for chunk in self._chunks]
+        self._last = [chunk[:, -1].tolist() for chunk in self._chunks]
+
+    def seen(self, of: int) -> list[int]:
+        """The chunks that hold something for the queries of a chunk; it is the last of them."""
+        begins = self._first[of]
+        return [one for one in range(of + 1) if any(end >= begin for end, begin in zip(self._last[one], begins))]
+
+    def mask(self, of: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """What is added to the scores of a chunk of queries and one of keys; None if all of them are of one document."""
+        if self._first[keys] == self._last[of]:
+            return None
+        rows, columns = self._chunks[of][:, :, None], self._chunks[keys][:, None, :]
+        visible = rows == columns
+        if of == keys:
+            visible = visible.tril()
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        # The device's kernel reads rows that start at multiples of 16 bytes.
+        return pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]].unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one rank's tokens, chunk by chunk.
+
+    Attributes:
+        group: Ranks that share the sequence; None: this rank has all of it.
+        memory: Where chunks lie that do not compute.
+        chunk: Tokens of a chunk on this rank; the last one may be shorter.
+        documents: None if all tokens of a sequence are of one document.
+    """
+
+    group: Communicator | None
+    memory: HostMemory
+    chunk: int
+    documents: Documents | None = None
+
+    def slices(self, tokens: int) -> list[slice]:
+        """The chunks of this rank's tokens."""
+        return [slice(start, min(start + self.chunk, tokens)) for start in range(0, tokens, self.chunk)]
+
+    def forward(
+        self,
+        projected: Iterable[Projected],
+        scale: float,
+        finish: Callable[[int, torch.Tensor], Any],
+        keep: bool,
+    ) -> list[torch.Tensor]:
+        """Attends from the first chunk to the last.
+
+        Args:
+            projected: Queries, keys and values of all heads, for this rank's tokens of one chunk after the other. Read one
+                ahead of the chunk that computes. Heads are a multiple of the ranks (`for_ranks`).
+            scale: Of the scores.
+            finish: Is called with what a chunk's tokens of this rank have attended to, ``[batch, heads, tokens, size]``.
+            keep: Whether backward follows.
+
+        Returns:
+            For `backward`, five tensors of every chunk, as `HostMemory` keeps them; without ``keep`` nothing.
+        """
+        following = iter(projected)
+        stored: list[list[torch.Tensor]] = []
+        kept: list[torch.Tensor] = []
+        finishing: Callable[[], Any] | None = None
+        ahead = self._to_heads(next(following))
+        while ahead is not None:
+            at, (query, key, value) = len(stored), ahead()
+            ahead = self._to_heads(next(following, None))
+            *before, _ = self._seen(at)
+            fetched = self.memory.fetch([stored[one] for one in before])
+            stored.append(self.memory.store(key, value))
+            mask = self._mask(at, at, query.dtype)
+            out, weight = _attend(query, key, value, scale, mask, mask is None)
+            out = out.float()
+            del key, value
+            for one, (key, value) in zip(before, fetched):
+                more, its_weight = _attend(query, key, value, scale, self._mask(at, one, query.dtype), False)
+                both = torch.logaddexp(weight, its_weight)
+                out = out.mul_((weight - both).exp_().unsqueeze(-1)).add_(
+                    more * (its_weight - both).exp_().unsqueeze(-1)
+                )
+                weight = both
+                del key, value, more, its_weight
+            out = out.to(query.dtype)
+            if keep:
+                kept += [*self.memory.store(query, out, weight), *stored[at]]
+            back = self._to_tokens([out])
+            if finishing is not None:  # of the chunk before: its exchange was under way while this one has computed
+                finishing()
+            finishing = partial(_finish, finish, at, back)
+        if finishing is not None:
+            finishing()
+        self.memory.settle()
+        return kept
+
+    def backward(
+        self,
+        kept: Sequence[torch.Tensor],
+        gradients: Iterable[torch.Tensor],
+        scale: float,
+        finish: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Any],
+    ) -> None:
+        """Makes gradients from the last chunk to the first.
+
+        Args:
+            kept: From `forward`.
+            gradients: Of what ``finish`` got there, in the same shapes, from the last chunk to the first. Read one ahead.
+            scale: As there.
+            finish: Is called with the gradients of a chunk's queries, keys and values, in the shapes of ``projected`` there.
+        """
+        following = iter(gradients)
+        rows = [kept[first : first + 5] for first in range(0, len(kept), 5)]
+        sums: dict[int, list[torch.Tensor]] = {}
+        finishing: Callable[[], Any] | None = None
+        own = self.memory.fetch(row[:3] for row in reversed(rows))
+        ahead = self._to_heads([next(following)])
+        for at, (query, out, weight) in zip(reversed(range(len(rows))), own):
+            assert ahead is not None
+            (incoming,) = ahead()
+            after = next(following, None)
+            ahead = self._to_heads(None if after is None else [after])
+            of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+            seen = self._seen(at)
+            # Sums are looked up only when the chunk's turn comes, since the chunk of queries before has changed them.
+            fetched = self.memory.fetch([*rows[one][3:], *sums.get(one, ())] for one in seen)
+            for one, (key, value, *summed) in zip(seen, fetched):
+                mask = self._mask(at, one, query.dtype)
+                causal = at == one and mask is None
+                part, *parts = _attend_backward(incoming, query, key, value, out, weight, scale, mask, causal)
+                of_query += part
+                pair = [new.float() for new in parts]
+                for new, old in zip(pair, summed):
+                    new += old
+                del key, value, part, parts, summed
+                if one < at:
+                    sums[one] = self.memory.store(*pair, into=sums.get(one))
+            back = self._to_tokens([whole.to(query.dtype) for whole in (of_query, *pair)])
+            if finishing is not None:
+                finishing()
+            finishing = partial(_finish, finish, at, back)
+        if finishing is not None:
+            finishing()
+        self.memory.settle()
+
+    def for_ranks(self, heads: torch.Tensor) -> torch.Tensor:
+        """Keys or values, repeated if they have fewer heads than there are ranks, so that each rank gets one."""
+        ranks = 1 if self.group is None else self.group.plan.grid.world_size
+        return heads.repeat_interleave(ranks // heads.shape[1], 1) if heads.shape[1] < ranks else heads
+
+    def _seen(self, at: int) -> list[int]:
+        return list(range(at + 1)) if self.documents is None else self.documents.seen(at)
+
+    def _mask(self, at: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if self.documents is None else self.documents.mask(at, keys, dtype)
+
+    def _to_heads(self, tensors: Sequence[torch.Tensor] | None) -> Callable[[], Sequence[torch.Tensor]] | None:
+        """From some tokens of all heads to all tokens of some heads. Under way until the result is called."""
+        if tensors is None:
+            return None
+        if self.group is None:
+            return lambda: tensors
+        ranks = self.group.plan.grid.world_size
+        parts = torch.cat([one.unflatten(1, (ranks, -1)) for one in tensors], 2).movedim(1, 0)
+        chain, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] // ranks for one in tensors]
+        return lambda: chain.wait().movedim(0, 2).flatten(2, 3).split(sizes, 1)
+
+    def _to_tokens(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+        """The way back of `_to_heads`."""
+        if self.group is None:
+            return lambda: tensors
+        ranks = self.group.plan.grid.world_size
+        parts = torch.cat([one.unflatten(2, (ranks, -1)) for one in tensors], 1).movedim(2, 0)
+        chain, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] for one in tensors]
+        return lambda: [one.flatten(1, 2) for one in chain.wait().movedim(0, 1).split(sizes, 2)]
+
+
+def _finish(finish: Callable[..., Any], at: int, arrived: Callable[[], Sequence[torch.Tensor]]) -> None:
+    finish(at, *arrived())
+
+
+def _once(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+    """The gradient of heads that `_widened` has repeated."""
+    return gradient.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32).to(gradient.dtype)
+
+
+# ---- a chunk of queries and one of keys -----------------------------------------------------------------------------
+
+
+def _flash(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a device's flash kernel takes it, or the memory-efficient one, which needs as many keys' heads as queries'."""
+    return mask is None and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What queries attend to, and the log-sum-exps of their scores, float32."""
+    if query.device.type == "cpu":
+        out, weight = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    elif _flash(query, mask):
+        out, weight, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    else:
+        key, value, bias = _widened(query, key, value, mask)
+        out, weight, *_ = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, causal, scale=scale
+        )
+        weight = weight[..., : query.shape[2]]  # it has rows up to a multiple of 32
+    if mask is not None:  # kernels differ in what they leave for a query that sees none of these keys
+        sees = (mask > -torch.inf).any(-1)
+        weight, out = weight.where(sees, -torch.inf), out.where(sees.unsqueeze(-1), 0)
+    return out, weight
+
+
+def _attend_backward(
+    incoming: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> Sequence[torch.Tensor]:
+    """Gradients of queries, keys and values, from the output and the log-sum-exps over all keys."""
+    incoming = incoming.contiguous()
+    if query.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+            incoming, query, key, value, out, weight, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    if _flash(query, mask):
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+            incoming, query, key, value, out, weight, None, None, query.shape[2], key.shape[2], 0.0, causal, seed, seed,
+            scale=scale,
+        )  # fmt: skip
+    heads = key.shape[1]
+    key, value, bias = _widened(query, key, value, mask)
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    weight = pad(weight, (0, -weight.shape[-1] % 32), value=torch.inf)
+    of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        incoming, query, key, value, bias, out, weight, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return of_query, _once(of_key, heads), _once(of_value, heads)
+
+
+def _widened(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys, values and mask for all heads of the queries."""
+    times = query.shape[1] // key.shape[1]
+    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), bias
+
+
+# ---- in a model's graph ---------------------------------------------------------------------------------------------
+
+
+class Pieces:
+    """Runs a module in pieces, and in backward again, and adds up the gradients of its parameters.
+
+    So each parameter's gradient reaches the graph once, as if the module had run in one piece. Gradients of a narrow type
+    are summed in float32. Make it in forward: backward has the same autocast.
+
+    Args:
+        parameters: Those that need a gradient.
+        of: A tensor of the device.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], of: torch.Tensor) -> None:
+        kind = of.device.type
+        self.cast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self._parameters = parameters
+
+    def start(self) -> None:
+        """Begins a backward."""
+        self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
+
+    def pull(self, piece: Callable[..., Any], inputs: Sequence[Any], needed: int, gradients: Any) -> list[torch.Tensor]:
+        """Runs a piece again, and returns the gradients of its first ``needed`` inputs."""
+        with torch.enable_grad(), self.cast():
+            leaves = [one.detach().requires_grad_() for one in inputs[:needed]]
+            outputs = piece(*leaves, *inputs[needed:])
+        found = torch.autograd.grad(outputs, [*leaves, *self._parameters], gradients, allow_unused=True)
+        for at, new in enumerate(found[needed:]):
+            if new is not None:
+                old = self._sums[at]
+                self._sums[at] = new.float() if old is None else old.add_(new)
+        return list(found[:needed])
+
+    def sums(self) -> list[torch.Tensor | None]:
+        """Gradients of the parameters; None for one that no piece has used."""
+        return [one if one is None else one.to(like.dtype) for one, like in zip(self._sums, self._parameters)]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer around its attention: two functions of tokens, each of which needs no other tokens.
+
+    Attributes:
+        attention: Between the two.
+        scale: Of its scores.
+        before: From tokens, and cosines and sines of their positions, to queries, keys and values.
+        after: From tokens and what they have attended to, ``[batch, tokens, heads * size]``, to the layer's result.
+        parameters: Those of the layer that need a gradient.
+    """
+
+    attention: Attention
+    scale: float
+    before: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Projected]
+    after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    parameters: Sequence[torch.Tensor]
+
+    @torch.compiler.disable
+    def run(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Runs the layer on this rank's tokens, ``[batch, tokens, width]``."""
+        result: torch.Tensor = _Layer.apply(self, torch.is_grad_enabled(), states, cos, sin, *self.parameters)
+        return result
+
+    def begin(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
+        """`before`, with heads for all ranks."""
+        query, key, value = self.before(states, cos, sin)
+        return query, self.attention.for_ranks(key), self.attention.for_ranks(value)
+
+    def end(self, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """`after`, from ``[batch, heads, tokens, size]``."""
+        return self.after(states, attended.transpose(1, 2).flatten(2))
+
+
+class _Layer(torch.autograd.Function):
+    """Keeps nothing but the layer's input, and attends again in backward: the layer is its own activation checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
+        (states, cos, sin), memory = tensors[:3], layer.attention.memory
+        slices, stored, out = layer.attention.slices(states.shape[1]), [], torch.empty_like(states)
+
+        def finish(at: int, attended: torch.Tensor) -> None:
+            part = states[:, slices[at]]
+            out[:, slices[at]] = layer.end(part, attended)
+            if training:
+                stored.extend(memory.store(part))
+
+        projected = (layer.begin(states[:, part], cos[:, part], sin[:, part]) for part in slices)
+        layer.attention.forward(projected, layer.scale, finish, keep=False)
+        ctx.layer, ctx.pieces = layer, Pieces(layer.parameters, states)
+        ctx.save_for_backward(cos, sin, *stored)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        layer, pieces, (cos, sin, *stored) = ctx.layer, ctx.pieces, ctx.saved_tensors
+        attention, memory = layer.attention, layer.attention.memory
+        slices = attention.slices(gradient.shape[1])
+        places = [(cos[:, part], sin[:, part]) for part in slices]
+        attended: list[torch.Tensor] = []
+        with pieces.cast():
+            states = memory.fetch([one] for one in stored)
+            projected = (layer.begin(one, *place) for (one,), place in zip(states, places))
+            kept = attention.forward(
+                projected, layer.scale, lambda _, one: attended.extend(memory.store(one)), keep=True
+            )
+        result, in_use = torch.empty_like(gradient), dict[int, torch.Tensor]()
+        pieces.start()
+
+        def incoming() -> Iterator[torch.Tensor]:
+            pairs = memory.fetch(reversed(list(zip(stored, attended))))
+            for at, pair in zip(reversed(range(len(slices))), pairs):
+                in_use[at] = pair[0]
+                result[:, slices[at]], of_attended = pieces.pull(layer.end, pair, 2, gradient[:, slices[at]])
+                yield of_attended
+
+        def finish(at: int, of_query: torch.Tensor, *rest: torch.Tensor) -> None:
+            inputs = in_use.pop(at), *places[at]
+            result[:, slices[at]] += pieces.pull(layer.begin, inputs, 1, (of_query, *rest))[0]
+
+        attention.backward(kept, incoming(), layer.scale, finish)
+        return None, None, result, None, None, *pieces.sums()
+
+
+class _Attended(torch.autograd.Function):
+    """Attention alone, of whole queries, keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, attention: Attention, scale: float, training: bool, *whole: torch.Tensor) -> torch.Tensor:
+        query, key, value = whole
+        slices = attention.slices(query.shape[2])
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+
+        def finish(at: int, attended: torch.Tensor) -> None:
+            out[:, slices[at]] = attended.transpose(1, 2)
+
+        projected = ((query[:, :, part], key[:, :, part], value[:, :, part]) for part in slices)
+        kept = attention.forward(projected, scale, finish, keep=training)
+        ctx.attention, ctx.scale, ctx.shapes = attention, scale, [one.shape for one in whole]
+        ctx.save_for_backward(*kept)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        slices = ctx.attention.slices(gradient.shape[1])
+        results = [gradient.new_empty(shape) for shape in ctx.shapes]
+
+        def finish(at: int, *parts: torch.Tensor) -> None:
+            for result, part in zip(results, parts):
+                result[:, :, slices[at]] = part
+
+        incoming = (gradient[:, part].transpose(1, 2) for part in reversed(slices))
+        ctx.attention.backward(ctx.saved_tensors, incoming, ctx.scale, finish)
+        return None, None, None, *results
+
+
+@torch.compiler.disable
+def attend(
+    attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of this rank's tokens, from queries, keys and values of all heads.
+
+    Args:
+        attention: How.
+        query: ``[batch, heads, tokens, size]``.
+        key: The same, with as many heads or fewer.
+        value: As ``key``.
+        scale: Of the scores.
+
+    Returns:
+        ``[batch, tokens, heads, size]``.
+    """
+    key, value = attention.for_ranks(key), attention.for_ranks(value)
+    result: torch.Tensor = _Attended.apply(attention, scale, torch.is_grad_enabled(), query, key, value)
+    return result
+
+
+class _Tiled(torch.autograd.Function):
+    """A module that needs no other tokens, and runs again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, attention: Attention, piece: Any, training: bool, states: torch.Tensor, labels: Any, *parameters: Any
+    ) -> torch.Tensor:
+        slices, stored, results = attention.slices(states.shape[1]), list[torch.Tensor](), None
+        for part in slices:
+            one = piece(states[:, part], None if labels is None else labels[:, part])
+            if results is None:
+                results = one.new_empty(*states.shape[:2], *one.shape[2:])
+            results[:, part] = one
+            if training:
+                stored += attention.memory.store(states[:, part])
+        attention.memory.settle()
+        ctx.attention, ctx.piece, ctx.pieces = attention, piece, Pieces(parameters, states)
+        ctx.save_for_backward(labels, *stored)
+        return results  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        labels, *stored = ctx.saved_tensors
+        ctx.pieces.start()
+        results = None
+        for part, (states,) in zip(ctx.attention.slices(gradient.shape[1]), ctx.attention.memory.fetch(zip(stored))):
+            inputs = states, None if labels is None else labels[:, part]
+            (one,) = ctx.pieces.pull(ctx.piece, inputs, 1, gradient[:, part])
+            if results is None:
+                results = one.new_empty(*gradient.shape[:2], *one.shape[2:])
+            results[:, part] = one
+        return None, None, None, results, None, *ctx.pieces.sums()
+
+
+@torch.compiler.disable
+def tiled(
+    attention: Attention,
+    piece: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    states: torch.Tensor,
+    labels: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs a module chunk by chunk, so that what it needs in between has the size of a chunk.
+
+    DeepSpeed's `TiledMLP` and `TiledFusedLogitsLoss` do the same for ZeRO, but write gradients into parameters past the
+    graph, which FSDP2 does not see.
+
+    Args:
+        attention: Gives the chunks, and where they lie until backward.
+        piece: From tokens, and their labels, to a result for each.
+        parameters: Those of the module that need a gradient.
+        states: ``[batch, tokens, width]``.
+        labels: ``[batch, tokens]``; None if there are none.
+    """
+    result: torch.Tensor = _Tiled.apply(attention, piece, torch.is_grad_enabled(), states, labels, *parameters)
+    return result
