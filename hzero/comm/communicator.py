@@ -258,10 +258,10 @@ class Communicator:
         sums, copies = (self._bucket("all_reduce", tensor, chunk, use, key) for use in USES[:2])
         if not self._copying.steps or not flat.numel():
             return _ended(self._run(copies, self._again, flat, then), async_op)
-        same, own = self._seeds()
+        same, mine = self._seeds()
         held: list[torch.Tensor] = []
-        reduced = self._reduce(sums, flat, op, own, held.append)
-        how: dict[str, Any] = {"seed": same, "own_seed": own, "after": [reduced]}
+        reduced = self._reduce(sums, flat, op, mine, held.append)
+        how: dict[str, Any] = {"seed": same, "first_seed": mine, "after": [reduced]}
         return _ended(self._run(copies, self._again, flat, then, read=lambda: [held.pop()], **how), async_op)
 
     @torch.compiler.disable
@@ -322,8 +322,8 @@ class Communicator:
         flat, (rows, *rest) = self._flat("all_gather", tensor), tensor.shape or (1,)
         bucket = self._bucket("all_gather", tensor, flat.numel(), "copies")
         then = self._shaped(tensor.dtype, (rows * self.plan.grid.world_size, *rest))
-        same, own = self._seeds()
-        return _ended(self._run(bucket, self._copying, flat, then, seed=same, own_seed=own), async_op)
+        same, mine = self._seeds()
+        return _ended(self._run(bucket, self._copying, flat, then, seed=same, first_seed=mine), async_op)
 
     @torch.compiler.disable
     def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
@@ -384,7 +384,7 @@ class Communicator:
         flat = self._flat("send", tensor)
         program, bucket = self._message("send", tensor, "dst", dst)
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        return _ended(self._run(bucket, program, flat, lambda _: None, seed=self._own_seed(self._sent)), async_op)
+        return _ended(self._run(bucket, program, flat, lambda _: None, seed=self._seed_of_rank(self._sent)), async_op)
 
     @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -454,7 +454,7 @@ class Communicator:
         read = read or (lambda: [flat])
         if not program.steps or not flat.numel():  # nothing has to be sent
             program, read = _NOTHING, lambda: [self._collectives.used(flat).clone()]
-        return self._collectives.bind(program, bucket).run(read, lambda left: then(left[0]), **how)
+        return self._collectives.bind(program, bucket).run(read, lambda tensors: then(tensors[0]), **how)
 
     def _shaped(self, dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes the result of an operation of the elements that it leaves, which may be float32, and more than there are.
@@ -463,10 +463,10 @@ class Communicator:
         """
         numel = math.prod(shape)
 
-        def made(left: torch.Tensor) -> torch.Tensor:
+        def made(flat: torch.Tensor) -> torch.Tensor:
             if self.streams is None:  # on a device the host does not wait: `verify` tells
                 self._refuse_lost()
-            return left.to(dtype)[:numel].view(shape)
+            return flat.to(dtype)[:numel].view(shape)
 
         return made
 
@@ -484,9 +484,9 @@ class Communicator:
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
         self._calls += 1
-        return (self._calls * 1_000_003) & 0x7FFFFFFF, self._own_seed(self._calls)
+        return (self._calls * 1_000_003) & 0x7FFFFFFF, self._seed_of_rank(self._calls)
 
-    def _own_seed(self, count: int) -> int:
+    def _seed_of_rank(self, count: int) -> int:
         return (count * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
 
     # ---- arguments -------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
-#: Yields None when it has read its inputs, then each hop (`hzero.comm.runtime.Pending`) when it has started it; of a hop of
-#: several rounds the last one. Is resumed when the hop has ended, and returns the chain's result.
-Hops: TypeAlias = Generator[Any, None, T]
+#: What a chain runs. It yields None when it has read its inputs, then each hop (`hzero.comm.runtime.Pending`) when it has started
+#: it; of a hop of several rounds the last one. It is resumed when the hop has ended, and returns the chain's result.
+Steps: TypeAlias = Generator[Any, None, T]
 #: How long hops under way may take to end after an exception, whose peers may never come, in seconds.
 _AFTER_ERROR_S = 3.0
 
@@ -68,9 +68,7 @@ class DeviceStreams:
         return self.device.stream(self._streams[key])  # type: ignore[no-any-return]
 
     def collective(self, start: Callable[..., Any]) -> Work:
-        """Starts a collective; under the order ``strict`` it comes behind all others, and on their stream."""
-        if self.order == "lanes":
-            return start(async_op=True)  # type: ignore[no-any-return]
+        """Starts a collective behind all others, and on their stream."""
         before = self.event()
         with self._on("collectives"):
             self.wait(before)
@@ -122,9 +120,9 @@ class Chain(Generic[T]):
         lanes: Lanes of the hops.
     """
 
-    def __init__(self, run_by: Lanes, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]]) -> None:
+    def __init__(self, run_by: Lanes, steps: Steps[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]]) -> None:
         self.lanes = lanes
-        self._run_by, self._hops, self._after = run_by, hops, after
+        self._run_by, self._steps, self._after = run_by, steps, after
         self._ended: float = 0  # hops that have; infinite when the result is there, or an error
         self._changed = threading.Condition()
         self._result: T | None = None
@@ -148,7 +146,7 @@ class Chain(Generic[T]):
             HopError: A hop of this chain, or of one that it waits for, failed.
         """
         streams = self._run_by.streams
-        if streams is None and not self.done:
+        if streams is None and self._ended < math.inf:
             with record_function("hzero: wait"):
                 self._await()
         if self._error is not None:
@@ -183,39 +181,34 @@ class Chain(Generic[T]):
             self._run_by.streams.wait(self._read)  # type: ignore[union-attr]
 
     def _resume(self) -> Any:
-        """Goes on to the next hop and starts it; None where there is none, or when the result is there."""
-        try:
-            return next(self._hops)
-        except StopIteration as stop:
-            self._end(stop.value, None)
-            return None
+        """Goes on to the next hop and starts it; None where inputs have been read, or the result is there.
 
-    def _prepare(self) -> None:
-        """Reads the inputs, once the chains that make them have ended."""
+        At first it waits for the chains that make its inputs, and reads these.
+        """
         after, self._after = self._after, ()
         for other in after:
             other._await()
             if other._error is not None:
                 raise other._error
-        self._resume()
+        try:
+            return next(self._steps)
+        except StopIteration as stop:
+            self._pass(math.inf, stop.value)
+            return None
 
-    def _end(self, result: T | None, error: BaseException | None) -> None:
-        self._result, self._error = result, error
-        self._pass(math.inf)
-        for callback in self._callbacks:
-            callback()
-
-    def _pass(self, hops: float) -> None:
-        """So many hops have ended."""
+    def _pass(self, hops: float, result: T | None = None, error: BaseException | None = None) -> None:
+        """So many hops have ended, or all that the chain does."""
         with self._changed:
-            self._ended = max(self._ended, hops)
+            self._result, self._error, self._ended = result, error, hops
             self._changed.notify_all()
+        for callback in self._callbacks if hops == math.inf else ():
+            callback()
 
     def _await(self, hops: float = math.inf) -> None:
         """Waits until as many hops have ended, or the whole chain has."""
-        if self._ended < hops:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended >= hops)
+        with self._changed:
+            while self._ended < hops:
+                self._changed.wait()
 
 
 class Lanes:
@@ -267,11 +260,11 @@ class Lanes:
         """Whether roles have lanes of their own."""
         return self.streams is None and self.order == "lanes"
 
-    def submit(self, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
+    def submit(self, steps: Steps[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
         """Starts a chain. All ranks of a lane submit its chains in the same order.
 
         Args:
-            hops: Reads its inputs, starts a hop on each of ``lanes``, in this order, and makes the result. It may run on
+            steps: Read their inputs, start a hop on each of ``lanes``, in this order, and make the result. They may run on
                 another thread.
             lanes: Lanes of the hops.
             after: Chains whose results this one reads.
@@ -279,19 +272,26 @@ class Lanes:
         Returns:
             The chain. Its inputs are read on this call, except where it comes after others.
         """
-        chain = Chain(self, hops, lanes, after)
+        chain = Chain(self, steps, lanes, after)
         interrupt: BaseException | None = None
         if self.streams is not None:
             with self._changed:
                 interrupt = self._enqueue(chain, self.streams)
         else:
             if not after:
-                interrupt = self._read(chain)
+                try:
+                    with self._around(), lasting():
+                        chain._resume()
+                        if not lanes:
+                            chain._resume()
+                except BaseException as error:  # its lanes will know of it
+                    interrupt = self._fail(chain, error)
             with self._changed:
                 if lanes or not chain.done:
                     self._running[chain] = None
                     for index, lane in enumerate(lanes or (None,)):
-                        self._jobs_of(lane).put((chain, index, lane))
+                        place = lane if self.order == "lanes" else None
+                        (self._jobs.get(place) or self._jobs_of(place)).put((chain, index, lane))
         if interrupt is not None:
             raise interrupt
         return chain
@@ -300,35 +300,22 @@ class Lanes:
         """Keeps the error for whoever waits for the chain, which all ranks do at the same point; gives an interrupt back."""
         if not chain.done:
             self.failures += 1
-            chain._end(None, error)
+            chain._pass(math.inf, error=error)
         return None if isinstance(error, Exception) else error
 
     # ---- threads ------------------------------------------------------------------------------------------------
 
-    def _read(self, chain: Chain[Any]) -> BaseException | None:
-        try:
-            with self._around(), lasting():
-                chain._resume()
-                if not chain.lanes:
-                    chain._resume()
-        except BaseException as error:  # its lanes will know of it
-            return self._fail(chain, error)
-        return None
-
     def _jobs_of(self, lane: Lane | None) -> queue.SimpleQueue[Any]:
-        lane = None if self.order == "strict" else lane
-        if lane not in self._jobs:
-            self._jobs[lane] = queue.SimpleQueue()
-            name = f"hzero {' '.join(lane)}" if lane else "hzero"
-            threading.Thread(target=self._serve, args=(self._jobs[lane],), name=name, daemon=True).start()
-        return self._jobs[lane]
+        """Makes a lane."""
+        jobs = self._jobs[lane] = queue.SimpleQueue()
+        name = f"hzero {' '.join(lane)}" if lane else "hzero"
+        threading.Thread(target=self._serve, args=(jobs,), name=name, daemon=True).start()
+        return jobs
 
     def _serve(self, jobs: queue.SimpleQueue[Any]) -> None:
         torch.set_grad_enabled(False)  # of this thread
         while True:
-            job = jobs.get()
-            self._run(*job)
-            del job  # it holds a chain, and so its buffers
+            self._run(*jobs.get())
 
     def _run(self, chain: Chain[Any], index: int, lane: Lane | None) -> None:
         """Runs a hop of a chain on its lane; the last one's lane makes the result."""
@@ -339,7 +326,7 @@ class Lanes:
             try:
                 with self._around():
                     if chain._after:
-                        chain._prepare()
+                        chain._resume()
                     pending = chain._resume()
                 assert (pending is None) == (lane is None), "it has as many hops as it has announced"
                 if pending is not None:
@@ -366,26 +353,26 @@ class Lanes:
 
     def _enqueue(self, chain: Chain[Any], streams: DeviceStreams) -> BaseException | None:
         """Enqueues all of a chain."""
-        left, before = list(chain.lanes), streams.event()
+        lanes, started, before = chain.lanes, 0, streams.event()
         try:
-            with streams.on(left[0] if left else None, results=not left), lasting():
+            with streams.on(lanes[0] if lanes else None, results=not lanes), lasting():
                 streams.wait(before)
                 for other in chain._after:
                     if other._error is None:
                         streams.wait(other._finished)
-                chain._prepare()
+                chain._resume()
                 chain._read = streams.event()
-            while left:
-                if left[0] in self._broken:
-                    raise self._broken[left[0]]
-                with streams.on(left[0]), lasting():
+            for lane in lanes:
+                if lane in self._broken:
+                    raise self._broken[lane]
+                with streams.on(lane), lasting():
                     chain._resume()
-                del left[0]
-            with streams.on(chain.lanes[-1] if chain.lanes else None, results=True), lasting():
+                started += 1
+            with streams.on(lanes[-1] if lanes else None, results=True), lasting():
                 chain._resume()
                 chain._finished = streams.event()
         except BaseException as error:
-            for lane in left:  # as for threads
+            for lane in lanes[started:]:  # as for threads
                 self._broken.setdefault(lane, error)
             return self._fail(chain, error)
         return None

@@ -228,7 +228,7 @@ class MpiWires:
 
     def broadcast(self, message: torch.Tensor, root: int) -> MpiWork:
         """As `TorchWires.broadcast`."""
-        posts = [(partial(self.comm.Ibcast, self._buffer(piece), root), None) for piece in _pieces(message)]
+        posts = [(partial(self.comm.Ibcast, self._buffer(segment), root), None) for segment in _segments(message)]
         return MpiWork(self, posts, (message,))
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> MpiWork:
@@ -241,15 +241,15 @@ class MpiWires:
 
     def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> Iterator[_Post]:
         start = self.comm.Isend if sends else self.comm.Irecv
-        for piece in _pieces(message):
-            yield partial(start, self._buffer(piece), peer, _TAG), None if sends else piece.nbytes
+        for segment in _segments(message):
+            yield partial(start, self._buffer(segment), peer, _TAG), None if sends else segment.nbytes
 
     def _buffer(self, tensor: torch.Tensor) -> list[Any]:
         """Address and size, which are all that MPI takes of what DLPack says, of a host's memory as of a GPU's."""
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self.mpi.BYTE]
 
 
-def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
+def _segments(message: torch.Tensor) -> Sequence[torch.Tensor]:
     """Messages of at most `MESSAGE_BYTES`; none of an empty one."""
     return message.view(-1).split(MESSAGE_BYTES) if message.numel() else ()
 

@@ -38,7 +38,7 @@ class LaneHops:
         since: When the last one started.
         size: Its bytes.
         what: Describes it.
-        passed: Whether the device is past it.
+        passed: Says whether the device is past it; None: a wait says so.
     """
 
     name: str
@@ -49,18 +49,12 @@ class LaneHops:
     since: float = 0.0
     size: int = 0
     what: Callable[[], str] = str
-    passed: Callable[[], bool] = bool
-
-    def start(self, what: Callable[[], str], size: int, passed: Callable[[], bool]) -> int:
-        """Counts a hop. Returns its number, from 1."""
-        self.what, self.size, self.passed, self.since = what, size, passed, time.monotonic()
-        self.started += 1
-        return self.started
+    passed: Callable[[], bool] | None = None
 
     def waited_s(self) -> float:
         """Seconds since the start of the last hop, or 0 if it has ended."""
         waited_s, waits = time.monotonic() - self.since, self.started > self.ended
-        if not waits and self.started and waited_s > self.timeout_s / 2:  # asked earlier, a device may capture a graph
+        if self.passed is not None and not waits and waited_s > self.timeout_s / 2:  # earlier it may capture a graph
             with contextlib.suppress(RuntimeError):  # of a device that has failed
                 waits = not self.passed()
         return waited_s if waits else 0.0
@@ -73,14 +67,14 @@ class Peers:
     Attributes:
         wires: Their wires.
         ranks: Of the world, in the order of coordinates.
-        own: Coordinate of this rank.
+        coordinate: That of this rank.
         hops: Counts the hops of the lane.
-        messages: Messages so far, the same on all ranks.
+        messages: Messages with checksums so far, the same on all ranks.
     """
 
     wires: Wires
     ranks: Sequence[int]
-    own: int
+    coordinate: int
     hops: LaneHops
     messages: int = 0
 
@@ -150,7 +144,8 @@ def wires_of(
 
         return communicator_of(lane, ranks, timeout)
     group = process_group(lane, ranks, timeout, backend)
-    return TorchWires(group, timeout) if streams is None else TorchWires(group, timeout, streams.collective)
+    strict = streams is not None and streams.order == "strict"
+    return TorchWires(group, timeout, streams.collective if strict else None)  # type: ignore[union-attr]
 
 
 def unused_name(

@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import functools
 import math
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch.profiler import record_function
 
 from hzero.codecs.codec import Codec
 from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
-from hzero.comm.lanes import Chain, DeviceStreams, Hops, Lanes
+from hzero.comm.lanes import Chain, DeviceStreams, Lanes, Steps
 from hzero.comm.peers import HopError, MissingPeerError, Peers
 from hzero.comm.wirelog import HopTimer, WireEntry, WireLog
 from hzero.comm.wires import STAGE, DisagreementError, Lane, Work
@@ -41,6 +42,7 @@ _BEHIND = 4
 #: Largest buffer that waits for another program where nothing else needs it. Memory that waits is missing in a layer's
 #: activations, and to allocate a large buffer takes less time than to fill it.
 _SMALL = 1 << 14
+_SIZE = operator.attrgetter("size")
 #: Added to a seed for each tier; seeds have 31 bits.
 _SALT, _SEED = 0x1E3779B1, 0x7FFFFFFF
 
@@ -57,6 +59,7 @@ class Bucket:
         channel: First part of the names of its lanes.
         direction: Last part, of a message from rank to rank; "" for none.
         name: Describes the tensors in messages; "" takes role and keys.
+        owned: Elements of this rank's shard of each tensor, without padding; of parameters.
     """
 
     keys: tuple[int, ...]
@@ -66,6 +69,7 @@ class Bucket:
     channel: str = STAGE
     direction: str = ""
     name: str = ""
+    owned: tuple[int, ...] = ()
 
     @functools.cached_property
     def label(self) -> str:
@@ -146,6 +150,24 @@ class Collectives:
         """A collective over the ranks of a lane, to be started any number of times; arguments as of `Collective`."""
         return Collective(self, lane, kind, size, what, **how)
 
+    def of_step(
+        self, step: Cross, bucket: Bucket, size: int, then: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> Collective:
+        """The collective of a program's step for a message of so many bytes, which the wire log counts."""
+        tier = step.tiers[0]
+        peers = float(self.receives(step)) if step.kind == "broadcast" else step.received
+        elements = step.rows * sum(bucket.chunks)
+        raw = math.ceil(elements * bucket.dtype.itemsize * peers)
+        counts = WireEntry(bucket.role, tier, step.codec.codec, 1, elements, size, round(size * peers), raw)
+        how: dict[str, Any] = {"algorithm": step.algorithms.of(size), "root": step.root, "counts": counts, "then": then}
+        what = _described(step, bucket)
+        return self.prepare(self.lane(bucket, tier), step.kind, size, what, dtype=bucket.dtype, **how)
+
+    def receives(self, step: Cross) -> bool:
+        """Whether this rank sends nothing in a step."""
+        coordinate = getattr(self.plan.grid.coordinates(self.plan.rank), step.tiers[0])
+        return step.kind == "receive" or (step.kind == "broadcast" and step.root != coordinate)
+
     def lane(self, bucket: Bucket, tier: Tier) -> Lane:
         """The lane of a bucket's hops on a tier."""
         channel = self._roles.get(bucket.role, bucket.channel)
@@ -219,31 +241,39 @@ class Call(NamedTuple):
 
     Attributes:
         seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
-        own_seed: Seed of the first encoding; None takes the same.
+        first_seed: Seed of what is encoded before the first hop; None takes the same.
         scale: Loss scale of gradients; residuals are converted to it.
         into: Called when everything has arrived. Gives the tensors, like the result, that the last step writes, or adds to if
-            it is a sum or a `Decode` that adds. If it gives None, new ones are made.
+            it is a sum or a `Decode` that adds. If it is or gives None, new ones are made.
     """
 
     seed: int = 0
-    own_seed: int | None = None
+    first_seed: int | None = None
     scale: float = 1.0
-    into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None
+    into: Callable[[], Sequence[torch.Tensor] | None] | None = None
 
 
-class _Local(NamedTuple):
-    """A step without a collective.
+class _Step(NamedTuple):
+    """A step of a bound program, without a collective or with one.
 
     Attributes:
-        run: Takes the value, the room for the result (None: the caller's, or it makes its own), a seed and a `Call`; returns the
-            result.
-        room: What the result needs: bytes of a message, tensors, or None.
+        room: What the result needs of the arena: bytes of a message, tensors, or None.
+        run: Without a collective: takes the value, the room for the result (None: it makes its own), and what ``takes`` says;
+            returns the result.
+        takes: 1: ``run`` takes a seed; 2: also the loss scale.
         salt: Added to seeds: each hop rounds by chance in its own way, and all ranks that hold copies in the same one.
+        last: Whether the result is the caller's.
+        collective: Takes the value; its result lies in the room.
+        in_place: Whether what arrives lies where the message did.
     """
 
-    run: Callable[[Any, Any, int, Call], Any]
     room: int | Floats | None
+    run: Callable[..., Any] = id
+    takes: int = 0
     salt: int = 0
+    last: bool = False
+    collective: Collective | _Cut | None = None
+    in_place: bool = False
 
 
 class Bound:
@@ -262,14 +292,14 @@ class Bound:
     """
 
     def __init__(self, collectives: Collectives, program: Program, bucket: Bucket) -> None:
-        self._own, self._program, self.bucket = collectives, program, bucket
+        self._collectives, self._program, self.bucket = collectives, program, bucket
         self.lanes = [collectives.lane(bucket, cross.tiers[0]) for cross in program.crossings]
-        self._steps: tuple[torch.dtype | None, list[_Local | _Hop]] = None, []  # for the type of what a run begins with
+        self._ready: tuple[torch.dtype | None, list[_Step]] = None, []  # for the type of what a run begins with
 
     def run(
         self,
         read: Callable[[], Any],
-        then: Callable[[Any], Any] = lambda left: left,
+        then: Callable[[Any], Any] | None = None,
         *,
         after: Sequence[Chain[Any]] = (),
         **call: Any,
@@ -278,83 +308,77 @@ class Bound:
 
         Args:
             read: Gives what the first step takes: a uint8 message, or flat tensors whose missing elements count as zero.
-            then: Makes the result of what the last step leaves: a uint8 message, or flat tensors.
+            then: Makes the result of what the last step leaves: a uint8 message, or flat tensors. None: that is the result.
             after: Chains that make what ``read`` reads.
             call: As of `Call`.
 
         Returns:
             A chain with the result of ``then``.
         """
-        hops = self.hops(read, then, Call(**call))
-        return self._own.lanes.submit(hops, self.lanes, after)
+        return self._collectives.lanes.submit(self.steps(read, then, Call(**call)), self.lanes, after)
 
-    def hops(self, read: Callable[[], Any], then: Callable[[Any], T], call: Call) -> Hops[T]:
-        """The steps, one after the other, as lanes run them. What lies in the arena goes back once the next step has read it."""
-        value, own, arena = read(), self._own, self._own.arena
+    def steps(self, read: Callable[[], Any], then: Callable[[Any], Any] | None, call: Call) -> Steps[Any]:
+        """Runs the steps, as `Lanes` resume it. What lies in the arena goes back once the next step has read it."""
+        value, arena, streams = read(), self._collectives.arena, self._collectives.lanes.streams
         del read  # it may hold what has been read
-        tensors = [value] if isinstance(value, torch.Tensor) else value
-        dtype, device = tensors[0].dtype, tensors[0].device
-        given, steps = self._steps
-        if given is not dtype:  # other threads may run it too
-            steps = self._ready(dtype, device)
-            self._steps = dtype, steps
-        if tensors is value:
-            list(map(own.used, tensors))
-        del tensors
-        seed = call.seed if call.own_seed is None else call.own_seed
-        room: Room | None = None  # where the value lies
+        first = value if isinstance(value, torch.Tensor) else value[0]
+        (dtype, steps), device = self._ready, first.device
+        if dtype is not first.dtype:  # other threads may run it too
+            steps = self._prepared(first.dtype, device)
+            self._ready = first.dtype, steps
+        if streams is not None and first is not value:
+            list(map(streams.used, value))
+        del first
+        seed = call.seed if call.first_seed is None else call.first_seed
+        held: Room | None = None  # where the value lies
         crossed = False
         for step in steps:
-            if isinstance(step, _Local):
-                into = None if step.room is None else arena.take(step.room, device)
-                out = None if into is None else into.view(step.room)  # type: ignore[arg-type]
-                value = step.run(value, out, seed + step.salt & _SEED, call)
-            else:
-                if not crossed:
-                    yield None  # the inputs have been read
+            if step.collective is not None and not crossed:
+                yield None  # the inputs have been read
                 crossed, seed = True, call.seed
-                collective, value = step.fitted(value)
-                size = collective.output_bytes
-                into = arena.take(size, device) if size and step.kept else None
-                pending = collective.start(value, None if into is None else into.view(size))
+            room = None if step.room is None else arena.take(step.room, device)
+            out = None if room is None else room.view
+            if step.collective is not None:
+                pending = step.collective.start(value, out)
                 yield pending
-                value = step.restored(pending.wait(ours=room is not None and into is not None))
+                value = pending.wait(kept=held is not None and room is not None)
                 del pending  # and what was sent
                 if step.in_place:
                     continue
-            if room is not None:
-                arena.give(room)
-            room = into
+            else:
+                if step.last and call.into is not None:
+                    out = call.into()
+                value = step.run(value, out, *(seed + step.salt & _SEED, call.scale)[: step.takes])
+            if held is not None:
+                arena.give(held)
+            held = room
         if not crossed:
             yield None
-        result = then(value)
-        if room is not None:
-            arena.give(room)
+        result = value if then is None else then(value)
+        if held is not None:
+            arena.give(held)
         return result
 
     # ---- steps, made ready --------------------------------------------------------------------------------------
 
-    def _ready(self, dtype: torch.dtype, device: torch.device) -> list[_Local | _Hop]:
+    def _prepared(self, dtype: torch.dtype, device: torch.device) -> list[_Step]:
         """The steps for inputs of a type."""
-        steps, ready = self._program.steps, list[_Local | _Hop]()
-        makers: dict[Any, Callable[..., list[_Local]]] = {
+        steps, ready = self._program.steps, list[_Step]()
+        makers: dict[Any, Callable[..., list[_Step]]] = {
             Encode: self._encoding,
             Turn: self._turning,
+            Cross: self._crossing,
             Sum: self._summing,
             Decode: self._decoding,
         }
         for index, step in enumerate(steps):
             last = index + 1 == len(steps)
-            if isinstance(step, Cross):
-                made = _Hop if step.codec.traits.fixed else _Cut
-                ready.append(made(self._own, self.bucket, step, device, last=last))
-                continue
             following = next((one for one in steps[index:] if isinstance(one, Cross)), None)
             salt = (1 + TIERS.index(following.tiers[0])) * _SALT if index and following is not None else 0
-            local = [one._replace(salt=salt) for one in makers[type(step)](step, dtype, device)]
-            if last:  # what it leaves is the caller's
-                local[-1] = local[-1]._replace(room=None)
-            ready += local
+            made = [one._replace(salt=salt) for one in makers[type(step)](step, dtype, device)]
+            if last:
+                made[-1] = made[-1]._replace(room=None, last=True)
+            ready += made
             if isinstance(step, Sum) and step.target is None:
                 dtype = torch.float32
             elif isinstance(step, Decode):
@@ -364,28 +388,27 @@ class Bound:
     def _floats(self, dtype: torch.dtype, rows: int) -> Floats:
         return Floats(dtype, [rows * chunk for chunk in self.bucket.chunks])
 
-    def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device) -> list[_Local]:
-        bucket, order, feedback, residual = self.bucket, step.order, self._own.feedback, step.residual
+    def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device) -> list[_Step]:
+        bucket, order, feedback, residual = self.bucket, step.order, self._collectives.feedback, step.residual
         codec = Codec.from_config(step.codec)
-        made: list[_Local] = []
+        made: list[_Step] = []
         encoded = bucket.dtype if codec.traits.exact else dtype
         if order.table is not None:
-            made.append(_Local(partial(self._in_table, _rows_of(order.table, device)[0]), None))
+            made.append(_Step(None, partial(self._in_table, _rows_of(order.table, device)[0])))
         if encoded != dtype:
-            made.append(_Local(_copied, self._floats(encoded, order.rows)))
+            made.append(_Step(self._floats(encoded, order.rows), _copied))
         adds = "residuals" if feedback is not None and residual is not None else ""
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "adds": adds}
+        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer, "adds": adds}
         encode = codec.encoder(bucket.chunks, encoded, device, **how)
 
-        def run(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, call: Call) -> Any:
-            if feedback is None or residual is None:
-                return encode(tensors, out, seed)
-            residuals, factors = feedback.of(residual, bucket.keys, tensors, call.scale)
+        def with_residuals(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, scale: float) -> Any:
+            assert feedback is not None and residual is not None
+            residuals, factors = feedback.of(residual, bucket.keys, tensors, scale)
             return encode(tensors, out, seed, residuals, factors, residuals)
 
-        return [*made, _Local(run, encode.bytes)]
+        return [*made, _Step(encode.bytes, with_residuals, 2) if adds else _Step(encode.bytes, encode, 1)]
 
-    def _in_table(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    def _in_table(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
         """Tensors whose shards lie in the order of a table's rows."""
         padded = (
             torch.nn.functional.pad(tensor, (0, len(rows) * chunk - tensor.numel()))
@@ -393,50 +416,62 @@ class Bound:
         )
         return [tensor.view(len(rows), -1)[rows].view(-1) for tensor in padded]
 
-    def _decoding(self, step: Decode, _: torch.dtype, device: torch.device) -> list[_Local]:
-        bucket, order = self.bucket, step.order
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "add": step.add}
-        decode = Codec.from_config(step.codec).decoder(bucket.chunks, bucket.dtype, device, **how)
-        if order.table is None:
-            room = self._floats(bucket.dtype, order.rows)
-            return [_Local(lambda message, out, _, call: decode(message, call.into() if out is None else out), room)]
-        shards, rows = _rows_of(order.table, device)
-
-        def in_order(message: torch.Tensor, _: Any, __: int, call: Call) -> Sequence[torch.Tensor]:
-            into, held = call.into(), None
-            if step.add:
-                assert into is not None, "there is nothing to add to"
-                held = [tensor.view(order.rows, -1)[shards].view(-1) for tensor in into]
-            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, held)]
-            return whole if into is None else [place.view(-1).copy_(one) for place, one in zip(into, whole)]
-
-        return [_Local(in_order, None)]
-
-    def _turning(self, step: Turn, *_: Any) -> list[_Local]:
-        world = self._own.plan.grid.world_size
+    def _turning(self, step: Turn, *_: Any) -> list[_Step]:
+        world = self._collectives.plan.grid.world_size
         shape = step.crossed, step.ranks, world // step.crossed // step.ranks, -1
 
-        def turn(value: torch.Tensor, out: torch.Tensor, *_: Any) -> torch.Tensor:
+        def turn(value: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             turned = value.view(shape).transpose(0, 1)
             out.view(turned.shape).copy_(turned)
             return out
 
-        return [_Local(turn, step.codec.format.message_bytes(self.bucket.chunks, world, self.bucket.dtype.itemsize))]
+        return [_Step(step.codec.format.message_bytes(self.bucket.chunks, world, self.bucket.dtype.itemsize), turn)]
 
-    def _summing(self, step: Sum, _: torch.dtype, device: torch.device) -> list[_Local]:
+    def _crossing(self, step: Cross, _: torch.dtype, device: torch.device) -> list[_Step]:
+        if not step.codec.traits.fixed:
+            return [_Step(None, collective=_Cut(self._collectives, self.bucket, step, device))]
+        codec, bucket = Codec.from_config(step.codec), self.bucket
+        unfit = codec.traits.lost if step.kind != "send" else ""  # the receiver tells
+
+        def noted(arrived: torch.Tensor) -> torch.Tensor:
+            self._collectives.note(
+                codec.lost(arrived, bucket.chunks, outer=step.outer), _described(step, bucket), unfit
+            )
+            return arrived
+
+        size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
+        collective = self._collectives.of_step(step, bucket, size, noted if unfit else None)
+        return [_Step(collective.output_bytes or None, collective=collective, in_place=not collective.output_bytes)]
+
+    def _summing(self, step: Sum, _: torch.dtype, device: torch.device) -> list[_Step]:
         codec, chunks = Codec.from_config(step.codec), self.bucket.chunks
         how: dict[str, Any] = {"inner": step.rows, "dtype": self.bucket.dtype, "device": device}
         if step.target is not None:
-            encode = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.pieces, **how)
-            return [_Local(lambda value, out, seed, _: encode(value, out, seed), encode.bytes)]
-        new = codec.summer(step.peers, chunks, **how)
+            encode = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.outer, **how)
+            return [_Step(encode.bytes, encode, 1)]
+        room, new = self._floats(torch.float32, step.rows), codec.summer(step.peers, chunks, **how)
+        if step is not self._program.steps[-1]:
+            return [_Step(room, new)]
         onto = codec.summer(step.peers, chunks, add=True, **how)
+        return [_Step(room, lambda value, sums: new(value) if sums is None else onto(value, sums))]
 
-        def run(value: torch.Tensor, out: list[torch.Tensor] | None, _: int, call: Call) -> Sequence[torch.Tensor]:
-            sums = call.into() if out is None else None
-            return new(value, out) if sums is None else onto(value, sums)
+    def _decoding(self, step: Decode, _: torch.dtype, device: torch.device) -> list[_Step]:
+        bucket, order = self.bucket, step.order
+        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer, "add": step.add}
+        decode = Codec.from_config(step.codec).decoder(bucket.chunks, bucket.dtype, device, **how)
+        if order.table is None:
+            return [_Step(self._floats(bucket.dtype, order.rows), decode)]
+        shards, rows = _rows_of(order.table, device)
 
-        return [_Local(run, self._floats(torch.float32, step.rows))]
+        def in_order(message: torch.Tensor, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+            added = None
+            if step.add:
+                assert into is not None, "there is nothing to add to"
+                added = [tensor.view(order.rows, -1)[shards].view(-1) for tensor in into]
+            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, added)]
+            return whole if into is None else [place.view(-1).copy_(one) for place, one in zip(into, whole)]
+
+        return [_Step(None, in_order)]
 
 
 def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
@@ -456,82 +491,44 @@ def _rows_of(table: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 # ---- hops -----------------------------------------------------------------------------------------------------------
 
 
-class _Hop:
-    """One collective of a bound program.
+def _described(step: Cross, bucket: Bucket) -> str:
+    return f"{bucket.label} in codec {step.codec.codec}"
+
+
+class _Cut:
+    """A collective of messages without a fixed size: the largest number of bytes is exchanged first, and the host waits.
 
     Args:
-        own: Runs it.
+        collectives: Run it.
         bucket: The tensors.
         step: The collective.
         device: Where the message lies.
-        last: Whether what arrives is the caller's.
-
-    Attributes:
-        kept: Whether what arrives goes into a buffer of the arena.
-        in_place: Whether what arrives lies where the message did.
     """
 
-    def __init__(self, own: Collectives, bucket: Bucket, step: Cross, device: torch.device, *, last: bool) -> None:
-        self._own, self._bucket, self._step, self._device = own, bucket, step, device
-        self._codec, self._what = Codec.from_config(step.codec), f"{bucket.label} in codec {step.codec.codec}"
-        self._size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
-        coordinate = getattr(own.plan.grid.coordinates(own.plan.rank), step.tiers[0])
-        self._receives = step.kind == "receive" or (step.kind == "broadcast" and step.root != coordinate)
-        self._loses = self._codec.traits.lost if step.kind != "send" else ""  # the receiver tells
-        self._collective = self._prepared(step.kind, self._size, self._what, self._counts(self._size))
-        self.kept, self.in_place = not last, not self._collective.output_bytes
-
-    def _prepared(self, kind: Kind, size: int, what: str, counts: WireEntry | None) -> Collective:
-        step, bucket = self._step, self._bucket
-        how: dict[str, Any] = {"algorithm": step.algorithms.of(self._size), "root": step.root, "counts": counts}
-        return self._own.prepare(self._own.lane(bucket, step.tiers[0]), kind, size, what, dtype=bucket.dtype, **how)
-
-    def _counts(self, payload: int) -> WireEntry:
-        """What the wire log counts of a message of so many bytes."""
-        step, bucket = self._step, self._bucket
-        peers = float(self._receives) if step.kind == "broadcast" else step.received
-        elements = step.rows * sum(bucket.chunks)
-        raw = math.ceil(elements * bucket.dtype.itemsize * peers)
-        name = self._codec.name
-        return WireEntry(bucket.role, step.tiers[0], name, 1, elements, payload, round(payload * peers), raw)
-
-    def fitted(self, message: torch.Tensor) -> tuple[Collective, torch.Tensor]:
-        """The collective that carries a message, and what it carries."""
-        return self._collective, message
-
-    def restored(self, arrived: torch.Tensor) -> torch.Tensor:
-        """The message that has arrived. Notes blocks that the codec could not hold."""
-        if self._loses:
-            blocks = self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces)
-            self._own.note(blocks, self._what, self._loses)
-        return arrived
-
-
-class _Cut(_Hop):
-    """A collective of messages without a fixed size: the largest number of bytes is exchanged first, and the host waits."""
-
-    def __init__(self, *arguments: Any, **how: Any) -> None:
-        super().__init__(*arguments, **how)
-        step = self._step
+    def __init__(self, collectives: Collectives, bucket: Bucket, step: Cross, device: torch.device) -> None:
+        self._collectives, self._bucket, self._step, self._device = collectives, bucket, step, device
+        self._codec = Codec.from_config(step.codec)
         self._parts = step.ranks if step.kind == "all_to_all" else 1
         self._senders = step.ranks if step.kind in ("all_to_all", "all_gather") else 1
-        self._rows, self._row_bytes = step.rows // self._parts, self._size // step.rows
-        self.kept = self.in_place = False
+        self._rows = step.rows // self._parts
+        self._row_bytes = step.message_bytes(bucket.chunks, bucket.dtype.itemsize) // step.rows
 
-    def fitted(self, message: torch.Tensor) -> tuple[Collective, torch.Tensor]:
-        """A collective of the longest part of any rank, and the parts of the message, filled up with zeros."""
-        kind = self._step.kind
-        used = [] if self._receives else self._codec.cut(message, self._parts, self._row_bytes)
+    def start(self, message: torch.Tensor, _: torch.Tensor | None) -> Pending:
+        """Sends the longest part of any rank, and the parts of the message, filled up with zeros."""
+        step, bucket, what = self._step, self._bucket, _described(self._step, self._bucket)
+        lane = self._collectives.lane(bucket, step.tiers[0])
+        receives = self._collectives.receives(step)
+        used = [] if receives else self._codec.cut(message, self._parts, self._row_bytes)
         told = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
-        asks: Kind = "all_gather" if kind == "all_to_all" else kind
-        asking = self._prepared(asks, told.numel(), f"{self._what} (lengths)", None)
+        asks: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
+        asking = self._collectives.prepare(lane, asks, told.numel(), f"{what} (lengths)", root=step.root)
         length = int(asking.start(told).wait().view(torch.int64).max())
         sent = message.new_zeros(self._parts, length)
         for place, part in zip(sent, used):
             place[: part.numel()] = part
-        return self._prepared(kind, sent.numel(), self._what, self._counts(sent.numel())), sent.view(-1)
+        return self._collectives.of_step(step, bucket, sent.numel(), self._whole).start(sent.view(-1))
 
-    def restored(self, arrived: torch.Tensor) -> torch.Tensor:
+    def _whole(self, arrived: torch.Tensor) -> torch.Tensor:
         """The message with records of their full size.
 
         Raises:
@@ -540,7 +537,7 @@ class _Cut(_Hop):
         try:
             return self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
         except ValueError as error:
-            raise HopError(f"hzero: {self._what}: {error}") from error
+            raise HopError(f"hzero: {_described(self._step, self._bucket)}: {error}") from error
 
 
 class Collective:
@@ -559,7 +556,7 @@ class Collective:
     to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
 
     Args:
-        own: Has the lane.
+        collectives: Have the lane.
         lane: The lane.
         kind: The collective, the same on all ranks.
         size: Bytes of the message.
@@ -568,17 +565,21 @@ class Collective:
         root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
         dtype: Type of the elements that are summed.
         counts: What the wire log counts of each start; None: nothing.
+        then: Makes the result of what has arrived; None: that is the result.
 
     Attributes:
+        collectives: As given.
         peers: The ranks of the lane.
         output_bytes: Bytes of the buffer that it fills; 0 where it fills the message itself.
         checksum: Whether its messages have checksums.
         counts: As given.
+        finish: Makes the result of the bytes that have arrived and the number of the message on its lane. None: they are the
+            result.
     """
 
     def __init__(
         self,
-        own: Collectives,
+        collectives: Collectives,
         lane: Lane,
         kind: Kind,
         size: int,
@@ -588,28 +589,32 @@ class Collective:
         root: int = 0,
         dtype: torch.dtype = torch.uint8,
         counts: WireEntry | None = None,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.own, self.peers, self.counts, self.checksum = own, own.peers[lane], counts, own.plan.checksum
+        self.collectives, self.peers, self.counts = collectives, collectives.peers[lane], counts
+        self.checksum = collectives.plan.checksum
         self._lane, self._kind, self._size, self._what = lane, kind, size, what
-        self._root, self._dtype = root, dtype
+        self._root, self._dtype, self._then = root, dtype, then
         self._algorithm: Algorithm = algorithm if kind == "all_gather" else "library"
         self._label = f"hzero: {kind} {lane[1]}: {what}"
         ranks, reduces = len(self.peers.ranks), kind == "reduce_scatter"
         self._parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
-        self._library_sums = reduces and self.peers.wires.library_sums and own.library_sums and not self.checksum
-        self._sums = reduces and not self._library_sums
+        library_sums = self.peers.wires.library_sums and collectives.library_sums and not self.checksum
+        self._sums = reduces and not library_sums
         self._start = self._starter()
         in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
         elsewhere = {"all_gather": in_flight * ranks, "broadcast": 0, "send": 0, "receive": 0}
-        self.output_bytes = elsewhere.get(kind, size // ranks if self._library_sums else in_flight)
+        self.output_bytes = elsewhere.get(kind, size // ranks if reduces and library_sums else in_flight)
+        finishes = self._algorithm == "doubling" or self.checksum or self._sums or then is not None
+        self.finish = self._finish if finishes else None
 
     def __str__(self) -> str:
-        ranks, own, what = self.peers.ranks, self.peers.own, self._what
+        ranks, place, what = self.peers.ranks, self.peers.coordinate, self._what
         if self._kind in ("send", "receive"):
-            way = f"{'to' if self._kind == 'send' else 'from'} rank {ranks[1 - own]}"
-            return f"hzero: {what} {way} (rank {ranks[own]}, {self._size:,} bytes)"
+            way = f"{'to' if self._kind == 'send' else 'from'} rank {ranks[1 - place]}"
+            return f"hzero: {what} {way} (rank {ranks[place]}, {self._size:,} bytes)"
         shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
-        where = f"on tier {self._lane[1]!r} (rank {ranks[own]} among {shown}, {self._size:,} bytes)"
+        where = f"on tier {self._lane[1]!r} (rank {ranks[place]} among {shown}, {self._size:,} bytes)"
         return f"hzero: {self._kind.replace('_', '-')} of {what} {where}"
 
     def start(self, message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:
@@ -625,19 +630,18 @@ class Collective:
         Raises:
             HopError: It cannot be started, since peers are gone.
         """
-        peers, timer = self.peers, None
-        if self.counts is not None:
-            # A hop that the host starts and ends is timed by its clock, wherever its memory is.
-            timer = self.own.wire_log.timer(message.device if self.own.lanes.streams is not None else _HOST)
+        log, peers, began = self.collectives.wire_log, self.peers, None
+        if self.counts is not None:  # a hop that the host starts and ends is timed by its clock, wherever its memory is
+            began = time.monotonic() if self.collectives.lanes.streams is None else log.timer(message.device)
         if output is None and self.output_bytes:
             output = message.new_empty(self.output_bytes)
         try:
             with record_function(self._label):
                 if self.checksum:
                     peers.messages += 1
-                    message = signed(message, self._parts, peers.messages, peers.own)
+                    message = signed(message, self._parts, peers.messages, peers.coordinate)
                 output = message if output is None else output
-                return Pending(self, self._start(output, message), (message, output), timer)
+                return Pending(self, self._start(output, message), (message, output), began)
         except HopError:  # of a round
             raise
         except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
@@ -650,7 +654,7 @@ class Collective:
             return lambda output, _: wires.broadcast(output, self._root)
         if self._kind in ("send", "receive"):
             return lambda output, _: wires.message(output, self._root, sends=self._kind == "send")
-        if self._library_sums:
+        if self._kind == "reduce_scatter" and not self._sums:
             return lambda output, message: wires.reduce_scatter(output.view(self._dtype), message.view(self._dtype))
         if self._algorithm == "pairs":
             return lambda output, message: wires.all_to_all(output, message.repeat(len(self.peers.ranks)))
@@ -664,35 +668,34 @@ class Collective:
         It has those of the ranks i to i + distance - 1 in the first rows of what it holds. In a round it sends them, or as many
         as are missing, to rank i - distance, and receives as many from rank i + distance in the rows that follow.
         """
-        own, ranks = self.peers.own, len(self.peers.ranks)
+        place, ranks = self.peers.coordinate, len(self.peers.ranks)
         held = output.view(ranks, -1)
         held[0] = message
         distance = 1
         while True:
             rows = min(distance, ranks - distance)
             sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
-            work = self.peers.wires.exchange(received, sent, (own + distance) % ranks, (own - distance) % ranks)
+            work = self.peers.wires.exchange(received, sent, (place + distance) % ranks, (place - distance) % ranks)
             if 2 * distance >= ranks:
                 return work
             Pending(self, work, (held,)).end()
             distance *= 2
 
-    def arrived(self, output: torch.Tensor, number: int) -> torch.Tensor:
+    def _finish(self, output: torch.Tensor, number: int) -> torch.Tensor:
         """What a message of this number on its lane has brought: in the order of coordinates, compared, and summed."""
-        if self._algorithm == "doubling":
-            output = output.view(len(self.peers.ranks), -1).roll(self.peers.own, 0).view(-1)
-        if self.checksum:
-            output = self._verified(output, number)
-        return self._summed(output) if self._sums else output
-
-    def _verified(self, output: torch.Tensor, number: int) -> torch.Tensor:
         peers = self.peers
-        alone = {"broadcast": self._root, "send": peers.own, "receive": 1 - peers.own}.get(self._kind)
-        senders = list(range(len(peers.ranks))) if alone is None else [alone]
-        receiver = peers.own if self._parts > 1 else 0
-        message, comparison = verified(output.view(-1), senders, number, receiver, peers.ranks, self.__str__)
-        self.own.compare(comparison)
-        return message
+        if self._algorithm == "doubling":
+            output = output.view(len(peers.ranks), -1).roll(peers.coordinate, 0).view(-1)
+        if self.checksum:
+            here = peers.coordinate
+            alone = {"broadcast": self._root, "send": here, "receive": 1 - here}.get(self._kind)
+            senders = list(range(len(peers.ranks))) if alone is None else [alone]
+            receiver = here if self._parts > 1 else 0
+            output, comparison = verified(output.view(-1), senders, number, receiver, peers.ranks, self.__str__)
+            self.collectives.compare(comparison)
+        if self._sums:
+            output = self._summed(output)
+        return output if self._then is None else self._then(output)
 
     def _summed(self, output: torch.Tensor) -> torch.Tensor:
         """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of the elements, which are overwritten."""
@@ -705,28 +708,26 @@ class Collective:
         return first.copy_(total).view(torch.uint8)
 
 
-_HOST = torch.device("cpu")
-
-
 class Pending:
-    """A collective under way.
+    """A collective under way, which is counted as started.
 
     Args:
         collective: The collective.
         work: What is under way.
         buffers: What it reads and fills, the output last.
-        timer: Of a hop that the wire log counts.
+        began: When, of a hop that the wire log counts; on a device its timer.
     """
 
     def __init__(
-        self, collective: Collective, work: Work, buffers: Sequence[torch.Tensor], timer: HopTimer | None = None
+        self, collective: Collective, work: Work, buffers: Sequence[torch.Tensor], began: float | HopTimer | None = None
     ) -> None:
-        self.collective, self.buffers = collective, buffers
+        self.collective, self.buffers, self._message = collective, buffers, collective.peers.messages
         self._work: Work | None = work
-        self._timer, self._message = timer, collective.peers.messages
-        passed = timer.ready if timer is not None else lambda: True
-        self._number = collective.peers.hops.start(collective.__str__, buffers[-1].nbytes, passed)
-        self._started = time.monotonic()
+        self._began, self._started, hops = began, time.monotonic(), collective.peers.hops
+        hops.started += 1
+        hops.since, hops.what, hops.size = self._started, collective.__str__, buffers[-1].nbytes
+        hops.passed = began.ready if isinstance(began, HopTimer) else None
+        self._hop = hops.started
 
     def __str__(self) -> str:
         return str(self.collective)
@@ -739,34 +740,36 @@ class Pending:
         """
         if self._work is None:
             return
-        hops = self.collective.peers.hops
+        collective, hops = self.collective, self.collective.peers.hops
         try:
             self._work.wait()
         except DisagreementError as error:
             raise HopError(f"{self} failed: {error}") from error
         except RuntimeError as error:
             failed = f"{self} failed after {time.monotonic() - self._started:.1f} s: "
-            raise MissingPeerError.of(failed, error, hops, self._number) from error
+            raise MissingPeerError.of(failed, error, hops, self._hop) from error
         self._work = None
         hops.ended += 1
-        if self._timer is not None and self.collective.counts is not None:
-            self._timer.stop()
-            self.collective.own.wire_log.add(self.collective.counts, self._timer)
+        if collective.counts is not None and self._began is not None:
+            taken = time.monotonic() - self._began if isinstance(self._began, float) else self._began
+            collective.collectives.wire_log.add(collective.counts, taken)
 
-    def wait(self, ours: bool = False) -> torch.Tensor:
+    def wait(self, kept: bool = False) -> torch.Tensor:
         """Waits as `end` does, and returns what has arrived.
 
-        On a device the buffers belong to the stream of the lane, which does not wait for the collective. They are kept until the
-        current stream, which does, is past this point; those of the arena (``ours``) are kept anyway.
+        On a device the buffers belong to the stream of the lane, which does not wait for the collective. They live until the
+        current stream, which does, is past this point; those of the arena (``kept``) live anyway.
 
         Raises:
             HopError: Also if a message arrived changed, and the host can look at once.
         """
         self.end()
-        arrived = self.collective.arrived(self.buffers[-1], self._message)
-        if not ours or self.collective.checksum:
+        collective, arrived = self.collective, self.buffers[-1]
+        if collective.finish is not None:
+            arrived = collective.finish(arrived, self._message)
+        if collective.collectives.lanes.streams is not None and (not kept or collective.checksum):
             for buffer in (*self.buffers, arrived):
-                self.collective.own.used(buffer)
+                collective.collectives.used(buffer)
         return arrived
 
 
@@ -790,24 +793,17 @@ class Room:
 
     Attributes:
         buffer: Its memory, uint8.
+        size: Its bytes.
         event: On a device: recorded where it was last used.
+        wanted: What it was last taken for.
+        view: A message of so many bytes in it, or flat tensors, one after the other.
     """
 
     def __init__(self, buffer: torch.Tensor, streams: DeviceStreams | None) -> None:
-        self.buffer, self._streams = buffer, streams
+        self.buffer, self.size, self._streams = buffer, buffer.numel(), streams
         self.event: Any = None if streams is None else streams.event()
-        self._wanted: Any = None
-        self._view: Any = None
-
-    def view(self, wanted: int | Floats) -> Any:
-        """A message of so many bytes in it, or flat tensors, one after the other."""
-        if self._wanted != wanted:
-            self._wanted = wanted
-            if isinstance(wanted, int):
-                self._view = self.buffer[:wanted]
-            else:
-                self._view = list(self.buffer[: wanted.bytes].view(wanted.dtype).split(wanted.numels))
-        return self._view
+        self.wanted: int | Floats = -1
+        self.view: Any = None
 
     def __del__(self) -> None:
         # Also of an engine that nobody has closed, and of a chain that has failed: its streams may still use the memory.
@@ -835,34 +831,37 @@ class Arena:
     def take(self, wanted: int | Floats, device: torch.device) -> Room:
         """A buffer of at least so many bytes, or for such tensors, for the current stream."""
         size = wanted if isinstance(wanted, int) else wanted.bytes
+        streams = self._streams
         with self._lock:
-            first = found = bisect.bisect_left(self._free, size, key=_size_of)
-            end = bisect.bisect_right(self._free, 2 * size, key=_size_of)
-            while found < end and self._streams is not None and not self._free[found].event.query():
+            first = found = bisect.bisect_left(self._free, size, key=_SIZE)
+            end = bisect.bisect_right(self._free, 2 * size, key=_SIZE)
+            while found < end and streams is not None and not self._free[found].event.query():
                 found += 1
             if found == end and end - first >= _BEHIND:
                 found = first
             room = self._free.pop(found) if found < end else None
-            if room is None and self._streams is not None:
-                self._free = [one for one in self._free if _size_of(one) <= _SMALL or not one.event.query()]
+            if room is None and streams is not None:
+                self._free = [one for one in self._free if one.size <= _SMALL or not one.event.query()]
         if room is None:
-            return Room(torch.empty(size, dtype=torch.uint8, device=device), self._streams)
-        if self._streams is not None:
-            self._streams.wait(room.event)
+            room = Room(torch.empty(size, dtype=torch.uint8, device=device), streams)
+        elif streams is not None:
+            streams.wait(room.event)
+        if room.wanted != wanted:
+            if isinstance(wanted, int):
+                room.view = room.buffer[:wanted]
+            else:
+                room.view = list(room.buffer[:size].view(wanted.dtype).split(wanted.numels))
+            room.wanted = wanted
         return room
 
     def give(self, room: Room) -> None:
         """Takes a buffer back that the current stream has used last."""
         if self._streams is not None:
             room.event.record(self._streams.device.current_stream())
-        elif _size_of(room) > _SMALL:
+        elif room.size > _SMALL:
             return
         with self._lock:
-            bisect.insort(self._free, room, key=_size_of)
-
-
-def _size_of(room: Room) -> int:
-    return room.buffer.numel()
+            bisect.insort(self._free, room, key=_SIZE)
 
 
 # ---- error feedback ---------------------------------------------------------------------------------------------------

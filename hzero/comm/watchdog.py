@@ -1,7 +1,7 @@
 """Watchdog: when a wait fails, it names the ranks that did not come.
 
 Once a second a thread tells the store of torch.distributed where this rank is: its step, the hops that it has started on each
-lane, and the last one. The hot path only counts (`LaneHops.start`). A rank whose wait fails reads the records of the ranks
+lane, and the last one. The hot path only counts (`LaneHops`). A rank whose wait fails reads the records of the ranks
 that it waited for. No record says which line of code a rank is in: a thread cannot look into another one without a risk of
 crashing the process. Host and process are there, for ``py-spy dump``.
 """
@@ -144,7 +144,7 @@ class Watchdog:
             self._missing = self._ended(), ((), "")  # others read that this rank asks too
             found = self._find(lane, number)
         if lane is not None:
-            lane.ended, lane.passed = lane.started, lambda: True  # nobody waits for it any more
+            lane.ended, lane.passed = lane.started, None  # nobody waits for it any more
         self._missing = self._ended(), found
         with contextlib.suppress(NoAnswer, RuntimeError):  # before this rank ends
             in_time(self._write, _ANSWER_S)

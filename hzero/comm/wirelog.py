@@ -40,11 +40,6 @@ class WireEntry:
     raw_bytes: int = 0
     seconds: float = 0.0
 
-    @property
-    def key(self) -> tuple[str, Tier, CodecName]:
-        """What its hops have in common."""
-        return self.role, self.tier, self.codec
-
 
 class HopTimer:
     """Time of one hop: by device events on a device, by the host clock otherwise.
@@ -93,24 +88,29 @@ class WireLog:
         self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self._spare: list[tuple[torch.Event, torch.Event]] = []
-        self._lock = threading.RLock()  # hops may end on another thread than the reader's
+        self._lock = threading.Lock()  # hops may end on another thread than the reader's
 
     def timer(self, device: torch.device) -> HopTimer:
         """A timer of a hop from now on."""
         return HopTimer(device, self._spare)
 
-    def add(self, counts: WireEntry, timer: HopTimer) -> None:
-        """Adds one finished hop, whose timer has been stopped, with what it counts."""
+    def add(self, counts: WireEntry, taken: float | HopTimer) -> None:
+        """Adds one finished hop with what it counts; ``taken``: its seconds, or its timer, which is stopped here."""
+        key = counts.role, counts.tier, counts.codec
         with self._lock:
-            entry = self._entries.get(counts.key)
+            entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[counts.key] = WireEntry(*counts.key)
+                entry = self._entries[key] = WireEntry(*key)
             entry.hops += counts.hops
             entry.elements += counts.elements
             entry.payload_bytes += counts.payload_bytes
             entry.wire_bytes += counts.wire_bytes
             entry.raw_bytes += counts.raw_bytes
-            self._running.append((entry, timer))
+            if isinstance(taken, float):
+                entry.seconds += taken
+                return
+            taken.stop()
+            self._running.append((entry, taken))
             self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:

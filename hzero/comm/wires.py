@@ -68,32 +68,31 @@ class TorchWires:
     Args:
         group: The group.
         timeout: Longest wait for a message from rank to rank; collectives have the group's own.
-        collective: Starts a collective in its order on a device, see `hzero.comm.lanes.DeviceStreams.collective`.
+        in_order: Starts a collective behind those before it, see `hzero.comm.lanes.DeviceStreams.collective`; None: at once.
+
+    Attributes:
+        all_gather: Sends uint8 ``[b]`` of every rank to ``[k * b]``; takes the output and the message.
+        all_to_all: Sends part i of uint8 ``[k * b]`` to rank i; part i of the output comes from it.
+        reduce_scatter: Sums floating ``[k * n]`` to ``[n]``.
+        library_sums: Whether `reduce_scatter` may be used. gloo's sends twice the bytes and never says that it has ended.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         timeout: timedelta,
-        collective: Callable[[Callable[..., Any]], Work] = lambda start: start(async_op=True),
+        in_order: Callable[[Callable[..., Any]], Work] | None = None,
     ) -> None:
-        self._group, self._timeout, self._collective = group, timeout, collective
+        self._group, self._timeout, self._in_order = group, timeout, in_order
+        self.all_gather = self._starts(getattr(dist, _ALL_GATHER))
+        self.all_to_all = self._starts(dist.all_to_all_single)
+        self.reduce_scatter = self._starts(getattr(dist, _REDUCE_SCATTER))
+        self.library_sums = dist.get_backend(group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
 
-    def _start(self, function: Callable[..., Any], *arguments: Any) -> Work:
-        return self._collective(partial(function, *arguments, group=self._group))
-
-    @property
-    def library_sums(self) -> bool:
-        """Whether the library sums, in `reduce_scatter`. gloo's sends twice the bytes and never says that it has ended."""
-        return dist.get_backend(self._group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
-
-    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Work:
-        """uint8 ``[b]`` of every rank to ``[k * b]``."""
-        return self._start(getattr(dist, _ALL_GATHER), output, message)
-
-    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Work:
-        """Part i of uint8 ``[k * b]`` goes to rank i; part i of the output comes from it."""
-        return self._start(dist.all_to_all_single, output, message)
+    def _starts(self, function: Callable[..., Any]) -> Callable[..., Work]:
+        """Starts a collective of torch.distributed, which has no function of ours on its way where it starts at once."""
+        start, in_order = partial(function, group=self._group), self._in_order
+        return partial(start, async_op=True) if in_order is None else lambda *args: in_order(partial(start, *args))
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
         """The whole message goes to one rank, and as many bytes come from one; all ranks exchange at the same time.
@@ -103,15 +102,11 @@ class TorchWires:
         ranks = dist.get_world_size(self._group)
         sends, receives = [0] * ranks, [0] * ranks
         sends[target] = receives[source] = message.numel()
-        return self._start(dist.all_to_all_single, output, message, receives, sends)
+        return self.all_to_all(output, message, receives, sends)
 
     def broadcast(self, message: torch.Tensor, root: int) -> Work:
         """uint8 ``[b]`` of one rank into all others'."""
-        return self._start(dist.broadcast, message, self._rank(root))
-
-    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Work:
-        """Sums of floating ``[k * n]`` to ``[n]``."""
-        return self._start(getattr(dist, _REDUCE_SCATTER), output, elements)
+        return self._starts(dist.broadcast)(message, self._rank(root))
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
         """A message to one rank or from it. Those of one direction between two ranks arrive in order."""

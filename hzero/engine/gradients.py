@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from hzero.codecs.formats import owned_numel
 from hzero.comm import Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of
@@ -264,8 +263,7 @@ class Gradients:
         """This rank's shards of the average, without the padding beyond the parameters' ends."""
         if not layout.divides_first:
             self._divide(shards)
-        rank = self._plan.rank
-        return [shard[: owned_numel(param.numel, shard.numel(), rank)] for param, shard in zip(layout.params, shards)]
+        return [shard[:numel] for shard, numel in zip(shards, layout.micro.bucket.owned)]
 
     def _divide(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.divisor != 1:

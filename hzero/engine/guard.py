@@ -202,11 +202,13 @@ class Guard:
     def _differing(self, sums: torch.Tensor) -> torch.Tensor:
         """Which of the sums, int64 ``[n, 2]``, another rank with the same copies has otherwise; bool ``[n]``."""
         differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
-        own, message = self._collectives, sums.view(torch.uint8).view(-1)
+        collectives, message = self._collectives, sums.view(torch.uint8).view(-1)
         bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
         for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
             # No chain is under way.
-            gather = own.prepare(own.lane(bucket, hop.tier), "all_gather", message.nbytes, "weights of an audit")
+            gather = collectives.prepare(
+                collectives.lane(bucket, hop.tier), "all_gather", message.nbytes, "weights of an audit"
+            )
             theirs = gather.start(message).wait().view(torch.int64)
             differs |= (theirs.view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
         return differs

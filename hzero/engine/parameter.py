@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hzero.codecs.codec import FLOATS
-from hzero.codecs.formats import chunk_numel
+from hzero.codecs.formats import chunk_numel, owned_numel
 from hzero.comm import Bucket, Chain
 from hzero.config import PLAIN, CodecConfig
 from hzero.plan.program import StagePrograms
@@ -96,9 +96,12 @@ class Parameter:
 
 def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
     """Parameters of one route as the tensors of one message."""
-    world, codes = params[0].route.plan.grid.world_size, dtype == torch.uint8
-    chunks = tuple(chunk_numel(param.numel, world) * (param.code_bytes if codes else 1) for param in params)
-    return Bucket(tuple(param.key for param in params), chunks, dtype, role)
+    plan = params[0].route.plan
+    items = [param.code_bytes if dtype == torch.uint8 else 1 for param in params]
+    chunks = [chunk_numel(param.numel, plan.grid.world_size) for param in params]
+    owned = [owned_numel(param.numel, chunk, plan.rank) for param, chunk in zip(params, chunks)]
+    sizes = [tuple(number * item for number, item in zip(numbers, items)) for numbers in (chunks, owned)]
+    return Bucket(tuple(param.key for param in params), sizes[0], dtype, role, owned=sizes[1])
 
 
 def alike(

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 import torch
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import owned_numel
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
@@ -31,6 +30,8 @@ from hzero.plan.program import IN_FLIGHT, Program
 
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
 Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
+#: Parameters that are gathered in one message, the program, and what gives its input.
+_Gather: TypeAlias = tuple[list[Parameter], Bound, Callable[[], Any]]
 
 
 class Weights:
@@ -56,9 +57,7 @@ class Weights:
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
-        self._gathers: dict[
-            tuple[int, ...], list[tuple[list[Parameter], Bound]]
-        ] = {}  # by the keys of what is unsharded together
+        self._gathers: dict[tuple[int, ...], list[_Gather]] = {}  # by the keys of what is unsharded together
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self._mark(self.parameters.values())
         self.note_change()
@@ -181,7 +180,7 @@ class Weights:
                 after=_chains(params),
             )
         else:
-            refresh = self._bind(route.programs.exact if route.plan.differences else route.programs.refresh, params)
+            refresh = self._bind(route.programs.uncoded if route.plan.differences else route.programs.refresh, params)
             keep = partial(self._keep, params, refresh.bucket)
             chain = refresh.run(partial(self._shards, params, refresh.bucket), keep, seed=self.version)
         for param, chunk in zip(params, refresh.bucket.chunks):
@@ -193,11 +192,7 @@ class Weights:
     def _shards(self, params: Sequence[Parameter], bucket: Bucket) -> list[torch.Tensor]:
         """Primary shards without padding: the last ranks' shards have fewer elements, which the front end may leave unset."""
         self.await_change()
-        owned = [
-            owned_numel(param.numel, chunk // param.code_bytes, self.plan.rank) * param.code_bytes
-            for param, chunk in zip(params, bucket.chunks)
-        ]
-        return [param.shard()[:numel] for param, numel in zip(params, owned)]
+        return [param.shard()[:numel] for param, numel in zip(params, bucket.owned)]
 
     def _keep(self, params: Sequence[Parameter], bucket: Bucket, refreshed: Any) -> None:
         """Keeps decoded weights, or a payload ``[rows][tensor][record]`` by parameter, ``[tensor][rows][record]``.
@@ -256,16 +251,16 @@ class Weights:
         Returns:
             The parameters of each message, and what waits for them.
         """
-        self._refresh_needed(params)
+        if self._stale or self._ahead:
+            self._refresh_needed(params)
         if self.plan.decoded:
             return [(list(params), partial(_wait_whole, params, into))]
+        keys = tuple([param.key for param in params])
         started: list[tuple[list[Parameter], Unsharded]] = []
-        for same, gather in self._gathers_of(params):
-            read: Callable[[], Any] = partial(self._shards, same, gather.bucket)
-            if self.plan.resident:
-                read = partial(self._payloads, same)
-            chain = gather.run(read, seed=self.version, after=_chains(same), into=partial(_targets, same, into))
-            started.append((same, chain.wait))
+        for same, gather, read in self._gathers.get(keys) or self._gathers_of(keys, params):
+            targets = None if into is None else partial(_targets, same, into)
+            after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
+            started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
         return started
 
     def _refresh_needed(self, params: Sequence[Parameter]) -> None:
@@ -277,34 +272,36 @@ class Weights:
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
 
-    def _gathers_of(self, params: Sequence[Parameter]) -> list[tuple[list[Parameter], Bound]]:
-        """The messages of an unshard, one for each type and route, and their parameters; ready to run."""
-        keys = tuple(param.key for param in params)
-        if keys not in self._gathers:  # else a layer is gathered again
-            if len(self._gathers) >= LAYOUTS:
-                self._gathers.clear()
-            kinds = alike(params, lambda param: (str(param.dtype), param.route.number))
-            self._gathers[keys] = [(same, self._bind(same[0].route.programs.unshard, same)) for same in kinds]
-        return self._gathers[keys]
+    def _gathers_of(self, keys: tuple[int, ...], params: Sequence[Parameter]) -> list[_Gather]:
+        """The messages of an unshard, one for each type and route, ready to run; kept, since a layer is gathered again."""
+        if len(self._gathers) >= LAYOUTS:
+            self._gathers.clear()
+        gathers = self._gathers[keys] = []
+        for same in alike(params, lambda param: (str(param.dtype), param.route.number)):
+            bound = self._bind(same[0].route.programs.unshard, same)
+            read = partial(self._payloads, same) if self.plan.resident else partial(self._shards, same, bound.bucket)
+            gathers.append((same, bound, read))
+        return gathers
 
     def _bind(self, program: Program, params: list[Parameter]) -> Bound:
         return self.collectives.bind(program, bucket_of(params, params[0].dtype, "weights"))
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
         """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
-        payloads = first, *others = [_resident(param) for param in params]
-        end = first.storage_offset() + first.numel()
-        for payload in others:
-            same = payload.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            if not same or payload.storage_offset() != end:
-                joined = torch.cat([self.collectives.used(payload) for payload in payloads])
+        payloads = [_resident(param) for param in params]
+        first = payloads[0]
+        memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+        end = start
+        for payload in payloads:
+            if payload.storage_offset() != end or payload.untyped_storage().data_ptr() != memory:
+                joined = torch.cat([self.collectives.used(one) for one in payloads])
                 # A step moves only trained ones away again, and the others would keep both places.
                 if len({param.trained for param in params}) == 1:
-                    for param, part in zip(params, joined.split([payload.numel() for payload in payloads])):
+                    for param, part in zip(params, joined.split([one.numel() for one in payloads])):
                         param.resident = part
                 return joined
             end += payload.numel()
-        return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
+        return self.collectives.used(first).as_strided((end - start,), (1,))
 
     def resident_bytes(self) -> int:
         """Memory of the resident copies on this rank, in bytes."""

@@ -189,7 +189,7 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         refreshed = min(max(plan.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
         decoded = refreshed * itemsize // plan.grid.scope_size(plan.weights_scope)
         decoded *= plan.decoded or plan.differences > 0
-        size = count * peak(programs.exact if plan.differences else programs.refresh, refreshed) + decoded
+        size = count * peak(programs.uncoded if plan.differences else programs.refresh, refreshed) + decoded
         what = f"{count} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
         states["transient refresh"] = State(size, what)
     reduced = count * max(peak(programs.micro, bucket), peak(programs.boundary, bucket)) + made * itemsize

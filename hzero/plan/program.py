@@ -3,7 +3,7 @@
 A program is made once for each way that buckets take. `hzero.comm` executes it and nothing else. `hzero plan` adds up its
 bytes and buffers, predictions time its steps, and tests compare the wire log with it.
 
-A message is ``[pieces][tensor][rows][record]`` (docs/payload_format.md).
+A message is ``[outer][tensor][rows][record]`` (docs/payload_format.md).
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Encode:
     Attributes:
         codec: Of the message.
         order: Of the tensors' rows.
-        pieces: Of the message.
+        outer: Its pieces.
         residual: Name of the residuals that are added, and under which what is lost is kept; None: nothing is.
     """
 
     codec: CodecConfig
     order: Order
-    pieces: int = 1
+    outer: int = 1
     residual: str | None = None
 
 
@@ -106,7 +106,7 @@ class Cross:
         codec: Codec of the messages.
         rows: Shards of every tensor in the message of one rank: the part that an all-gather sends, the whole of which a
             reduction leaves a part.
-        pieces: Of the message that arrives.
+        outer: Pieces of the message that arrives.
         algorithms: Of an all-gather, by the bytes of the message.
         root: Coordinate of the rank that broadcasts; of the rank that sends or receives a message its number in the plan.
     """
@@ -117,7 +117,7 @@ class Cross:
     ranks: int
     codec: CodecConfig
     rows: int
-    pieces: int = 1
+    outer: int = 1
     algorithms: NodeAllGather = _LIBRARY
     root: int = 0
 
@@ -150,14 +150,14 @@ class Sum:
         peers: Their number.
         rows: Of each.
         target: Codec of the sum; None leaves float32 tensors.
-        pieces: Of the message of the sum.
+        outer: Pieces of the message of the sum.
     """
 
     codec: CodecConfig
     peers: int
     rows: int
     target: CodecConfig | None = None
-    pieces: int = 1
+    outer: int = 1
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ class Decode:
     Attributes:
         codec: Of the message.
         order: Of the tensors' rows.
-        pieces: Of the message.
+        outer: Its pieces.
         add: Whether it is added to tensors that exist, in float32, and each sum rounded once.
     """
 
     codec: CodecConfig
     order: Order
-    pieces: int = 1
+    outer: int = 1
     add: bool = False
 
 
@@ -187,12 +187,12 @@ class Program:
     Attributes:
         steps: In order.
         codec: Of the last message.
-        pieces: Of the last message.
+        outer: Its pieces.
     """
 
     steps: tuple[Step, ...]
     codec: CodecConfig = PLAIN
-    pieces: int = 1
+    outer: int = 1
 
     @functools.cached_property
     def crossings(self) -> tuple[Cross, ...]:
@@ -214,9 +214,9 @@ class Program:
                 taken = step.message_bytes(chunks, itemsize)
             elif isinstance(step, Encode) and not found:
                 taken = step.order.rows * sum(chunks) * itemsize
-            left = _left_bytes(step, taken, chunks, itemsize)
-            found.append((step, taken, left))
-            taken = left
+            result = _result_bytes(step, taken, chunks, itemsize)
+            found.append((step, taken, result))
+            taken = result
         return found
 
     def peak_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
@@ -225,14 +225,14 @@ class Program:
         Tensors that the caller gives, and whole ones that the last step leaves, do not count.
         """
         peak, moved = 0, self.moved(chunks, itemsize)
-        for number, (step, taken, left) in enumerate(moved):
+        for number, (step, taken, result) in enumerate(moved):
             given = isinstance(step, Encode) and number == 0
             whole = isinstance(step, Decode) and number == len(moved) - 1
-            peak = max(peak, (0 if given else taken) + (0 if whole else left))
+            peak = max(peak, (0 if given else taken) + (0 if whole else result))
         return peak
 
 
-def _left_bytes(step: Step, taken: int, chunks: Sequence[int], itemsize: int) -> int:
+def _result_bytes(step: Step, taken: int, chunks: Sequence[int], itemsize: int) -> int:
     if isinstance(step, Turn):
         return taken
     if isinstance(step, Cross):
@@ -256,7 +256,7 @@ def gather_program(
     *,
     held: CodecConfig | None = None,
     rows: int = 1,
-    left: CodecConfig | None = None,
+    result: CodecConfig | None = None,
     residual: str | None = None,
 ) -> Program:
     """From this rank's shards to those of a whole scope. Where successive tiers have one codec, payloads pass.
@@ -266,7 +266,7 @@ def gather_program(
         hops: Tiers to cross, outermost first; at least one, or ``held``.
         held: Codec of the message that this rank holds; None: it holds tensors, of one shard each.
         rows: Shards of every tensor in that message.
-        left: Codec of the message that is left; None: tensors are, shards in order, and the scope is the world.
+        result: Codec of the message that results; None: tensors do, shards in order, and the scope is the world.
         residual: As for `Encode`, of the tensors.
 
     Returns:
@@ -274,17 +274,17 @@ def gather_program(
     """
     codec = held if held is not None else hops[0].codec
     steps: list[Step] = [] if held is not None else [Encode(codec, Order.of_rows(1), 1, residual)]
-    pieces = 1
+    outer = 1
     for hop in hops:
-        steps += _recoded(codec, hop.codec, pieces, rows)
+        steps += _recoded(codec, hop.codec, outer, rows)
         codec = hop.codec
         algorithms = plan.node_all_gather if hop.tier in NET_TIERS else _LIBRARY
-        sent, pieces = pieces * rows, pieces * hop.size
-        steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, pieces, algorithms))
-    if left is None:
-        steps.append(Decode(codec, Order.of_hops(plan), pieces))
-        return Program(tuple(steps), codec, pieces)
-    return Program((*steps, *_recoded(codec, left, pieces, rows)), left, pieces)
+        sent, outer = outer * rows, outer * hop.size
+        steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, outer, algorithms))
+    if result is None:
+        steps.append(Decode(codec, Order.of_hops(plan), outer))
+        return Program(tuple(steps), codec, outer)
+    return Program((*steps, *_recoded(codec, result, outer, rows)), result, outer)
 
 
 def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_order: bool) -> Program:
@@ -307,19 +307,19 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
     order = Order.of_hops(plan) if shard_order else Order.of_rows(rows)
     encoded = False
     for index, hop in enumerate(hops):
-        held, pieces = in_memory(hop), _pieces(hops[index:])
+        held, outer = in_memory(hop), _outer(hops[index:])
         following = hops[index + 1] if index + 1 < len(hops) else None
         if not encoded:
             kept = hop.tier in plan.error_feedback and held is not PLAIN
-            steps.append(Encode(held, order, pieces, hop.tier if kept else None))
+            steps.append(Encode(held, order, outer, hop.tier if kept else None))
         kind: Kind = "reduce_scatter" if hop.codec.traits.plain else "all_to_all"
-        steps += _recoded(held, hop.codec, pieces, rows // pieces)
-        steps.append(Cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, pieces))
-        steps += _recoded(hop.codec, held, pieces, rows // pieces)
+        steps += _recoded(held, hop.codec, outer, rows // outer)
+        steps.append(Cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, outer))
+        steps += _recoded(hop.codec, held, outer, rows // outer)
         rows //= hop.size
         order = Order.of_rows(rows)
         if held is PLAIN and kind == "all_to_all":
-            steps.append(Sum(PLAIN, hop.size, rows, PLAIN, pieces // hop.size))
+            steps.append(Sum(PLAIN, hop.size, rows, PLAIN, outer // hop.size))
         summed = held is PLAIN
         if following is None:
             steps.append(Sum(held, 1 if summed else hop.size, rows))
@@ -342,7 +342,7 @@ class StagePrograms:
 
     Attributes:
         refresh: From primary shards to resident copies, as payloads or decoded.
-        exact: The same without codecs, where other refreshes send differences.
+        uncoded: The same without codecs, where other refreshes send differences.
         difference: From the message of a difference of primary shards to the resident copy that it is added to.
         unshard: To whole weights, from resident payloads or, where none are kept, from primary shards.
         micro: Of gradients in every micro-step.
@@ -350,7 +350,7 @@ class StagePrograms:
     """
 
     refresh: Program
-    exact: Program
+    uncoded: Program
     difference: Program
     unshard: Program
     micro: Program
@@ -359,21 +359,21 @@ class StagePrograms:
     @classmethod
     def of(cls, plan: ShardPlan) -> StagePrograms:
         """The programs of a shard plan."""
-        refresh = exact = difference = unshard = Program(())
+        refresh = uncoded = difference = unshard = Program(())
         if hops := plan.refresh_hops():
             kept = None if plan.decoded else plan.resident_codec
-            refresh = gather_program(plan, hops, left=kept)
-            exact = gather_program(plan, plain(hops), left=kept)
-            message = gather_program(plan, hops, held=hops[0].codec, left=hops[-1].codec)
+            refresh = gather_program(plan, hops, result=kept)
+            uncoded = gather_program(plan, plain(hops), result=kept)
+            message = gather_program(plan, hops, held=hops[0].codec, result=hops[-1].codec)
             order = Order.of_hops(plan) if plan.decoded else Order.of_rows(plan.resident_rows)
-            difference = Program((*message.steps, Decode(message.codec, order, message.pieces, add=True)))
+            difference = Program((*message.steps, Decode(message.codec, order, message.outer, add=True)))
             unshard = gather_program(plan, plan.unshard_hops(), held=plan.resident_codec, rows=plan.resident_rows)
         elif hops := plan.gather_hops():
             unshard = gather_program(plan, hops)
         micro = plan.micro_hops()
         return cls(
             refresh,
-            exact,
+            uncoded,
             difference,
             unshard,
             micro=reduce_program(plan, micro, plan.grid.world_size, shard_order=True),
@@ -444,17 +444,17 @@ def in_memory(hop: Hop) -> CodecConfig:
     return PLAIN if hop.codec.traits.exact else hop.codec
 
 
-def _pieces(hops: Sequence[Hop]) -> int:
+def _outer(hops: Sequence[Hop]) -> int:
     """Number of pieces to encode a message in for the first of ``hops``.
 
     While successive hops have messages in codec ``none``, sums are passed on unchanged: the pieces of all those hops are laid
     out at once.
     """
-    exact = itertools.takewhile(lambda hop: in_memory(hop) is PLAIN, hops)
-    return math.prod([hop.size for hop in exact] or [hops[0].size])
+    passed = itertools.takewhile(lambda hop: in_memory(hop) is PLAIN, hops)
+    return math.prod([hop.size for hop in passed] or [hops[0].size])
 
 
-def _recoded(source: CodecConfig, target: CodecConfig, pieces: int, rows: int) -> list[Step]:
+def _recoded(source: CodecConfig, target: CodecConfig, outer: int, rows: int) -> list[Step]:
     """The steps that give a message another codec, with one seed on all ranks; ``rows`` are those of a piece."""
-    order = Order.of_rows(pieces * rows)
-    return [] if source.format == target.format else [Decode(source, order, pieces), Encode(target, order, pieces)]
+    order = Order.of_rows(outer * rows)
+    return [] if source.format == target.format else [Decode(source, order, outer), Encode(target, order, outer)]

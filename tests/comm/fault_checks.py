@@ -37,7 +37,7 @@ def _operations(collectives: FaultyCollectives, decoded: list) -> dict:
     """A gather and a reduction of these collectives, of new contents at every call; ``decoded`` fills when one decodes."""
     plan, rank, turn = collectives.plan, dist.get_rank(), itertools.count()
 
-    gathering = gather_program(plan, plan.gather_hops(), left=plan.gather_hops()[-1].codec)
+    gathering = gather_program(plan, plan.gather_hops(), result=plan.gather_hops()[-1].codec)
     reducing = reduce_program(plan, plan.reduce_hops(), WORLD, shard_order=True)
 
     def gather() -> Chain:

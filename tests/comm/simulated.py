@@ -102,11 +102,11 @@ def on_all(ranks: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
     return [results[place] for place in range(len(ranks))]
 
 
-def finished(hops: Any) -> Any:
-    """The result of a chain whose hops are run here, one after the other."""
+def finished(steps: Any) -> Any:
+    """The result of a chain whose steps are run here, one after the other."""
     while True:
         try:
-            if (pending := next(hops)) is not None:
+            if (pending := next(steps)) is not None:
                 pending.end()
         except StopIteration as stop:
             return stop.value

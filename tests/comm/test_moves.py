@@ -34,7 +34,7 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
     def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
-        return finished(one.bind(program, bucket).hops(read, lambda tensors: tensors[0], Call()))
+        return finished(one.bind(program, bucket).steps(read, lambda tensors: tensors[0], Call()))
 
     def move(one: Collectives) -> torch.Tensor:
         return run(one, all_to_all_program(one.plan), lambda: [values[one.plan.rank].reshape(-1)])

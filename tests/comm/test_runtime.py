@@ -61,7 +61,7 @@ def _collectives(preset: str, **block: Any) -> Collectives:
 
 
 def _run(collectives: Collectives, program: Program, bucket: Bucket, value: Any) -> Any:
-    return finished(collectives.bind(program, bucket).hops(lambda: value, lambda left: left, Call(5, 6)))
+    return finished(collectives.bind(program, bucket).steps(lambda: value, None, Call(5, 6)))
 
 
 @pytest.mark.parametrize("block", [{}, {"error_feedback": ["gcd", "node"]}], ids=["plain", "feedback"])

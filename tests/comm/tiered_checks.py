@@ -91,7 +91,7 @@ def _add_gathered(collectives: Collectives) -> None:
     codec = Codec.from_config(hops[0].codec)
     decoded = bucket if codec.name == "none" else dataclasses.replace(bucket, dtype=torch.float32)
 
-    program = gather_program(collectives.plan, hops, left=hops[-1].codec)
+    program = gather_program(collectives.plan, hops, result=hops[-1].codec)
     decode = gather_program(collectives.plan, hops).steps[-1]
     adding = Program((dataclasses.replace(decode, add=True),))
 

@@ -422,7 +422,7 @@ def recording() -> Iterator[Trace]:
     set_accelerator(StandIn())
     trace = Trace()
     recorder = Recorder(trace)
-    start, message = wires.TorchWires._start, wires.TorchWires.message
+    start, message = wires.TorchWires._starts, wires.TorchWires.message
 
     def of_wires(function: Any, *args: Any, **rest: Any) -> Any:
         recorder.in_transport = True
@@ -435,8 +435,8 @@ def recording() -> Iterator[Trace]:
             return None
         return _OnDevice(work, recorder.last)
 
-    def starts(self: Any, function: Any, *args: Any) -> Any:
-        return start(self, functools.partial(of_wires, function), *args)
+    def starts(self: Any, function: Any) -> Any:
+        return start(self, functools.partial(of_wires, function))
 
     def sends(self: Any, *args: Any, **rest: Any) -> Any:
         return of_wires(functools.partial(message, self), *args, **rest)
@@ -447,7 +447,7 @@ def recording() -> Iterator[Trace]:
     try:
         with contextlib.ExitStack() as patches:
             for owner, name, function in (
-                (wires.TorchWires, "_start", starts),
+                (wires.TorchWires, "_starts", starts),
                 (wires.TorchWires, "message", sends),
                 (torch.Tensor, "record_stream", record_stream),
                 (lanes, "_of_world", None),  # one with streams, which ends with this device
