@@ -88,7 +88,7 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
             config.hzero_block = parse_config(found)
             config._param_dict = param_dict = block.lifted(param_dict, found)
             stock(config, param_dict, *args, **kwargs)
-            check_config(config, config.optimizer_name)
+            check_config(config)
         return None
 
     return initialize_params

@@ -510,7 +510,7 @@ def check_config(
     """
     with quiet():
         from hzero.deepspeed import autotp
-        from hzero.deepspeed.refusals import check_written, ignored, partition_of_autotp
+        from hzero.deepspeed.refusals import check_written, ignored
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None
@@ -526,9 +526,8 @@ def check_config(
         read = check_written(config, _data_parallel_ranks(config, grid))
         build(read)
         findings += [(DEGRADED, f"{error}; DeepSpeed ignores it") for error in ignored(read, str(path))]
-        if parsed is not None and (size := read.tensor_parallel_config.autotp_size) > 1:
-            partition = partition_of_autotp(size, grid, 0) if grid is not None else None
-            autotp.check(read, parsed, grid)
+        if parsed is not None and read.tensor_parallel_config.autotp_size > 1:
+            partition = autotp.check(read, parsed, grid)
             grid, beside = (partition.grid, str(partition)) if partition is not None else (None, "")
     if parsed is None:
         without = (DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')

@@ -219,16 +219,8 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         if resharding is not None:
             own = str(resharding.path(0, MODEL))  # this rank may have written none
             values.append((self._engine, "_get_all_ckpt_names", lambda *_: [own]))
-        optimizer = getattr(self._engine.optimizer, "optimizer", None)
-        needed = _entries(optimizer)
         with attributes(*values), only_tensors(self.config.trust):
-            loaded = self._stock_load(*call.args, **call.kwargs)
-        if resumes and (lacking := sorted(needed - _entries(optimizer))):
-            raise ConfigError(
-                f"checkpoint: {str(folder / tag)!r} is of another optimizer: found {type(optimizer).__name__}, for which it "
-                f"lacks {some(lacking, 4)}; expected the optimizer of that run"
-            )
-        return loaded
+            return self._stock_load(*call.args, **call.kwargs)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file."""
@@ -482,13 +474,6 @@ class Resharding:
 def _flat(zero: dict[str, Any], index: int, key: str | None) -> Any:
     """Of a sub-group the masters (None), or a state of the optimizer."""
     return zero[_GROUPS][index] if key is None else zero[_STATE]["state"][index][key]
-
-
-def _entries(optimizer: Any) -> set[str]:
-    """What an optimizer of torch keeps for its parameters, and, of the settings that it needs, those that its groups have."""
-    states = {key for state in getattr(optimizer, "state", {}).values() for key in state}
-    groups = [set(group) for group in getattr(optimizer, "param_groups", ())]
-    return states | set(getattr(optimizer, "defaults", ())).intersection(*groups)
 
 
 # ---- what all ranks decide together ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.comm import comm
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -19,12 +20,12 @@ from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autotp, versions
 from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, give_back, layers_of, managed_parameters
-from hzero.deepspeed.refusals import check_partition, check_types
+from hzero.deepspeed.refusals import check_partition
 from hzero.engine.engine import Engine, Partition, Traffic
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter, routes_of
 from hzero.plan.shards import ShardPlan
-from hzero.validation import is_rank_0, on_all_ranks
+from hzero.validation import ConfigError, is_rank_0, on_all_ranks, some
 
 #: DeepSpeed's default of ``stage3_prefetch_bucket_size``.
 BUCKET_NUMEL = 50_000_000
@@ -78,7 +79,6 @@ class StageState(Engine):
         plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         self._module = module
         routes, codes = routes_of(module, plan)
-        check_types(module, routes)
         self._autotp = autotp.take_over(module, config, partition.world)
         managed = managed_parameters(module, routes, codes)
         own = list(managed.values())
@@ -436,15 +436,23 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         own = self.hzero.state_dict()
         return state if own is None else {**state, KEY: own}
 
-    def load_state_dict(self, state_dict_list: list[dict[str, Any]] | None, *args: Any, **kwargs: Any) -> None:
-        """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
-        own = state_dict_list[self.hzero.plan.rank].get(KEY) if state_dict_list else None
+    def load_state_dict(
+        self, state_dict_list: list[dict[str, Any]] | None, load_optimizer_states: bool = True, **kwargs: Any
+    ) -> None:
+        """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights.
+
+        Raises:
+            ConfigError: The states are of another optimizer.
+        """
+        saved = state_dict_list[self.hzero.plan.rank] if state_dict_list else {}  # a universal checkpoint gives none
+        if saved and load_optimizer_states:
+            _check_same(self.optimizer, saved[OPTIMIZER_STATE_DICT])
         self._partition_all_parameters()
         self.hzero.weights.before_change()
-        super().load_state_dict(state_dict_list, *args, **kwargs)
+        super().load_state_dict(state_dict_list, load_optimizer_states, **kwargs)
         self.hzero.replaced()
         self._new_window()
-        self.hzero.load_state_dict(own)
+        self.hzero.load_state_dict(saved.get(KEY))
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads are freed too, and rebuilt at their next use."""
@@ -456,6 +464,22 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock; resident payloads are rebuilt at their next use."""
         super().reload_states(non_blocking)
         self.hzero.parameters.mark_stale()
+
+
+@on_all_ranks()
+def _check_same(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Refuses states with other parameter groups, or without what the optimizer keeps for its parameters and their groups."""
+    found, groups = saved["param_groups"], optimizer.param_groups
+    if len(found) != len(groups):
+        raise ConfigError(
+            f"checkpoint: of {len(found)} parameter groups; found {len(groups)} in the optimizer; expected those of that run"
+        )
+    needed = set(optimizer.defaults).union(*optimizer.state.values())
+    if lacking := sorted(needed.difference(*found, *saved["state"].values())):
+        raise ConfigError(
+            f"checkpoint: of another optimizer: found {type(optimizer).__name__}, for which it lacks {some(lacking, 4)}; "
+            "expected the optimizer of that run"
+        )
 
 
 # ---- what DeepSpeed measures --------------------------------------------------------------------------------------------

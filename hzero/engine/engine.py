@@ -161,6 +161,9 @@ class Engine(Traffic):
         accelerator: As of `Traffic`.
         group: The ranks that train the model together, and so decide alike; None is the world.
 
+    Raises:
+        ConfigError: A codec of bfloat16 numbers is to carry weights of another type.
+
     Attributes:
         plan: As given.
         partition: As given.
@@ -185,6 +188,12 @@ class Engine(Traffic):
         accelerator: Any = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        for param in parameters:
+            if (narrow := param.route.narrow) is not None and param.dtype != torch.bfloat16:
+                raise ConfigError(
+                    f"hzero.codecs.weights.{narrow.tier}: found {narrow.codec.codec!r}, which holds bfloat16 numbers, with "
+                    f"{param.dtype} of {param.name}; possible with weights of bfloat16, or codec none"
+                )
         super().__init__(config, module, device, accelerator)
         self.plan, self.partition, self.group = plan, partition, group
         self._feedback = ErrorFeedback() if config.error_feedback else None
