@@ -104,6 +104,13 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     return group
 
 
+def give_back(module: torch.nn.Module, group: Any = None) -> None:
+    """Gives layers of AutoTP their own forward: for the next engine of a model, or with its communicator, of one engine alone."""
+    for layer in module.modules():
+        if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
+            del layer.hzero_group, layer.forward
+
+
 def _crossed(world: Grid | None, size: int) -> tuple[Tier, ...]:
     """Tiers that AutoTP's tensor groups cross, all of them alike: neighbours in the order of ranks."""
     if world is None:

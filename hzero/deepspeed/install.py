@@ -19,10 +19,11 @@ from deepspeed.runtime.zero.partition_parameters import Init
 
 from hzero.block import KEY
 from hzero.config import HZeroConfig
-from hzero.deepspeed import autotp, parameters
+from hzero.deepspeed import autotp
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
+from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, release_all
 from hzero.deepspeed.versions import attributes, check_deepspeed
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
@@ -88,7 +89,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
 
     Whether it has or not, it releases the parameters from an earlier engine that was not destroyed.
     """
-    parameters.release_all(engine.module)
+    release_all(engine.module)
     if (config := _block_of(engine)) is None:
         return stock(engine, optimizer)
     offload = functools.partial(HZeroOffload, config)
@@ -145,9 +146,9 @@ _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "zero_grad", _zero_grad),
     (DeepSpeedEngine, "_configure_checkpointing", _make_checkpoint_engine),
     (DeepSpeedEngine, "_load_checkpoint", _load),
-    (Init, "_all_gather", parameters.gather_exactly),
-    (Init, "_partition", parameters.note_changes),
-    (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", parameters.note_step),
+    (Init, "_all_gather", gather_exactly),
+    (Init, "_partition", note_changes),
+    (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", note_step),
 )
 
 
@@ -219,5 +220,5 @@ def exact_weights(engine: Any) -> Iterator[None]:
     if own is None:
         yield
         return
-    with engine.optimizer.exact() if isinstance(own, PipelineState) else own.parameters.exact():
+    with engine.optimizer.exact() if isinstance(own, PipelineState) else own.exact():
         yield

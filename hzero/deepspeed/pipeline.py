@@ -27,7 +27,7 @@ from hzero.codecs.formats import LOSSLESS
 from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension
 from hzero.comm.wires import world_timeout
 from hzero.config import HZeroConfig
-from hzero.deepspeed.stage import LoggedHops, async_accelerator, current_device, optimizer_bytes
+from hzero.deepspeed.stage_state import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
