@@ -510,7 +510,7 @@ def check_config(
     """
     with quiet():
         from hzero.deepspeed import autotp
-        from hzero.deepspeed.refusals import check_written, ignored
+        from hzero.deepspeed.refusals import check_written
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None
@@ -631,6 +631,32 @@ def build(config: Any) -> None:
     made = kind([zeros(1)], **kept) if kind is not None else optim.AdamW([zeros(1)])
     if schedule is not None and "auto" not in (given := config.scheduler_params or {}).values():
         schedulers[schedule](made, **given)
+
+
+class _Asked(dict[str, Any]):
+    """A configuration that remembers the keys that DeepSpeed has asked it for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked = {"sequence_parallel_size"}  # only ranks ask for it
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+
+def ignored(read: Any, where: str) -> list[ConfigError]:
+    """Errors for the keys that DeepSpeed ignores at the top level of ``where``, which `check_written` has read."""
+    config = _Asked({key: value for key, value in read._param_dict.items() if key != KEY})
+    type(read)(config)
+    return [one_of(where, key, sorted(config.asked), "key") for key in config if key not in config.asked]
 
 
 def _classes(module: Any) -> dict[str, Any]:

@@ -25,9 +25,9 @@ import hzero
 from hzero.comm import blaming
 from hzero.commands import summary
 from hzero.commands.corpus import Corpus
-from hzero.commands.doctor import build
+from hzero.commands.doctor import build, ignored
 from hzero.deepspeed.checkpoint import save_together
-from hzero.deepspeed.refusals import check_written, ignored
+from hzero.deepspeed.refusals import check_written
 from hzero.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED
 from hzero.terminal import size_text

@@ -32,7 +32,7 @@ from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
 from hzero.topology import Grid
-from hzero.validation import ConfigError, is_rank_0, on_all_ranks
+from hzero.validation import ConfigError, first_of_ranks, is_rank_0, on_all_ranks
 
 logger = logging.getLogger("hzero")
 
@@ -408,9 +408,7 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
         )
     if mpu.get_slice_parallel_world_size() == 1:
         return
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, _unlike(module, mpu.get_slice_parallel_group()))
-    if (name := next(filter(None, every), None)) is not None:
+    if (name := first_of_ranks(_unlike(module, mpu.get_slice_parallel_group()))) is not None:
         raise ConfigError(
             f"{found} parameter {name}, which differs between the ranks of a tensor group and does not say that it is split; "
             f"{possible} tensor_model_parallel = True on parameters that are split, as Megatron-LM sets it, and equal parts"

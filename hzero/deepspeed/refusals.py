@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -17,7 +16,7 @@ from hzero.block import KEY, PARENT
 from hzero.deepspeed.versions import check_features
 from hzero.engine.engine import ranks_of
 from hzero.topology import Grid, declared_grid
-from hzero.validation import ConfigError, one_of, some
+from hzero.validation import ConfigError, first_of_ranks, some
 
 #: Keys of DeepSpeed's configuration, and the values that are supported besides null, with a hint after them.
 _SUPPORTED = {
@@ -157,32 +156,6 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
     return Config(without)
 
 
-class _Asked(dict[str, Any]):
-    """A configuration that remembers the keys that DeepSpeed has asked it for."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.asked = {"sequence_parallel_size"}  # only ranks ask for it
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        return self
-
-
-def ignored(read: DeepSpeedConfig, where: str) -> list[ConfigError]:
-    """Errors for the keys that DeepSpeed ignores at the top level of ``where``, which `check_written` has read."""
-    config = _Asked({key: value for key, value in read._param_dict.items() if key != KEY})
-    type(read)(config)
-    return [one_of(where, key, sorted(config.asked), "key") for key in config if key not in config.asked]
-
-
 def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _filled_in(value) if isinstance(value, Mapping) and key != KEY else value
@@ -223,13 +196,12 @@ def check_mpu(mpu: Any, world: Grid) -> None:
     # One of Ulysses splits sequences and no parameters.
     if not hasattr(mpu, "get_model_parallel_group") or hasattr(mpu, "initialize_sequence_parallel"):
         return
-    every: list[str | None] = [None] * world.world_size
+    problem = None
     try:
         _check_groups(mpu, world)
-        dist.all_gather_object(every, None)
     except ConfigError as error:
-        dist.all_gather_object(every, str(error))
-    for found in filter(None, every):
+        problem = str(error)
+    if found := first_of_ranks(problem):
         raise ConfigError(found)
 
 

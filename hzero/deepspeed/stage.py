@@ -145,18 +145,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock step, after gradients that still wait have crossed."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
-        try:
-            self.hzero.before_step(self._stepped(), self._gradient_of)
-        except Exception:  # whoever catches it goes on with a new window
-            self._new_window()
-            raise
         self._stepping = True
         try:
+            self.hzero.before_step(self._stepped(), self._gradient_of)
             with blaming():  # the norm's all-reduce is no hop
                 super().step(closure)
-        except DivergenceError:
-            # Discarded as by stock, so that whoever catches it finds the weights of the last good step.
-            self._overflow_clean_up(self.loss_scale)
+        except Exception as error:  # whoever catches it goes on with a new window
+            if isinstance(error, DivergenceError):  # discarded as by stock, with the weights of the last good step
+                self._overflow_clean_up(self.loss_scale)
             self._new_window()
             raise
         finally:
@@ -167,8 +163,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.lanes.before_others()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
-        watchdog = shared_watchdog()
-        watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
@@ -240,11 +234,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Moves gradients to the masters on the host, by stock's own function, which first copies them onto themselves."""
         arrived = [param for param in itertools.chain.from_iterable(self.fp16_groups) if param.ds_id in self._arrived]
         sums, device = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition, current_device()
-        before, self.micro_step_id = self.micro_step_id, 0
-        try:
+        with versions.attributes((self, "micro_step_id", 0)):
             super().partition_grads(arrived, [sums[param.ds_id].to(device) for param in arrived])
-        finally:
-            self.micro_step_id = before
 
     def _silence(self) -> None:
         """Zeroes the shards of parameters that received no gradient in this window, whether they require one now or not.

@@ -26,6 +26,7 @@ from hzero.comm import lasting
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autotp
 from hzero.deepspeed.refusals import check_partition
+from hzero.deepspeed.versions import attributes
 from hzero.engine.engine import Engine, Partition, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
@@ -77,7 +78,8 @@ class Managed(Parameter):
 
     def all_gather(self, param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``param.all_gather``: stock, see `gather_exactly`, unless a forward reads it outside its own module."""
-        if param_list is None and self.owner.in_forward and self.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+        in_forward = getattr(self.owner.module._parameters, "_in_forward", False)  # as DeepSpeed notes it
+        if param_list is None and in_forward and self.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
             return self.owner.gather([self.param]).wait()
         return self.stock["all_gather"](param_list, *args, **kwargs)
 
@@ -139,6 +141,7 @@ class StageState(Engine):
     """The engine of one DeepSpeed engine with ZeRO-3, whose parameters gather from resident weights.
 
     Attributes:
+        module: As given.
         units: The layers that are gathered.
         logged_hops: Gives hops to DeepSpeed's ``comms_logger``, at the end of each step and in `settle`.
 
@@ -171,7 +174,7 @@ class StageState(Engine):
         check_partition(module, partition.ranks)
         plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         routes, codes = routes_of(module, plan)
-        self._module, self._autotp = module, autotp.take_over(module, config, partition.world)
+        self.module, self._autotp = module, autotp.take_over(module, config, partition.world)
         managed = managed_parameters(module, routes, codes)
         super().__init__(config, plan, partition, module, managed, bucket_numel, current_device(), async_accelerator())
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
@@ -232,7 +235,7 @@ class StageState(Engine):
     def destroy(self) -> None:
         """Frees payloads and accumulators, and restores the model to what DeepSpeed made; its next engine may be a stock one."""
         if self._autotp is not None:
-            autotp.give_back(self._module, self._autotp)
+            autotp.give_back(self.module, self._autotp)
             self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
         for hook in self._hooks:
             hook.remove()
@@ -245,11 +248,6 @@ class StageState(Engine):
     def _release(self, managed: Managed) -> None:
         managed.detach()
         self.weights.remove(managed)
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the model runs, as DeepSpeed notes it."""
-        return getattr(self._module._parameters, "_in_forward", False)
 
     def of(self, params: Iterable[ZeroParameter]) -> list[Managed]:
         """This engine's, of DeepSpeed's parameters."""
@@ -282,15 +280,12 @@ class StageState(Engine):
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
-        before, self._exact = self._exact, True
-        self.units.drop()
-        for managed in self._managed:
-            managed.put_away(decoded=True)
-        try:
-            yield
-        finally:
-            self.put_away_all()
-            self._exact = before
+        self.put_away_all()
+        with attributes((self, "_exact", True)):
+            try:
+                yield
+            finally:
+                self.put_away_all()
         self.gather_kept_whole()
 
     @torch.compiler.disable

@@ -13,7 +13,17 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import backends
-from hzero.comm import Collectives, Communicator, ErrorFeedback, WireLog, in_use, limit_waits, peers_of, shared_lanes
+from hzero.comm import (
+    Collectives,
+    Communicator,
+    ErrorFeedback,
+    WireLog,
+    in_use,
+    limit_waits,
+    peers_of,
+    shared_lanes,
+    shared_watchdog,
+)
 from hzero.comm.peers import unused_name
 from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ROLES, HZeroConfig, TopologyConfig
@@ -252,6 +262,8 @@ class Engine(Traffic):
             self.gradients.commit()
             self.guard.stepped()
         self.gradients.clear()
+        watchdog = shared_watchdog()
+        watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def verify(self) -> None:
         """As of `Traffic`, and of weights and gradients."""

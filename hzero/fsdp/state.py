@@ -425,8 +425,6 @@ class FsdpState(Engine):
                 piece.writes = piece.unit.module.writes(piece.members)
         self.after_step(done=not self._discarded)
         self._discarded, self._windows = False, 0
-        watchdog = shared_watchdog()
-        watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def _pieces_in(self, optimizer: torch.optim.Optimizer) -> list[Piece]:
         """The trained pieces that an optimizer changes."""
