@@ -68,8 +68,7 @@ def _watch(module: Any) -> None:
 def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``DeepSpeedConfig._initialize_params``, which installs the stage and checks the configuration if it has a block.
 
-    DeepSpeed sees the block at the top level, where it ignores unknown keys. The engine finds it parsed, as the
-    configuration's attribute ``hzero_block``.
+    DeepSpeed does not see the block. The engine finds it parsed, as the configuration's attribute ``hzero_block``.
     """
 
     def initialize_params(config: Any, param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +85,7 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
 
             zero.enable()
             config.hzero_block = parse_config(found)
-            config._param_dict = param_dict = block.lifted(param_dict, found)
+            config._param_dict = param_dict = block.without(param_dict)
             stock(config, param_dict, *args, **kwargs)
             check_config(config)
         return None

@@ -86,9 +86,9 @@ def find(ds_config: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def lifted(config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the configuration with its block at the top level, where DeepSpeed ignores unknown keys."""
+def without(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the configuration without its block, which DeepSpeed does not know."""
     parent = config.get(PARENT)
     if isinstance(parent, Mapping):
         config = {**config, PARENT: {key: value for key, value in parent.items() if key != KEY}}
-    return {**config, KEY: block}
+    return {key: value for key, value in config.items() if key != KEY}

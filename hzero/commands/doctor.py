@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from hzero import __version__, autoload
-from hzero.block import KEY, PARENT, find, lifted
+from hzero.block import KEY, PARENT, find, without
 from hzero.block import read_text as parse_text
 from hzero.config import HERE, TopologyConfig, parse_config
 from hzero.files import read_json
@@ -521,7 +521,7 @@ def check_config(
     with _reported(path, findings):
         grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), machine, nodes, discovered)
     if block is not None and parsed is None:  # a wrong block hides no other fault
-        config = {key: value for key, value in lifted(config, block).items() if key != KEY}
+        config = without(config)
     with _reported(path, findings):
         read = check_written(config, _data_parallel_ranks(config, grid))
         build(read)
@@ -530,8 +530,8 @@ def check_config(
             partition = autotp.check(read, parsed, grid)
             grid, beside = (partition.grid, str(partition)) if partition is not None else (None, "")
     if parsed is None:
-        without = (DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
-        return [*findings, without] if block is None else findings
+        stock = (DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
+        return [*findings, stock] if block is None else findings
     effect = f"{parsed.preset}, on the grid of the ranks that are started"
     if config.get(PARENT, {}).get("stage") == 1:
         effect = f"codecs of {parsed.preset} with ZeRO-1, of a PipelineModule only"
@@ -654,7 +654,7 @@ class _Asked(dict[str, Any]):
 
 def ignored(read: Any, where: str) -> list[ConfigError]:
     """Errors for the keys that DeepSpeed ignores at the top level of ``where``, which `check_written` has read."""
-    config = _Asked({key: value for key, value in read._param_dict.items() if key != KEY})
+    config = _Asked(read._param_dict)
     type(read)(config)
     return [one_of(where, key, sorted(config.asked), "key") for key in config if key not in config.asked]
 

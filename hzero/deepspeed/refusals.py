@@ -79,9 +79,9 @@ def check_config(config: DeepSpeedConfig) -> None:
     _refuse(config, _SUPPORTED, "")
     if stage == 1:
         _refuse(config, _SUPPORTED_IN_PIPELINES, " with pipeline stages")
-        written = config._param_dict[KEY]
-        unused = [key for key in written if key not in _OF_PIPELINES]
-        unused += [f"codecs.{role}" for role in ("weights", "except") if role in written.get("codecs", {})]
+        written = config.hzero_block.written
+        unused = [key for key in written if key.partition(".")[0] not in _OF_PIPELINES]
+        unused += [key for key in ("codecs.weights", "codecs.except") if key in written]
         if unused:
             raise ConfigError(
                 f"{KEY}.{unused[0]}: has no effect with pipeline stages; possible: {', '.join(_OF_PIPELINES)}, of "

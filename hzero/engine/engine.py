@@ -13,18 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import backends
-from hzero.comm import (
-    Collectives,
-    Communicator,
-    ErrorFeedback,
-    WireLog,
-    in_use,
-    limit_waits,
-    peers_of,
-    shared_lanes,
-    shared_watchdog,
-)
+from hzero.comm import Collectives, Communicator, ErrorFeedback, WireLog, in_use, limit_waits, peers_of, shared_lanes
 from hzero.comm.peers import unused_name
+from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ROLES, HZeroConfig, TopologyConfig
 from hzero.engine.gradients import Gradients
