@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from hzero import __version__, autoload
-from hzero.block import KEY, PARENT, find, without
+from hzero.block import KEY, PARENT, split
 from hzero.block import read_text as parse_text
 from hzero.config import HERE, TopologyConfig, parse_config
 from hzero.files import read_json
@@ -462,7 +462,7 @@ def check_fsdp2() -> Iterator[Finding]:
 def source_of(config: Mapping[str, Any]) -> str:
     """The source from which a run discovers its grid; ``auto`` where it declares one, and for a wrong block, named later."""
     with contextlib.suppress(ConfigError):
-        topology = parse_config(find(config) or {}).topology
+        topology = parse_config(split(config)[0] or {}).topology
         if declared_grid(topology, WHERE) is None:
             return topology.source
     return "auto"
@@ -516,12 +516,12 @@ def check_config(
     block = parsed = grid = None
     beside = ""
     with _reported(path, findings):
-        block = find(config)
+        block, rest = split(config)
         parsed = parse_config(block) if block is not None else None
     with _reported(path, findings):
         grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), machine, nodes, discovered)
     if block is not None and parsed is None:  # a wrong block hides no other fault
-        config = without(config)
+        config = rest
     with _reported(path, findings):
         read = check_written(config, _data_parallel_ranks(config, grid))
         build(read)

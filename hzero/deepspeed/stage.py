@@ -357,7 +357,8 @@ def _check_same(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None
         raise ConfigError(
             f"checkpoint: of {len(found)} parameter groups; found {len(groups)} in the optimizer; expected those of that run"
         )
-    needed = set(optimizer.defaults).union(*optimizer.state.values())
+    kept = optimizer.state.values() if saved["state"] else ()  # an optimizer that has not stepped may have none yet
+    needed = set(optimizer.defaults).union(*kept)
     if lacking := sorted(needed.difference(*found, *saved["state"].values())):
         raise ConfigError(
             f"checkpoint: of another optimizer: found {type(optimizer).__name__}, for which it lacks {some(lacking, 4)}; "
