@@ -109,16 +109,16 @@ def _constructing(then: Callable[..., None]) -> Callable[..., Any]:
     return wrapper
 
 
-def _check_as_written(own: Any, _: Any) -> None:
+def _check_as_written(read: Any, _: Any) -> None:
     """Checks the configuration that Trainer and Accelerate read before there is a model, and fill in later."""
     from hzero.validation import ConfigError
 
-    if block.split(own.config)[0] is None:
+    if block.split(read.config)[0] is None:
         return
     from hzero.deepspeed.refusals import check_written
 
     try:
-        check_written(own.config)
+        check_written(read.config)
     except ConfigError:
         raise
     except Exception:  # DeepSpeed's own refusals, for what Trainer or Accelerate may still change

@@ -90,16 +90,16 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     if all(config.codecs.tensor[tier].traits.plain for tier in _crossed(world, first.tp_world_size)):
         return None
     group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
-    left = []
+    others = []
     for name, layer in found.items():
         if "forward" in vars(layer) or getattr(layer, "gather_output", False) or type(layer).forward not in _FORWARDS:
-            left.append(f"{name} ({type(layer).__name__})")
+            others.append(f"{name} ({type(layer).__name__})")
         else:
             layer.hzero_group, layer.forward = group, types.MethodType(_FORWARDS[type(layer).forward], layer)
-    if left and is_rank_0():
+    if others and is_rank_0():
         logger.warning(
             "hzero: codecs.tensor does not reach layers of AutoTP with a forward or a gather of their own: %s",
-            some(left, 4),
+            some(others, 4),
         )
     return group
 

@@ -214,8 +214,8 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         weights = functools.partial(getattr(engine, name), tag=tag)
         values: list[tuple[Any, str, Any]] = [(engine, name, weights), (self, "_resharding", resharding)]
         if resharding is not None:
-            own = str(resharding.path(0, MODEL))  # this rank may have written none
-            values.append((self._engine, "_get_all_ckpt_names", lambda *_: [own]))
+            model = str(resharding.path(0, MODEL))  # this rank may have written none
+            values.append((self._engine, "_get_all_ckpt_names", lambda *_: [model]))
         with attributes(*values), only_tensors(self.config.trust):
             return self._stock_load(*call.args, **call.kwargs)
 
@@ -414,14 +414,14 @@ class Resharding:
         return part
 
     def _model(self) -> dict[str, Any]:
-        own = self._file(self._first, MODEL)
-        fragments, shapes = own.get(_FROZEN), own.get("frozen_param_shapes") or {}
+        saved = self._file(self._first, MODEL)
+        fragments, shapes = saved.get(_FROZEN), saved.get("frozen_param_shapes") or {}
         if fragments is not None:
             fragments = {
                 name: self._part(math.prod(shape), fragments[name].dtype, functools.partial(self._frozen, name))
                 for name, shape in shapes.items()
             }
-        return {**own, "dp_world_size": self._layout.world_size, _FROZEN: fragments}
+        return {**saved, "dp_world_size": self._layout.world_size, _FROZEN: fragments}
 
     def _frozen(self, name: str, rank: int) -> torch.Tensor:
         return self._file(rank, MODEL)[_FROZEN][name]  # type: ignore[no-any-return]
@@ -431,8 +431,8 @@ class Resharding:
         return _tensors(self._file(rank, OPTIMIZER)[_STATE], index)[key][start:end]  # type: ignore[no-any-return]
 
     def _optimizer(self) -> dict[str, Any]:
-        own = self._file(self._first, OPTIMIZER)
-        zero = own[_STATE]
+        saved = self._file(self._first, OPTIMIZER)
+        zero = saved[_STATE]
         stock, old, new = zero[_STATE], self.old, self._layout
         group_of = {index: number for number, group in enumerate(stock["param_groups"]) for index in group["params"]}
         states: list[dict[str | None, Any]] = [{None: torch.zeros(size)} for size in new.sizes]
@@ -461,7 +461,7 @@ class Resharding:
             "state": {index: state for index, state in enumerate(states) if state},
             "param_groups": groups,
         }
-        return {**own, _STATE: {**zero, "partition_count": new.world_size, _STATE: optimizer, _GROUPS: flat}}
+        return {**saved, _STATE: {**zero, "partition_count": new.world_size, _STATE: optimizer, _GROUPS: flat}}
 
 
 def _tensors(zero: dict[str, Any], index: int) -> dict[str | None, Any]:

@@ -216,9 +216,9 @@ def exact_weights(engine: Any) -> Iterator[None]:
     always exact. All ranks must enter and leave together, outside of a forward or backward. With pipeline stages the weights
     are sent once more, uncoded, and a second copy of them takes memory meanwhile.
     """
-    own = state(engine)
-    if own is None:
+    found = state(engine)
+    if found is None:
         yield
         return
-    with engine.optimizer.exact() if isinstance(own, PipelineState) else own.exact():
+    with engine.optimizer.exact() if isinstance(found, PipelineState) else found.exact():
         yield

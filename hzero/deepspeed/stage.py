@@ -315,8 +315,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def state_dict(self) -> dict[str, Any]:
         """Stock, and the stage's own state where it has some; see `StageState.state_dict`."""
         state: dict[str, Any] = super().state_dict()
-        own = self.hzero.state_dict()
-        return state if own is None else {**state, KEY: own}
+        seeds = self.hzero.state_dict()
+        return state if seeds is None else {**state, KEY: seeds}
 
     def load_state_dict(
         self, state_dict_list: list[dict[str, Any]] | None, load_optimizer_states: bool = True, **kwargs: Any

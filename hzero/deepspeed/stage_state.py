@@ -266,8 +266,8 @@ class StageState(Engine):
             managed.forget()
         for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
             owner.units.drop()
-            own = [managed for managed in marked if managed.owner is owner]
-            owner.weights.mark_stale(own if stepped is not None else None)
+            its = [managed for managed in marked if managed.owner is owner]
+            owner.weights.mark_stale(its if stepped is not None else None)
 
     def forget(self) -> None:
         """Lets go of all that is gathered or under way, since all weights have changed."""
@@ -581,8 +581,8 @@ def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> No
             if param is not None:
                 users.setdefault(param, set()).add(inside.get(one, -1))
     for number, layer in enumerate(layers):
-        own: list[ZeroParameter] = list(layer.parameters())
-        unit = Unit(managed_of(param for param in own if users[param] == {number} and not param.ds_persist))
+        params: list[ZeroParameter] = list(layer.parameters())
+        unit = Unit(managed_of(param for param in params if users[param] == {number} and not param.ds_persist))
         for member in unit.members:
             member.unit = unit
 
@@ -628,10 +628,10 @@ class GatherHandle:
 
     def __init__(self, managed: Sequence[Managed], units: Units) -> None:
         self._managed, self._units = managed, units
-        self._parts = [own.part for own in managed]
-        for own in managed:
-            if own.unit is None:
-                own.part = None
+        self._parts = [one.part for one in managed]
+        for one in managed:
+            if one.unit is None:
+                one.part = None
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
@@ -645,14 +645,14 @@ class GatherHandle:
         for gathering in dict.fromkeys(part.gathering for part in self._parts if part is not None):
             gathering.wait()
         with lasting():
-            for own, part in zip(self._managed, self._parts):
+            for one, part in zip(self._managed, self._parts):
                 assert part is not None and part.flat is not None, "gather has started it"
-                param = own.param
+                param = one.param
                 flat = part.flat.view(param.ds_tensor.dtype)  # or they are bytes
                 param.data = flat[: param.ds_numel].view(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
-                if own.unit is not None and own.part is part:
-                    own.unit.give(own)
+                if one.unit is not None and one.part is part:
+                    one.unit.give(one)
         self._parts = []  # they hold the tensors
 
 
