@@ -28,15 +28,18 @@ from hzero.validation import ConfigError, Parser, of_file, one_of, report
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
     "train": ("hzero.commands.train:run_train", "train a language model with Hugging Face's Trainer (with Hydra)"),
+    "data": ("hzero.data.prepare:run_data", "turn a corpus into token ids that training maps, on all cores or nodes"),
     "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
     "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and a predicted step of a model on a machine"),
     "doctor": ("hzero.commands.doctor:run_doctor", "check this machine, its ranks, and a DeepSpeed configuration"),
     "topology": ("hzero.commands.topology:run_topology", "show the packages, links and NICs of a node"),
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
 }
-#: Packages of the extra ``train`` that commands need. They are looked up before the work, at the end of which some are used.
+#: Packages of the extras ``train`` and ``data`` that commands need. They are looked up before the work, since some are used
+#: at its end.
 NEEDS = {
     "train": ("hydra", "transformers", "accelerate", "datasets", "matplotlib"),
+    "data": ("hydra", "transformers", "datasets", "rich", "distributed"),
     "plan": ("hydra", "transformers", "rich"),
 }
 
@@ -70,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise one_of("", parsed.command, COMMANDS, "command")
         missing = [name for name in NEEDS.get(parsed.command, ()) if importlib.util.find_spec(name) is None]
         if missing:
+            extra = "data,train" if parsed.command == "data" else "train"
             raise ConfigError(
-                f'{parsed.command} needs {missing[0]}, which is not installed; pip install "hzero[train]"'
+                f'{parsed.command} needs {missing[0]}, which is not installed; pip install "hzero[{extra}]"'
             )
         status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         if why := lost_output():

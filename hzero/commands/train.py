@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import hzero
-from hzero.commands import corpus
+from hzero.data import corpus
 from hzero.experiment import (
     Configuration,
     Experiment,

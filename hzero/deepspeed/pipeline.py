@@ -27,12 +27,12 @@ from hzero.codecs.formats import LOSSLESS
 from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension
 from hzero.comm.wires import world_timeout
 from hzero.config import HZeroConfig
-from hzero.deepspeed.stage_state import LoggedHops, async_accelerator, current_device, optimizer_bytes
+from hzero.deepspeed.stage import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
 from hzero.topology import Grid
-from hzero.validation import ConfigError, first_of_ranks, is_rank_0, on_all_ranks
+from hzero.validation import ConfigError, is_rank_0, on_all_ranks
 
 logger = logging.getLogger("hzero")
 
@@ -75,8 +75,8 @@ class PipelineState(Traffic):
         )
         self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
         self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
-        made = (self.gradients, self.optimizer, self.pipeline)
-        super().__init__(config, module, current_device(), async_accelerator(), made)
+        own = (self.gradients, self.optimizer, self.pipeline)
+        super().__init__(config, module, current_device(), async_accelerator(), own)
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
             self.announce(
@@ -202,12 +202,12 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         communicator, keys = self.hzero.gradients, itertools.count()
         for index, size in enumerate(self.partition_size):
             self.averaged_gradients[index] = self._build_compact_grad_partition_buffer(index)
-            sums = self.averaged_gradients[index].flat_partition
+            own = self.averaged_gradients[index].flat_partition
             for first, last in self._columns(index, self.reduce_bucket_size):
-                bucket = sums.new_zeros(communicator.plan.grid.world_size, last - first)
+                bucket = own.new_zeros(communicator.plan.grid.world_size, last - first)
                 for rank, row in enumerate(bucket):
                     self._fill(index, row, rank * int(size) + first)
-                keep = functools.partial(_copy, sums[first:last])
+                keep = functools.partial(_copy, own[first:last])
                 yield communicator.reduce_scatter(bucket, "mean", key=next(keys), async_op=True), keep
 
     def _columns(self, index: int, elements: int) -> Iterator[tuple[int, int]]:
@@ -339,8 +339,8 @@ class HZeroPipelineEngine(PipelineEngine):
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         if self.has_moe_layers:
             raise ConfigError(f"{KEY}: found experts with pipeline stages; possible: layers that every rank has")
-        state = PipelineState(self.module, self.mpu, self._config.hzero_block)
-        self._messages = StageMessages(state.pipeline)
+        own = PipelineState(self.module, self.mpu, self._config.hzero_block)
+        self._messages = StageMessages(own.pipeline)
         self._INSTRUCTION_MAP = {
             **PipelineEngine._INSTRUCTION_MAP,
             schedule.ReduceTiedGrads: HZeroPipelineEngine._exec_reduce_tied_grads,
@@ -348,7 +348,7 @@ class HZeroPipelineEngine(PipelineEngine):
         }
         stock = PipelineEngine._configure_zero_optimizer
         made = with_names(stock, DeepSpeedZeroOptimizer=HZeroStage1)(self, optimizer)
-        made.hzero = state
+        made.hzero = own
         return made
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -408,7 +408,9 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
         )
     if mpu.get_slice_parallel_world_size() == 1:
         return
-    if (name := first_of_ranks(_unlike(module, mpu.get_slice_parallel_group()))) is not None:
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, _unlike(module, mpu.get_slice_parallel_group()))
+    if (name := next(filter(None, every), None)) is not None:
         raise ConfigError(
             f"{found} parameter {name}, which differs between the ranks of a tensor group and does not say that it is split; "
             f"{possible} tensor_model_parallel = True on parameters that are split, as Megatron-LM sets it, and equal parts"
@@ -417,12 +419,12 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
 
 def _unlike(module: torch.nn.Module, group: Any) -> str | None:
     """The first parameter that a tensor group neither has in equal parts, as it says, nor as copies of the same bits."""
-    here = {
+    own = {
         name: (tuple(param.shape), None if is_model_parallel_parameter(param) else _digest(param))
         for name, param in module.named_parameters()
     }
     every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(every, here, group=group)
+    dist.all_gather_object(every, own, group=group)
     names = dict.fromkeys(name for each in every for name in each)
     return next((name for name in names if len({each.get(name) for each in every}) > 1), None)
 

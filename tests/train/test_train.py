@@ -120,7 +120,7 @@ def test_the_saved_model_is_the_evaluated_one(first: Done, place: Path, monkeypa
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hzero.commands import corpus
+    from hzero.data import corpus
 
     monkeypatch.chdir(place)
     folder = place / "runs" / "default" / "model"
@@ -187,14 +187,14 @@ REFUSED = {
     "data.path=nowhere": "data.path: found no regular file at 'nowhere'",
     "data.path=pipe": "data.path: found no regular file at 'pipe'",
     "data.path=short.txt": "data.path: 'short.txt' is too short: found [01] blocks",
-    "data.path=binary.txt": "data.path: cannot read 'binary.txt': .*utf-8",
-    "data.path=.": "data.path: found text and JSON in '.'",
-    "data.path=chat.jsonl": "data.path: found messages in 'chat.jsonl'; expected a key 'text'",
+    "data.path=binary.txt": "data.path: binary.txt:1: found byte 0xff, which is not UTF-8",
+    "data.path=.": "data.path: found json and text in '.'",
+    "data.path=chat.jsonl": "data.path: chat.jsonl:1: found {'messages': .*; expected an object with a string at the key 'text'",
     "data.cache_dir=book.txt": "data.cache_dir: cannot write .*book.txt",
     "run.dir=book.txt/run": "run.dir: cannot write .*book.txt",
     'run.dir="~nobody-here/run"': "~nobody-here/run: found no home for '~nobody-here'",
     "resume=nowhere": "resume: found no complete checkpoint in .*nowhere",
-    "data.path=numbers.jsonl": "data.path: found int64 at the key 'text' of 'numbers.jsonl'; expected strings",
+    "data.path=numbers.jsonl": "data.path: numbers.jsonl:2: found {'text': 3}; expected an object with a string",
     "trainer.num_train_epochs=3": "trainer.num_train_epochs: found 3; expected the groups run, topology, train",
     "nodes=1000": "topology: found 1,000 ranks for this machine; expected at most 256",
     "trainer.output_dir=runs": "trainer.output_dir: found 'runs'; expected the groups run",

@@ -1,0 +1,285 @@
+"""The text of a run as token ids in files that `datasets` maps, with a tokenizer of ``tokenizers``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from hzero.data import shards
+from hzero.data.shards import Job, Piece
+from hzero.experiment import Experiment, checkpoint_folder
+from hzero.files import cache_folder, expanded, read_json, refusing, replacing
+from hzero.validation import ConfigError, library_errors
+
+#: Ends a text where the tokenizer is trained here.
+END = "<|endoftext|>"
+#: Files of a folder of token ids: what they were made of, and the totals, which are written last.
+IDENTITY, COMPLETE = "prepare.json", "complete.json"
+#: Bytes of text in a shard of `hzero train`.
+_SHARD_BYTES = 64_000_000
+#: Folders that are not the standard library itself, or not everywhere part of it.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "lib2to3"}
+#: Bytes of the standard library, unless ``data.max_bytes`` says otherwise.
+_STDLIB_BYTES = 8_000_000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised text.
+
+    Attributes:
+        train: A ``datasets.Dataset`` of ``input_ids``, ``model.seq_length`` each.
+        evaluation: The same for evaluation: the end of the text.
+        tokenizer: The tokenizer, which has an end token if it was trained here.
+        source: Where the text comes from.
+    """
+
+    train: Any
+    evaluation: Any
+    tokenizer: Any
+    source: str
+
+
+def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
+    """Tokenises the text of the group ``data``, whose token ids a cache keeps, or takes those of `hzero data prepare`.
+
+    Args:
+        experiment: The experiment.
+        say: Takes a line on the progress.
+
+    Raises:
+        ConfigError: The text cannot be read or is too short, or the tokenizer does not fit the model.
+    """
+    from datasets import load_from_disk
+
+    data, length = experiment["data"], experiment["model"]["seq_length"]
+    source = "Python's standard library" if data["path"] is None else str(data["path"])
+    if data["path"] is not None and (expanded(data["path"]) / IDENTITY).is_file():
+        folder = expanded(data["path"])
+        tokenizer = _tokenizer_of_ids(experiment, folder)
+    else:
+        folder, tokenizer = _tokenised(experiment, say)
+    with library_errors(f"data.path: cannot read {source!r}"):
+        blocks = load_from_disk(str(folder))
+        width = blocks.features["input_ids"].length
+    if width != length:
+        raise ConfigError(f"model.seq_length: found {length}; expected {width}, as in {source!r}")
+    batch = experiment["train"]["micro_batch"] * experiment.world_size // experiment.tensor
+    kept = min(int(len(blocks) * data["eval_share"]), experiment["train"]["eval_batches"] * batch)
+    if len(blocks) - kept < batch or not kept:
+        found = f"found {len(blocks):,} blocks of {length} tokens, {kept:,} of them for evaluation"
+        expected = f"expected {batch:,} for one batch of all ranks and 1 for evaluation"
+        raise ConfigError(f"data.path: {source!r} is too short: {found}; {expected}")
+    parts = blocks.train_test_split(test_size=kept, shuffle=False)
+    return Corpus(parts["train"], parts["test"], tokenizer, source)
+
+
+def _tokenizer_of_ids(experiment: Experiment, folder: Path) -> Any:
+    """The tokenizer of a folder that `hzero data prepare` has written."""
+    if not (folder / "state.json").is_file():
+        expected = "expected one that `hzero data prepare` has completed, with data.format=arrow"
+        raise ConfigError(f"data.path: found no complete data set in {str(folder)!r}; {expected}")
+    if limit := experiment["data"]["max_bytes"]:
+        raise ConfigError(f"data.max_bytes: found {limit} for the token ids in {str(folder)!r}; expected null")
+    found = read_tokenizer(folder / "tokenizer", "data.path", experiment.architecture.vocab_size)
+    model = checkpoint_folder(experiment["model"])
+    own = read_tokenizer(model, "model.path") if model is not None and _has_tokenizer(model) else found
+    if own.get_vocab() != found.get_vocab():
+        raise ConfigError(f"data.path: found token ids of another tokenizer in {str(folder)!r}; expected the model's")
+    return own
+
+
+def _tokenised(experiment: Experiment, say: Callable[[str], None]) -> tuple[Path, Any]:
+    """The folder in the cache with the token ids of the text, and the tokenizer."""
+    data, model = experiment["data"], experiment["model"]
+    source, files = files_of(data["path"], data["max_bytes"])
+    work = shards.cut(source, files, _SHARD_BYTES)
+    cache = expanded(data["cache_dir"] or cache_folder()).absolute()
+    with refusing("data.cache_dir", cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(experiment, source, work, cache, say)
+    job = Job("", source, cache, "data.cache_dir", tokenizer.eos_token_id, model["seq_length"], _SHARD_BYTES, len(work))
+    job, identity = identified(job, files, tokenizer)
+    job = replace(job, output=cache / f"tokens-{job.key[:24]}")
+    claim(job, identity, tokenizer)
+    complete(job, (job.done(number) or shards.write(job, number, parts) for number, parts in enumerate(work)))
+    return job.output, tokenizer
+
+
+def files_of(path: str | None, limit: int | None) -> tuple[Path, list[Path]]:
+    """The files of a text, sorted, until they have ``limit`` bytes: of the standard library, a file, or below a folder.
+
+    Returns:
+        A folder, and the files in it.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [p for p in root.rglob("*.py") if not _NOT_STDLIB & set(p.relative_to(root).parts)]
+        limit = _STDLIB_BYTES if limit is None else limit
+    else:
+        root = expanded(path)
+        inside = root.rglob("*") if root.is_dir() else [root]
+        found = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    found = sorted(p for p in found if p.is_file())
+    sizes = accumulate(p.stat().st_size for p in found)
+    found = [p for p, size in zip(found, sizes) if not limit or size <= limit] or found[:1]
+    if not found:
+        raise ConfigError(f"data.path: found no regular file at {str(root)!r}; expected text, .jsonl or .parquet")
+    return root if root.is_dir() else root.parent, found
+
+
+def identified(job: Job, files: Sequence[Path], tokenizer: Any) -> tuple[Job, dict[str, Any]]:
+    """The job with its key, and what the key is a hash of: all that the content of the shards depends on."""
+    identity = {
+        "data.format": job.dtype or "arrow",
+        "data.shard_bytes": job.limit,
+        "model.seq_length": job.length,
+        "tokenizer": _hash([tokenizer.backend_tokenizer.to_str(), job.end]),
+    }
+    for file in files:
+        identity[f"data.path: {file.relative_to(job.source)}"] = [file.stat().st_size, file.stat().st_mtime_ns]
+    return replace(job, key=_hash(identity)), identity
+
+
+def claim(job: Job, identity: dict[str, Any], tokenizer: Any) -> None:
+    """Makes the output folder of a job, or checks that it belongs to the job.
+
+    Raises:
+        ConfigError: It belongs to another one. The message names the first difference.
+    """
+    output, file = job.output, job.output / IDENTITY
+    if file.is_file():
+        begun = read_json(file)
+        for key in {**begun, **identity}:
+            if (found := identity.get(key)) != (expected := begun.get(key)):
+                raise ConfigError(
+                    f"{key}: found {found}; expected {expected}, as in {str(file)!r}, or another {job.place}"
+                )
+    elif output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{job.place}: found other files in {str(output)!r}; expected an empty folder")
+    with refusing(job.place, output):
+        (output / "shards").mkdir(parents=True, exist_ok=True)
+        with replacing(file) as written:
+            json.dump(identity, written, indent=1)
+        _save_tokenizer(tokenizer, output / "tokenizer")
+
+
+def complete(job: Job, counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Makes a data set of a job's shards: for ``datasets``, or one file for Megatron. Returns the totals.
+
+    Args:
+        job: The job.
+        counts: Those of all shards; they are not consumed if the data set is complete.
+    """
+    if not (job.output / COMPLETE).is_file():
+        found = list(counts)
+        totals: dict[str, Any] = {key: sum(one[key] for one in found) for key in ("documents", "tokens", "rows")}
+        totals["empty"] = sorted(place for one in found for place in one["empty"])
+        with refusing(job.place, job.output):
+            if job.dtype:
+                shards.merge(job)
+            else:
+                _describe(job)
+            with replacing(job.output / COMPLETE) as file:
+                json.dump(totals, file)
+    for number in range(job.count if job.dtype else 0):  # their content is in the whole file
+        job.file(number).unlink(missing_ok=True)
+    return read_json(job.output / COMPLETE)
+
+
+def _describe(job: Job) -> None:
+    """Writes what ``datasets.load_from_disk`` reads beside the shards."""
+    from datasets import Features
+
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": job.file(number).name} for number in range(job.count)],
+        "_fingerprint": job.key[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    info = {"features": Features.from_arrow_schema(job.schema).to_dict()}
+    for name, content in (("dataset_info.json", info), ("state.json", state)):
+        with replacing(job.output / name) as file:
+            json.dump(content, file, indent=1)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    there = [folder / name for name in names if (folder / name).exists()]
+    if wrong := next((path for path in there if not path.is_file()), None):
+        raise ConfigError(f"model.path: {str(wrong)!r} is not a regular file")
+    return bool(there)
+
+
+def _tokenizer(
+    experiment: Experiment, source: Path, work: list[list[Piece]], cache: Path, say: Callable[[str], None]
+) -> Any:
+    """The tokenizer of a model's folder. If it has none, a byte-level BPE with an end token, trained on the texts, once."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder, vocab = checkpoint_folder(experiment["model"]), experiment.architecture.vocab_size
+    if folder is None or not _has_tokenizer(folder):
+        sizes = [[part.file, part.begin, (source / part.file).stat().st_mtime_ns] for parts in work for part in parts]
+        folder = cache / f"tokenizer-{_hash([str(source), sizes, vocab])[:24]}"
+    if not folder.is_dir():
+        say(f"training a tokenizer of {vocab:,} tokens (once; kept in {folder})")
+        trained = ByteLevelBPETokenizer()
+        pieces = (part for parts in work for part in parts)
+        trained.train_from_iterator(
+            (text for piece in pieces for text, _ in shards.read(source, piece, _SHARD_BYTES, [])),
+            vocab_size=vocab,
+            min_frequency=2,
+            show_progress=False,
+            special_tokens=[END],
+        )
+        made = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token=END, eos_token=END, pad_token=END)
+        with refusing("data.cache_dir", folder):
+            _save_tokenizer(made, folder)
+    return read_tokenizer(folder, "model.path", vocab)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Saves a tokenizer whole, unless another process was faster."""
+    if folder.is_dir():
+        return
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".", suffix=".partial") as work:
+        tokenizer.save_pretrained(f"{work}/{folder.name}")
+        try:
+            os.rename(f"{work}/{folder.name}", folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+
+
+def read_tokenizer(folder: Path, key: str, vocab: int | None = None) -> Any:
+    """The tokenizer in a folder, which is one of ``tokenizers``. No code of the folder runs.
+
+    Raises:
+        ConfigError: There is none, or it has more than ``vocab`` tokens. The message begins with ``key``.
+    """
+    from transformers import AutoTokenizer
+
+    with library_errors(f"{key}: cannot read the tokenizer in {str(folder)!r}"):
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    if not found.is_fast:
+        raise ConfigError(f"{key}: found {type(found).__name__} in {str(folder)!r}; expected a tokenizer.json")
+    if vocab is not None and len(found) > vocab:
+        tokens = f"{len(found):,} tokens in the tokenizer of {str(folder)!r}"
+        raise ConfigError(f"{key}: found {tokens}; expected at most the model's {vocab:,}")
+    return found

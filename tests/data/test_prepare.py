@@ -1,0 +1,378 @@
+"""`hzero data prepare`: the token ids of a corpus, whoever writes them, and what happens if somebody cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if find_spec("distributed") is None or find_spec("datasets") is None:
+    pytest.skip("the extras data and train are not installed", allow_module_level=True)
+
+from distributed import Client
+
+from hzero import cli
+from hzero.data import corpus
+from hzero.data.cluster import cluster
+from hzero.data.prepare import prepare, settings_of
+from hzero.experiment import compose
+from hzero.validation import ConfigError
+
+LENGTH = 48
+#: Bytes of a shard: no multiple of anything.
+SHARD = 20_011
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three corpora of the same documents, and a tokenizer."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("prepare")
+    numbers = np.random.default_rng(0)
+    words = ["".join(map(chr, numbers.integers(97, 123, size))) for size in numbers.integers(1, 9, 500)] + ["é", "日本"]
+    for name, count in (("b.jsonl", 150), ("a/c.jsonl", 400), ("a/b/a.jsonl", 1)):
+        texts = [" ".join(numbers.choice(words, size)) for size in numbers.integers(1, 300, count)]
+        file = folder / "texts" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(words, vocab_size=400, special_tokens=["<end>"], show_progress=False)
+    PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<end>").save_pretrained(folder / "tokenizer")
+    return folder
+
+
+def words(place: Path, output: str, *more: str) -> list[str]:
+    given = [f"data.path={place}/texts", f"data.output={place / output}", f"tokenizer={place}/tokenizer"]
+    return [*given, f"model.seq_length={LENGTH}", f"data.shard_bytes={SHARD}", *more]
+
+
+def content(folder: Path) -> dict[str, str]:
+    """A hash of every file."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def one(place: Path) -> dict[str, str]:
+    """The output of the command with one worker."""
+    assert cli.main(["data", "prepare", *words(place, "one", "data.workers=1")]) == 0
+    return content(place / "one")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with cluster(2) as found:
+        yield found
+
+
+def documents(place: Path) -> list[list[int]]:
+    """The token ids of each document, in order, by another way: whole files, one text after the other."""
+    tokenizer = corpus.read_tokenizer(place / "tokenizer", "")
+    files = sorted((place / "texts").rglob("*.jsonl"))
+    texts = [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def test_rows_are_the_documents_of_each_shard(place: Path, one: dict[str, str]) -> None:
+    import datasets
+
+    found = datasets.load_from_disk(str(place / "one"))
+    want, begun = documents(place), 0
+    lines = [line for file in sorted((place / "texts").rglob("*.jsonl")) for line in file.read_bytes().splitlines(True)]
+    assert len(lines) == len(want) == json.loads((place / "one" / "complete.json").read_text())["documents"]
+    notes = [json.loads(path.read_text()) for path in sorted((place / "one" / "shards").iterdir())]
+    assert len(notes) > 5
+    row = 0
+    for note in notes:
+        mine = want[begun : begun + note["documents"]]
+        begun += note["documents"]
+        ids = [token for document in mine for token in document]
+        rows = found[row : row + note["rows"]]
+        row += note["rows"]
+        assert note["rows"] == len(ids) // LENGTH
+        assert [token for line in rows["input_ids"] for token in line] == ids[: note["rows"] * LENGTH]
+        # Each document begins where the lengths of those before it end, in its row or in one before.
+        borders = np.cumsum([length for lengths in rows["seq_lengths"] for length in lengths])
+        assert all(sum(lengths) == LENGTH for lengths in rows["seq_lengths"])
+        ends = np.cumsum([len(document) for document in mine])
+        assert set(borders) == set(ends[ends <= note["rows"] * LENGTH]) | set(
+            range(LENGTH, note["rows"] * LENGTH + 1, LENGTH)
+        )
+    assert begun == len(want) and row == len(found)
+
+
+def test_the_output_does_not_depend_on_the_workers(place: Path, one: dict[str, str], client: Client) -> None:
+    prepare(settings_of(words(place, "two")), client)
+    assert content(place / "two") == one
+    client.cluster.scale(4)
+    client.wait_for_workers(4, timeout=60)
+    prepare(settings_of(words(place, "four")), client)
+    assert content(place / "four") == one
+
+
+def test_a_killed_worker_costs_its_shard_only(place: Path, client: Client) -> None:
+    large = place / "large"
+    large.mkdir()
+    for name in "abcdef":
+        (large / f"{name}.txt").write_text(f"{name} long text of some words\n" * 20_000)
+    more = [f"data.path={large}", "data.shard_bytes=600_000"]
+    prepare(settings_of(words(place, "quiet", *more)), client)
+    killed = []
+
+    def kill() -> None:
+        pids, deadline = client.run(os.getpid), time.monotonic() + 60
+        while not killed and time.monotonic() < deadline:
+            if busy := [worker for worker, tasks in client.processing().items() if tasks]:
+                os.kill(pids[busy[0]], signal.SIGKILL)
+                killed.append(busy[0])
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    prepare(settings_of(words(place, "killed", *more)), client)
+    thread.join()
+    assert killed and content(place / "killed") == content(place / "quiet")
+
+
+@contextlib.contextmanager
+def files_of_at_most(client: Client, size: int) -> Iterator[None]:
+    """The kernel refuses larger files of the workers, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    client.run(resource.setrlimit, resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        client.run(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_error_and_the_next_start_completes(
+    place: Path, one: dict[str, str], client: Client
+) -> None:
+    with (
+        files_of_at_most(client, 2000),
+        pytest.raises(ConfigError, match=r"^data.output: cannot write .*data-000.*: File"),
+    ):
+        prepare(settings_of(words(place, "full")), client)
+    left = content(place / "full")  # whole files only
+    assert left.items() <= one.items() and not left.keys() & {
+        "state.json",
+        "complete.json",
+        "data-00000-of-00025.arrow",
+    }
+    prepare(settings_of(words(place, "full")), client)
+    assert content(place / "full") == one
+
+
+def test_finished_shards_are_not_written_again(
+    place: Path, one: dict[str, str], client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(settings_of(words(place, "again")), client)
+    folder = place / "again"
+    for name in ("complete.json", "state.json", "shards/00002.json"):
+        (folder / name).unlink()
+    files = sorted(folder.glob("*.arrow"))
+    files[4].write_bytes(files[4].read_bytes()[:-8])  # as after a power cut
+    (folder / ".data-00003.arrow.0123.partial").write_text("of a worker that was killed")
+    before = {file: file.stat().st_mtime_ns for file in files}
+    capsys.readouterr()
+    prepare(settings_of(words(place, "again")), client)
+    assert f"{len(files) - 2} of {len(files)} shards are complete" in capsys.readouterr().out
+    changed = [number for number, file in enumerate(files) if file.stat().st_mtime_ns != before[file]]
+    assert changed == [2, 4] and content(folder) == one
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.seq_length=32", "model.seq_length: found 32; expected 48, as in"),
+        ("data.format=megatron", "data.format: found uint16; expected arrow, as in"),
+        ("data.path={place}/other", r"data.path: a/b/a.jsonl: found None; expected \["),
+    ],
+)
+def test_another_job_is_refused(place: Path, one: dict[str, str], client: Client, change: str, says: str) -> None:
+    (place / "other").mkdir(exist_ok=True)
+    (place / "other" / "b.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match=says):
+        prepare(settings_of([*words(place, "one"), change.format(place=place)]), client)
+    assert content(place / "one") == one
+
+
+BAD: dict[str, tuple[str, bytes, str]] = {
+    "binary": ("a.jsonl", b'{"text": "a"}\n\x89\xff\n', "a.jsonl:2: found byte 0x89, which is not UTF-8"),
+    "zero": ("a.txt", b"a\n" * 9 + b"\0", "a.txt:10: found a zero byte; expected text"),
+    "no JSON": ("a.jsonl", b'{"text": "a"}\n\n{"text"\n', "a.jsonl:3: found Expecting ':' delimiter"),
+    "a list": (
+        "a.json",
+        b'["text"]',
+        r"a.json:1: found \['text'\]; expected an object with a string at the key 'text'",
+    ),
+    "a number": ("a.json", b'{"text": 1}', "a.json:1: found {'text': 1}; expected an object with a string"),
+    "no text": ("a.json", b'{"body": "a"}', "a.json:1: found {'body': 'a'}; expected an object with a string"),
+    "half a pair": ("a.json", b'{"text": "\\ud800"}', "a.json:1: found .*surrogates not allowed"),
+    "huge line": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "' + b"a" * 50_000,
+        "a.jsonl:2: found a line of more than 20,011 bytes",
+    ),
+    "empty": ("a.jsonl", b"", "too short for model.seq_length"),
+    "no Parquet": ("a.parquet", b"PAR1", "a.parquet: is not Parquet"),
+    "two kinds": ("a.txt", b"a", "found json and text in"),
+    "nothing": (".hidden", b"a", "found no regular file"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_named_with_file_and_line(place: Path, client: Client, kind: str, tmp_path: Path) -> None:
+    name, text, says = BAD[kind]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(text)
+    if kind == "two kinds":
+        (tmp_path / "in" / "b.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=f"^data.path: .*{says}") as error:
+        prepare(settings_of(words(place, "", f"data.path={tmp_path}/in", f"data.output={tmp_path}/out")), client)
+    assert "\n" not in str(error.value)
+
+
+def test_empty_texts_are_left_out_and_named(
+    place: Path, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "%s"}\n{"text": ""}\n{"text": null}\n' % ("a b " * 200))
+    (tmp_path / "in" / "b.jsonl").touch()
+    prepare(settings_of(words(place, "", f"data.path={tmp_path}/in", f"data.output={tmp_path}/out")), client)
+    said = capsys.readouterr().out
+    assert "1 documents" in said and f"3 empty texts are left out, such as that at {tmp_path}/in/a.jsonl:2" in said, (
+        said
+    )
+
+
+def test_parquet_and_text_give_the_same_ids(place: Path, one: dict[str, str], client: Client, tmp_path: Path) -> None:
+    """Row groups become shards; a file of text is one document, even in several shards."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [json.loads(line)["text"] for line in (place / "texts" / "b.jsonl").read_text().splitlines()]
+    (tmp_path / "rows").mkdir()
+    pq.write_table(
+        pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "rows" / "a.parquet", row_group_size=17
+    )
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "a.txt").write_text("\n".join(texts))
+    found = {}
+    for name in ("rows", "plain"):
+        given = [f"data.path={tmp_path / name}", f"data.output={tmp_path}/out-{name}", "model.seq_length=2"]
+        prepare(settings_of(words(place, "", *given)), client)
+        rows = datasets.load_from_disk(str(tmp_path / f"out-{name}"))
+        found[name] = [token for row in rows["input_ids"] for token in row]
+    tokenizer = corpus.read_tokenizer(place / "tokenizer", "")
+    end = tokenizer.eos_token_id
+    assert len([token for token in found["rows"] if token == end]) > 0.8 * len(texts)
+    assert found["plain"].count(end) <= 1
+    assert tokenizer.decode(found["plain"][:200]) == "\n".join(texts)[: len(tokenizer.decode(found["plain"][:200]))]
+
+
+def _megatron(prefix: Path) -> list[list[int]]:
+    """Documents of Megatron's format, read as its source says: a header, lengths, places in bytes, documents."""
+    raw = prefix.with_suffix(".idx").read_bytes()
+    magic, version, code, sequences, count = struct.unpack_from("<9sQBQQ", raw)
+    assert (magic, version) == (b"MMIDIDX\0\0", 1) and count == sequences + 1
+    lengths = np.frombuffer(raw, np.int32, sequences, 34)
+    starts = np.frombuffer(raw, np.int64, sequences, 34 + lengths.nbytes)
+    borders = np.frombuffer(raw, np.int64, count, 34 + lengths.nbytes + starts.nbytes)
+    assert len(raw) == 34 + lengths.nbytes + starts.nbytes + borders.nbytes and list(borders) == list(range(count))
+    dtype = {8: np.uint16, 4: np.int32}[code]
+    ids = prefix.with_suffix(".bin").read_bytes()
+    return [np.frombuffer(ids, dtype, length, start).tolist() for length, start in zip(lengths, starts)]
+
+
+def test_megatron_reads_the_documents(place: Path, client: Client) -> None:
+    given = words(place, "megatron", "data.format=megatron")
+    prepare(settings_of(given), client)
+    whole = content(place / "megatron")
+    assert not [name for name in whole if name.startswith("tokens-")]
+    assert _megatron(place / "megatron" / "tokens") == documents(place)
+    prepare(settings_of(given), client)  # complete: no shard is written again
+    assert content(place / "megatron") == whole
+    if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        theirs = IndexedDataset(str(place / "megatron" / "tokens"))
+        assert [theirs[number].tolist() for number in range(len(theirs))] == documents(place)
+
+
+def _experiment(place: Path, output: str, *more: str) -> Any:
+    model = [
+        "hidden_size=32",
+        "num_layers=2",
+        "num_heads=2",
+        "intermediate_size=64",
+        "vocab_size=500",
+        f"seq_length={LENGTH}",
+    ]
+    ranks = ["topology=single_node", "topology.gcds_per_gpu=1", "train.eval_batches=1"]
+    return compose([*(f"model.{key}" for key in model), *ranks, f"data.path={place / output}", *more])
+
+
+def test_training_maps_the_output(place: Path, one: dict[str, str]) -> None:
+    import datasets
+
+    found = corpus.prepare(_experiment(place, "one"), lambda line: pytest.fail(f"is tokenised again: {line}"))
+    rows = datasets.load_from_disk(str(place / "one"))["input_ids"]
+    assert [*found.train["input_ids"], *found.evaluation["input_ids"]] == list(rows)
+    assert found.train.cache_files and found.tokenizer.eos_token == "<end>"
+
+
+@pytest.mark.parametrize(
+    ("output", "more", "says"),
+    [
+        ("one", ["model.seq_length=32"], "model.seq_length: found 32; expected 48, as in"),
+        (
+            "one",
+            ["model.vocab_size=300"],
+            "data.path: found 4.. tokens in the tokenizer of .*; expected at most the model's 300",
+        ),
+        ("one", ["data.max_bytes=1000"], "data.max_bytes: found 1000 for the token ids in"),
+        ("part", [], "data.path: found no complete data set in"),
+    ],
+)
+def test_training_refuses_what_does_not_fit(
+    place: Path, one: dict[str, str], output: str, more: Sequence[str], says: str
+) -> None:
+    (place / "part").mkdir(exist_ok=True)
+    (place / "part" / corpus.IDENTITY).write_text("{}")
+    with pytest.raises(ConfigError, match=says):
+        corpus.prepare(_experiment(place, output, *more), print)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["made"], "hzero data: unknown action 'made'. Possible: prepare"),
+        (["prepare", "tokeniser=a"], "unknown key 'tokeniser'; did you mean 'tokenizer'?"),
+        (
+            ["prepare", "data.path=a", "data.output=b", "tokenizer=c", "data.pth=a"],
+            "data: unknown key 'pth'; did you mean 'path'?",
+        ),
+        (["prepare", "data.path=a", "data.output=b"], "tokenizer: missing"),
+        (["prepare", "data.path=a", "data.output=b", "tokenizer=c", "data.workers=0"], "data.workers: found 0"),
+    ],
+)
+def test_wrong_keys_are_one_line(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", *given]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hzero: error: ") and says in said and said.count("\n") == 1, said
