@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import reprlib
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -199,7 +199,7 @@ class Communicator:
         name = role or "collectives"
         if not whole:
             name += f" {zlib.crc32(repr(ranks).encode()):08x}"
-        name = unused_name(name, lanes.failures, settings.transport, group, ranks, timeout)
+        name = unused_name(name, lanes.failures, group, ranks)
         if wrong := [use for use in uses if use not in USES]:
             raise one_of("communicator: uses", wrong[0], USES)
         self._channels: dict[Use, str] = {
@@ -220,7 +220,7 @@ class Communicator:
         if copying and copying[0].tier in settings.error_feedback:
             # The second half of an all-reduce encodes once more, what this rank owns of the sums.
             self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
-        self._made: dict[Any, Program] = {}
+        self._program = functools.cache(self._made)
         self._calls = self._sent = 0
 
     @property
@@ -474,12 +474,9 @@ class Communicator:
         if (lost := self._collectives.lost()) is not None:
             raise HopError(f"hzero: {lost}; expected codec none, bf16 or int8 on this tier")
 
-    def _program(self, make: Callable[..., Program], *ranks: int) -> Program:
-        """A program of this group, made once."""
-        key = make, ranks
-        if key not in self._made:
-            self._made[key] = make(self.plan, *ranks) if self._copying.steps else _NOTHING
-        return self._made[key]
+    def _made(self, make: Callable[..., Program], *ranks: int) -> Program:
+        """A program of this group."""
+        return make(self.plan, *ranks) if self._copying.steps else _NOTHING
 
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
@@ -529,7 +526,7 @@ class Communicator:
     def _check_rank(self, argument: str, rank: int) -> None:
         """Raises ValueError for what is no rank of this group."""
         ranks = self.plan.grid.world_size
-        if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < ranks:
+        if rank not in range(ranks):
             raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
 
 

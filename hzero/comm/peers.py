@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from hzero.comm.lanes import DeviceStreams
@@ -148,14 +147,7 @@ def wires_of(
     return TorchWires(group, timeout, streams.collective if strict else None)  # type: ignore[union-attr]
 
 
-def unused_name(
-    name: str,
-    failures: int,
-    transport: TransportName,
-    group: dist.ProcessGroup | None,
-    ranks: Sequence[int],
-    timeout: timedelta,
-) -> str:
+def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
     """A name for new lanes, which ends with the most chains that have failed on a rank: none is used again after a failure.
 
     A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
@@ -164,26 +156,15 @@ def unused_name(
     Args:
         name: How it begins.
         failures: Failed chains of this rank.
-        transport: ``torch`` asks on the group, ``mpi`` on a communicator of its own.
         group: Of the ranks.
         ranks: Of the world.
-        timeout: Longest wait for all ranks over MPI; a group has its own.
 
     Raises:
-        ConfigError: MPI cannot make new communicators.
         HopError: A rank does not answer.
     """
+    every = [failures] * len(ranks)
     try:
-        if transport == "mpi":
-            told = torch.empty(8 * len(ranks), dtype=torch.uint8)
-            wires = wires_of(transport, ("failures", "node"), ranks, timeout)
-            wires.all_gather(told, torch.tensor([failures]).view(torch.uint8)).wait()
-            every = told.view(torch.int64).tolist()
-        else:
-            every = [failures] * len(ranks)
-            dist.all_gather_object(every, failures, group=group)
-    except HopError:
-        raise
+        dist.all_gather_object(every, failures, group=group)
     except RuntimeError as error:
         peers = some([str(rank) for rank in ranks], 8)
         what = f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: "

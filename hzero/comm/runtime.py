@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 #: Comparisons of a device that have not been looked at yet, at most.
 _UNREAD = 256
-#: Bound programs that are kept.
+#: Bound programs that are kept; those of messages of changing sizes, such as text, are many.
 _BOUND = 4096
 #: Buffers of one size that a device has not passed yet before one of them is taken again, which serialises their programs.
 _BEHIND = 4
@@ -132,19 +132,10 @@ class Collectives:
         self.lanes, self.library_sums = lanes or Lanes(), library_sums
         self.arena = Arena(self.lanes.streams)
         self._roles = roles or {}
-        self._bound: dict[tuple[int, Bucket], Bound] = {}
+        #: A program, ready for a bucket; the same object for the same ones.
+        self.bind: Callable[[Program, Bucket], Bound] = functools.lru_cache(_BOUND)(partial(Bound, self))
         self._lost: list[tuple[torch.Tensor, str, str]] = []
         self._unread: list[Comparison] = []
-
-    def bind(self, program: Program, bucket: Bucket) -> Bound:
-        """A program, ready for a bucket; the same object for the same ones."""
-        key = id(program), bucket
-        bound = self._bound.get(key)
-        if bound is None:
-            if len(self._bound) >= _BOUND:  # of a program of changing sizes, such as messages of text
-                self._bound.clear()
-            bound = self._bound[key] = Bound(self, program, bucket)
-        return bound
 
     def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
         """A collective over the ranks of a lane, to be started any number of times; arguments as of `Collective`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hzero.codecs import backends
 from hzero.comm import Collectives, Communicator, ErrorFeedback, WireLog, in_use, limit_waits, peers_of, shared_lanes
 from hzero.comm.peers import unused_name
-from hzero.comm.wires import STAGE, world_timeout
+from hzero.comm.wires import STAGE
 from hzero.config import ROLES, HZeroConfig, TopologyConfig
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import GradientOf, Guard, speaks
@@ -188,8 +188,8 @@ class Engine(Traffic):
         super().__init__(config, module, device, accelerator)
         self.plan, self.partition, self.group = plan, partition, group
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        failures, ranks = self.lanes.failures, partition.ranks
-        name = unused_name(STAGE, failures, config.transport, partition.group, ranks, world_timeout())
+        ranks = partition.ranks
+        name = unused_name(STAGE, self.lanes.failures, partition.group, ranks)
         roles: dict[str, str] = {role: f"{name} {role}" if self.lanes.apart else name for role in ROLES}
         channels = list(dict.fromkeys(roles.values()))
         peers = peers_of(plan, channels=channels, ranks=ranks, streams=self.lanes.streams)

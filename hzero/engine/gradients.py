@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,7 +77,7 @@ class Gradients:
         # Each holds its message twice; a bucket is one chain for each route.
         self._most = IN_FLIGHT * routes
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
-        self._layouts: dict[Any, list[_Layout]] = {}
+        self._layouts = functools.lru_cache(LAYOUTS)(self._layouts_of)
         self._sums: dict[int, torch.Tensor] = {}  # the accumulators, float32, by key
         self._bytes = 0  # of them
         self._waiting: dict[int, Parameter] = {}
@@ -120,21 +121,16 @@ class Gradients:
         self._check()
         gradient_of = dict(zip((param.key for param in params), gradients))
         with self.all_or_nothing():
-            for layout in self._layouts_of(params, dtype):
+            for layout in self._layouts(dtype, tuple(params), tuple([param.numel for param in params])):
                 self._accumulate(layout, [gradient_of[key] for key in layout.keys], scale, last, deliver)
             self._accumulates |= not last
             # A window of one micro-step has no accumulators: without a limit all its sums would be in memory at once.
             if last and not self._accumulates:
                 self._limit_crossings()
 
-    def _layouts_of(self, params: Sequence[Parameter], dtype: torch.dtype) -> list[_Layout]:
-        """The layouts of gradients that come together: one for each route."""
-        key = dtype, *((param.key, param.numel) for param in params)
-        if key not in self._layouts:
-            if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()
-            self._layouts[key] = [self._layout(same, dtype) for same in alike(params)]
-        return self._layouts[key]
+    def _layouts_of(self, dtype: torch.dtype, params: tuple[Parameter, ...], _: tuple[int, ...]) -> list[_Layout]:
+        """The layouts of gradients that come together, one for each route, while their sizes are the same."""
+        return [self._layout(same, dtype) for same in alike(params)]
 
     def _layout(self, params: list[Parameter], dtype: torch.dtype) -> _Layout:
         route, bucket = params[0].route, bucket_of(params, dtype, "gradients")
@@ -236,7 +232,7 @@ class Gradients:
             rest = [self._waiting[key] for key in sorted(self._sums)]
             for same in alike(rest):
                 for params in in_buckets(((param, param.numel) for param in same), self.bucket_numel):
-                    (layout,) = self._layouts_of(params, dtype)
+                    (layout,) = self._layouts(dtype, tuple(params), tuple([param.numel for param in params]))
                     sums = [total for total in self._take(layout.keys) if total is not None]
                     self._submit_crossing(layout, scale, partial(list, sums))
                     self._limit_crossings()

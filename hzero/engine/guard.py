@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hzero.codecs.codec import Codec
 from hzero.comm import Bucket, blaming
 from hzero.comm.checksum import checksums
-from hzero.config import ROLES, CodecConfig, GuardConfig, Role, Tier
+from hzero.config import GuardConfig, Role
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
-from hzero.plan.shards import ShardPlan
+from hzero.plan.shards import Hop
 from hzero.validation import PlainError, is_rank_0, of_all_ranks, some
 
 logger = logging.getLogger("hzero")
@@ -120,7 +120,7 @@ class Guard:
 
     @torch.no_grad()
     def _where(self, params: Sequence[Parameter], gradient_of: GradientOf) -> str:
-        """Names the parameters with values that are not finite, and gives the signal-to-noise ratio of lossy hops."""
+        """Names the parameters with values that are not finite, and gives the signal-to-noise ratios of lossy hops."""
         # Shards are on the host if the optimizer is. Padding beyond the last element, which nobody writes, is left out.
         weights = [self._weights.primary_shard(param).detach() for param in params]
         gradients = [gradient_of(param).detach().flatten() for param in params]
@@ -135,13 +135,8 @@ class Guard:
             names = _marked(params, marks)
             listed = f": {some(names, _NAMED)}" if names else ""
             parts.append(f"Not finite in the {what} of {len(names)} of {len(params)} parameters{listed}")
-        if tiers := _lossy_tiers(self._plan):
-            powers = _of_codecs(tiers, {"weights": weights, "gradients": gradients}, self._device, self._group)
-            ratios = [
-                f"{role} {codec.codec} on {', '.join(names)}: {_described(_decibels(*found))}"
-                for ((role, codec), names), found in zip(tiers.items(), powers)
-            ]
-            parts.append(f"Signal-to-noise ratio of the codecs on what is finite: {'; '.join(ratios)}")
+        if self.ratios:
+            parts.append(f"Signal-to-noise ratios of the codecs in the last audit: {self._ratios_text()}")
         return ". ".join(parts)
 
     # ---- audit ---------------------------------------------------------------------------------------------------
@@ -167,8 +162,7 @@ class Guard:
             self._collectives.verify()
         self._audits, self.audit_due = self._audits + 1, False
         if self.ratios and speaks(self._group):
-            texts = [f"{name} {ratio:.1f}" for name, ratio in self.ratios.items()]
-            logger.info("hzero: signal-to-noise ratios before step %d, in dB: %s", step, ", ".join(texts))
+            logger.info("hzero: signal-to-noise ratios before step %d: %s", step, self._ratios_text())
 
     def _compare(self, step: int) -> None:
         """Compares resident copies with their owners' shards, and with the other ranks' copies."""
@@ -213,21 +207,40 @@ class Guard:
             differs |= (theirs.view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
         return differs
 
+    def _ratios_text(self) -> str:
+        return ", ".join(f"{name} {ratio:.1f} dB" for name, ratio in self.ratios.items())
+
     def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:
-        """Ratios of one of the larger weights and of one of the larger gradients, another one in each audit."""
-        tiers = _lossy_tiers(self._plan)
-        weights = self._one_of(self._weights.parameters.values())
-        gradients = self._one_of(params)
+        """Ratios of one round trip of a larger weight's and gradient's shards over all ranks, other ones in each audit.
+
+        Shards that are not all finite are left out.
+        """
         shards: dict[Role, list[torch.Tensor]] = {
-            "weights": [self._weights.primary_shard(param) for param in weights],
-            "gradients": [gradient_of(param).detach().flatten() for param in gradients],
+            "weights": [
+                self._weights.primary_shard(param) for param in self._one_of(self._weights.parameters.values())
+            ],
+            "gradients": [gradient_of(param).detach().flatten() for param in self._one_of(params)],
         }
-        ratios = {
-            f"{role}/{tier}": _decibels(*powers)
-            for ((role, _), names), powers in zip(tiers.items(), _of_codecs(tiers, shards, self._device, self._group))
-            for tier in names
+        hops: list[tuple[Role, Hop]] = [("weights", hop) for hop in self._plan.gather_hops()]
+        hops += [("gradients", hop) for hop in self._plan.reduce_hops()]
+        lossy = [(role, hop) for role, hop in hops if not hop.codec.traits.exact]
+        powers = torch.zeros(len(lossy), 2, dtype=torch.float64, device=self._device)  # of signal and noise
+        for power, (role, hop) in zip(powers, lossy):
+            codec = Codec.from_config(hop.codec)
+            for shard in shards[role]:
+                if shard.numel() and bool(shard.isfinite().all()):
+                    values, numel = shard.to(self._device, torch.float32), [shard.numel()]
+                    (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
+                    exact = values.double()
+                    noise = decoded[: values.numel()].double() - exact
+                    power += torch.stack([exact.square().sum(), noise.square().sum()])
+        dist.all_reduce(powers, group=self._group)
+        found = zip(lossy, powers.tolist())
+        return {
+            f"{role}/{hop.tier}": 10 * math.log10(signal / noise)
+            for (role, hop), (signal, noise) in found
+            if signal and noise and math.isfinite(signal + noise)
         }
-        return {name: ratio for name, ratio in ratios.items() if ratio is not None and math.isfinite(ratio)}
 
     def _one_of(self, params: Iterable[Parameter]) -> list[Parameter]:
         """One of at least mean size, the same on all ranks; none of those with a codec of their own."""
@@ -239,54 +252,3 @@ class Guard:
 
 def _marked(params: Sequence[Parameter], marks: Sequence[int]) -> list[str]:
     return [param.name for param, mark in zip(params, marks) if mark]
-
-
-# ---- signal-to-noise ratios -------------------------------------------------------------------------------------------
-
-
-def _lossy_tiers(plan: ShardPlan) -> dict[tuple[Role, CodecConfig], list[Tier]]:
-    """Tiers whose codec loses something, those of one codec together."""
-    tiers: dict[tuple[Role, CodecConfig], list[Tier]] = {}
-    for role in ROLES:
-        for hop in plan.gather_hops() if role == "weights" else plan.reduce_hops():
-            if not hop.codec.traits.exact:
-                tiers.setdefault((role, hop.codec), []).append(hop.tier)
-    return tiers
-
-
-def _of_codecs(
-    tiers: Mapping[tuple[Role, CodecConfig], list[Tier]],
-    shards: Mapping[Role, Sequence[torch.Tensor]],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> list[list[float]]:
-    """Powers ``[signal, noise]`` of one round trip through each codec, summed over the ranks of the group. Collective.
-
-    Shards that are not all finite are left out.
-    """
-    powers = torch.zeros(len(tiers), 2, dtype=torch.float64, device=device)
-    for total, (role, config) in zip(powers, tiers):
-        codec = Codec.from_config(config)
-        for shard in shards[role]:
-            if shard.numel() and bool(shard.isfinite().all()):
-                values, numel = shard.to(device, torch.float32), [shard.numel()]
-                (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
-                exact = values.double()
-                noise = decoded[: values.numel()].double() - exact
-                total += torch.stack([exact.square().sum(), noise.square().sum()])
-    dist.all_reduce(powers, group=group)
-    found: list[list[float]] = powers.tolist()
-    return found
-
-
-def _decibels(signal: float, noise: float) -> float | None:
-    """The ratio in dB; infinity without noise, None without a finite signal."""
-    if not signal or not math.isfinite(signal + noise):
-        return None
-    return 10 * math.log10(signal / noise) if noise else math.inf
-
-
-def _described(ratio: float | None) -> str:
-    if ratio is None:
-        return "unknown (nothing but zeros)"
-    return f"{ratio:.1f} dB" if math.isfinite(ratio) else "without loss"

@@ -14,6 +14,7 @@ whole, decoded unless the block says `"resident": "payload"`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -57,7 +58,7 @@ class Weights:
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
-        self._gathers: dict[tuple[int, ...], list[_Gather]] = {}  # by the keys of what is unsharded together
+        self._gathers = functools.lru_cache(LAYOUTS)(self._gathers_of)  # a layer is gathered again
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self._mark(self.parameters.values())
         self.note_change()
@@ -98,7 +99,7 @@ class Weights:
         """Its primary shard has been written outside of a step, and may have another size."""
         param.age = None
         self._mark([param])
-        self._gathers.clear()
+        self._gathers.cache_clear()
         self.note_change()
 
     def _mark(self, params: Iterable[Parameter]) -> None:
@@ -117,7 +118,7 @@ class Weights:
             if param.resident is not None:
                 self.collectives.used(param.resident)  # an audit has read it on the current stream
             param.resident = None
-        self._gathers.clear()
+        self._gathers.cache_clear()
         self.mark_stale()
 
     @property
@@ -129,7 +130,7 @@ class Weights:
         """From now on weights travel without such codecs."""
         for route in {param.route for param in self.parameters.values()}:
             route.follow(route.plan.without_fallible())
-        self._gathers.clear()
+        self._gathers.cache_clear()
         self.mark_stale()
 
     # ---- refresh -------------------------------------------------------------------------------------------------
@@ -255,9 +256,8 @@ class Weights:
             self._refresh_needed(params)
         if self.plan.decoded:
             return [(list(params), partial(_wait_whole, params, into))]
-        keys = tuple([param.key for param in params])
         started: list[tuple[list[Parameter], Unsharded]] = []
-        for same, gather, read in self._gathers.get(keys) or self._gathers_of(keys, params):
+        for same, gather, read in self._gathers(tuple(params)):
             targets = None if into is None else partial(_targets, same, into)
             after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
             started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
@@ -272,11 +272,9 @@ class Weights:
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
 
-    def _gathers_of(self, keys: tuple[int, ...], params: Sequence[Parameter]) -> list[_Gather]:
-        """The messages of an unshard, one for each type and route, ready to run; kept, since a layer is gathered again."""
-        if len(self._gathers) >= LAYOUTS:
-            self._gathers.clear()
-        gathers = self._gathers[keys] = []
+    def _gathers_of(self, params: tuple[Parameter, ...]) -> list[_Gather]:
+        """The messages of an unshard, one for each type and route, ready to run."""
+        gathers: list[_Gather] = []
         for same in alike(params, lambda param: (str(param.dtype), param.route.number)):
             bound = self._bind(same[0].route.programs.unshard, same)
             read = partial(self._payloads, same) if self.plan.resident else partial(self._shards, same, bound.bucket)

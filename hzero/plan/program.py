@@ -180,7 +180,7 @@ class Decode:
 Step: TypeAlias = Encode | Turn | Cross | Sum | Decode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is compared by identity, to find what has been made ready for it
 class Program:
     """The steps of one bucket.
 
