@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hzero
 from hzero.codecs import backends
 from hzero.config import PRESETS
-from hzero.deepspeed import parameters, stage
+from hzero.deepspeed import stage, stage_state
 from hzero.engine import gradients
 from hzero.validation import one_of
 
@@ -44,9 +44,9 @@ WORLD, HIDDEN, TOKENS = 8, 64, 16
 ACCUMULATION = 2
 #: Where DeepSpeed calls the stage.
 ENTRIES: tuple[tuple[type, str], ...] = (
-    (parameters.Parameters, "gather"),
-    (parameters.Parameters, "_partition"),
-    (parameters.GatherHandle, "wait"),
+    (stage_state.StageState, "gather"),
+    (stage_state.Managed, "partition"),
+    (stage_state.GatherHandle, "wait"),
     (gradients.Gradients, "accumulate"),
     (gradients.Gradients, "settle"),
     (gradients.Gradients, "finish"),

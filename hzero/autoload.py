@@ -68,15 +68,14 @@ def _watch(module: Any) -> None:
 def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``DeepSpeedConfig._initialize_params``, which installs the stage and checks the configuration if it has a block.
 
-    DeepSpeed sees the block at the top level, where it ignores unknown keys. The engine finds it parsed, as the
-    configuration's attribute ``hzero_block``.
+    DeepSpeed does not see the block. The engine finds it parsed, as the configuration's attribute ``hzero_block``.
     """
 
     def initialize_params(config: Any, param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         from hzero.validation import on_all_ranks
 
         with on_all_ranks():
-            found = block.find(param_dict)
+            found, rest = block.split(param_dict)
             if found is None:
                 return stock(config, param_dict, *args, **kwargs)
             blocks_read.append(True)
@@ -86,9 +85,9 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
 
             zero.enable()
             config.hzero_block = parse_config(found)
-            config._param_dict = param_dict = block.lifted(param_dict, found)
-            stock(config, param_dict, *args, **kwargs)
-            check_config(config, config.optimizer_name)
+            config._param_dict = rest
+            stock(config, rest, *args, **kwargs)
+            check_config(config)
         return None
 
     return initialize_params
@@ -110,16 +109,16 @@ def _constructing(then: Callable[..., None]) -> Callable[..., Any]:
     return wrapper
 
 
-def _check_as_written(own: Any, _: Any) -> None:
+def _check_as_written(read: Any, _: Any) -> None:
     """Checks the configuration that Trainer and Accelerate read before there is a model, and fill in later."""
     from hzero.validation import ConfigError
 
-    if block.find(own.config) is None:
+    if block.split(read.config)[0] is None:
         return
     from hzero.deepspeed.refusals import check_written
 
     try:
-        check_written(own.config)
+        check_written(read.config)
     except ConfigError:
         raise
     except Exception:  # DeepSpeed's own refusals, for what Trainer or Accelerate may still change
@@ -139,7 +138,7 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
     configs = [getattr(one, "deepspeed_config", None) for one in plugins]
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         configs.append(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
-    if any(block.find(config) is not None for config in configs):
+    if any(block.split(block.load(config) or {})[0] is not None for config in configs):
         from hzero.validation import ConfigError
 
         raise ConfigError(
@@ -155,8 +154,8 @@ def _follow_trainer(trainer: Any, _: Any) -> None:
 
 
 def _follow(function: str, client: Any, accelerator: Any) -> None:
-    found = block.find(getattr(accelerator.state.deepspeed_plugin, "deepspeed_config", None)) or {}
-    if found.get("checkpoint") is not None:
+    found, _ = block.split(accelerator.state.deepspeed_plugin.deepspeed_config)
+    if found is not None and found.get("checkpoint") is not None:
         from hzero.config import CheckpointConfig
         from hzero.deepspeed import checkpoint
         from hzero.validation import validated

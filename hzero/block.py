@@ -56,39 +56,27 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def find(ds_config: Any) -> Mapping[str, Any] | None:
-    """The block of a DeepSpeed configuration, as written; None where it has none.
-
-    Args:
-        ds_config: As for `load`.
+def split(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
+    """The block of a DeepSpeed configuration, as written, or None; and a copy of the rest, which is what DeepSpeed knows.
 
     Raises:
         ConfigError: The block is not a mapping, its key is misspelt, or both places have one.
     """
     from hzero.validation import ConfigError
 
-    config = load(ds_config)
-    if config is None:
-        return None
-    parent = config.get(PARENT)
-    places = {KEY: config, f"{PARENT}.{KEY}": parent if isinstance(parent, Mapping) else {}}
+    rest, parent = dict(config), config.get(PARENT)
+    places = {KEY: rest}
+    if isinstance(parent, Mapping):
+        rest[PARENT] = places[f"{PARENT}.{KEY}"] = dict(parent)
     for where, place in places.items():
         for name in place:
             if name != KEY and str(name).lower().replace("_", "").replace("-", "") == KEY:
                 raise ConfigError(f"{where.removesuffix(KEY)}{name}: unknown key; did you mean {KEY!r}?")
-    found = {where: place[KEY] for where, place in places.items() if KEY in place}
+    found = {where: place.pop(KEY) for where, place in places.items() if KEY in place}
     if len(found) == 2:
         raise ConfigError(f"{KEY}: found at the top level and in {PARENT}; keep the one in {PARENT}")
     for where, block in found.items():
         if not isinstance(block, Mapping):
             raise ConfigError(f"{where}: found {block!r}, expected a block of keys")
-        return block
-    return None
-
-
-def lifted(config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the configuration with its block at the top level, where DeepSpeed ignores unknown keys."""
-    parent = config.get(PARENT)
-    if isinstance(parent, Mapping):
-        config = {**config, PARENT: {key: value for key, value in parent.items() if key != KEY}}
-    return {**config, KEY: block}
+        return block, rest
+    return None, rest

@@ -495,19 +495,15 @@ class HZeroConfig(Block):
         sequence: Long sequences, in chunks and over groups of ranks; null leaves the model as it is.
         topology: Places of the ranks. `discover`, the default, finds them; a preset's name or a file names a machine; a block
             declares one.
-        preset_shard: Whether the weights' degree is the preset's, not written by the user.
-        preset_gradients: The same for the gradients' degree.
-        preset_dimensions: Parallel dimensions whose codecs are the preset's; that nothing is sent in them is no mistake.
+        written: The keys that the user has written, with ``shard.KEY`` and ``codecs.KEY``; others are the preset's.
     """
 
-    preset_shard: bool = True
-    preset_gradients: bool = True
-    preset_dimensions: tuple[Dimension, ...] = DIMENSIONS
+    written: tuple[str, ...] = ()
 
     @property
     def written_dimensions(self) -> tuple[Dimension, ...]:
-        """The parallel dimensions for which the user has written a codec other than ``none``."""
-        return tuple(one for one in self.codecs.dimensions if one not in self.preset_dimensions)
+        """The parallel dimensions for which the user has written a codec other than ``none``: somebody has to send in them."""
+        return tuple(one for one in self.codecs.dimensions if f"codecs.{one}" in self.written)
 
 
 # ---- from a written block to its configuration ------------------------------------------------------------------------------
@@ -542,12 +538,8 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
         values["shard"] = {**shard, **written}
     parsed = validated(Block, values, path)
     _check_together(parsed, path)
-    return HZeroConfig(
-        **dict(parsed),
-        preset_shard="weights" not in written,
-        preset_gradients="gradients" not in written,
-        preset_dimensions=tuple(one for one in DIMENSIONS if one not in block.get("codecs", {})),
-    )
+    below = (f"{key}.{name}" for key in ("shard", "codecs") for name in block.get(key, {}))
+    return HZeroConfig(**dict(parsed), written=(*block, *below))
 
 
 def _check_together(block: Block, path: str) -> None:

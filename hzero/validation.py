@@ -111,6 +111,15 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
     return answer[0]  # type: ignore[no-any-return]
 
 
+def first_of_ranks(problem: str | None) -> str | None:
+    """The first problem that a rank of the world has, the same on all ranks; None if no rank has one. Collective."""
+    import torch.distributed as dist
+
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, problem)
+    return next(filter(None, every), None)
+
+
 def of_file(error: OSError) -> ConfigError:
     """The error for a file that the system refuses; raises ``error`` if it names none."""
     if error.filename is None:

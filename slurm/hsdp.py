@@ -25,7 +25,7 @@ from hzero.validation import from_rank_0
 
 def train(arguments: list[str]) -> None:
     """Trains on this rank. Rank 0 writes ``steps.jsonl``, as `hzero train` does, and the peak of its memory."""
-    from hzero.commands.trainer import _arguments, _batch, build_model, join
+    from hzero.commands.trainer import arguments_of, batch_of, build_model, join
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -37,7 +37,7 @@ def train(arguments: list[str]) -> None:
     text = from_rank_0(lambda: corpus.prepare(experiment, print))
     with device:  # one whole copy in 16 bits, which shrinks layer by layer
         model = build_model(experiment, text.tokenizer)
-    given = {**_arguments(experiment, folder), "deepspeed": None, **experiment["trainer"]}
+    given = {**arguments_of(experiment, folder), "deepspeed": None, **experiment["trainer"]}
     if settings["activation_checkpointing"]:
         model.gradient_checkpointing_enable(given["gradient_checkpointing_kwargs"])
     local = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -50,7 +50,7 @@ def train(arguments: list[str]) -> None:
         fully_shard(module.float(), mesh=mesh, mp_policy=policy)
         # RCCL's average of bfloat16 takes twice the time of its sum (ROCm/rocm-systems#9054).
         module.set_force_sum_reduction_for_comms(True)
-    trainer = Trainer(model, TrainingArguments(**given), _batch, train_dataset=text.train)
+    trainer = Trainer(model, TrainingArguments(**given), batch_of, train_dataset=text.train)
     trainer.create_optimizer_and_scheduler(settings["steps"])
     loader, micro_steps = trainer.get_train_dataloader(), settings["grad_accumulation"]
     batches = (batch for epoch in count() if loader.set_epoch(epoch) is None for batch in loader)

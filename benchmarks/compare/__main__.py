@@ -14,9 +14,9 @@ from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.compare.suite import CONF, read
 from benchmarks.compare.take import take_measurement
+from hzero.launch import INTERRUPTED
 from hzero.validation import ConfigError
 
-INTERRUPTED = 130
 _HELP = """make bench: step time, bytes by tier, memory and loss of hzero and of other schemes on an emulated cluster. Needs root.
 
   make bench                                               everything; continues after an interruption
@@ -77,7 +77,9 @@ def take(wanted: Sequence[Measurement], store: Store, *, again: bool) -> int:
         left = timedelta(seconds=round(guesses[index] * factor + after))
         print(f"[{index + 1}/{len(waiting)}] {item.title}; about {left} of all left", flush=True)
         began = time.monotonic()
-        if take_measurement(item, store, after):
+        if status := take_measurement(item, store, after):
+            if status == INTERRUPTED:  # a signal came while ranks ran, which has ended them
+                raise KeyboardInterrupt
             failed.append(item.title)
             continue
         took, guessed = took + time.monotonic() - began, guessed + guesses[index]

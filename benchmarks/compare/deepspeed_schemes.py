@@ -14,7 +14,7 @@ import hzero
 from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
 from benchmarks.training import adamw
 from hzero.config import Scope
-from hzero.deepspeed.stage import optimizer_bytes
+from hzero.deepspeed.stage_state import optimizer_bytes
 
 
 class DeepSpeedZero3(Scheme):

@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from benchmarks.compare.deepspeed_schemes import deepspeed_config
 from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
 from benchmarks.hybrid.model import Layout, Mpu
-from hzero.deepspeed.stage import optimizer_bytes
+from hzero.deepspeed.stage_state import optimizer_bytes
 
 #: Of a layer of transformers' GPT-NeoX: the linear layers that are split by their outputs, and those by their inputs. Queries,
 #: keys and values of a head are neighbours, so equal parts of the rows are whole heads.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from hzero.block import find, load
+from hzero.block import load, split
 from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import Chain, shared_lanes
@@ -583,7 +583,8 @@ def for_dimension(
             raise ConfigError(
                 f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or the path of one"
             )
-        if (block := find(loaded)) is not None:
+        block, _ = split(loaded)
+        if block is not None:
             parsed = parse_config(block)
     codecs = parsed.codecs[dimension] if parsed is not None else UNCODED
     if grid is None:

@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from hzero import __version__, autoload
-from hzero.block import KEY, PARENT, find, lifted
+from hzero.block import KEY, PARENT, split
 from hzero.block import read_text as parse_text
 from hzero.config import HERE, TopologyConfig, parse_config
 from hzero.files import read_json
@@ -462,7 +462,7 @@ def check_fsdp2() -> Iterator[Finding]:
 def source_of(config: Mapping[str, Any]) -> str:
     """The source from which a run discovers its grid; ``auto`` where it declares one, and for a wrong block, named later."""
     with contextlib.suppress(ConfigError):
-        topology = parse_config(find(config) or {}).topology
+        topology = parse_config(split(config)[0] or {}).topology
         if declared_grid(topology, WHERE) is None:
             return topology.source
     return "auto"
@@ -510,29 +510,28 @@ def check_config(
     """
     with quiet():
         from hzero.deepspeed import autotp
-        from hzero.deepspeed.refusals import check_written, ignored, partition_of_autotp
+        from hzero.deepspeed.refusals import check_written
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None
     beside = ""
     with _reported(path, findings):
-        block = find(config)
+        block, rest = split(config)
         parsed = parse_config(block) if block is not None else None
     with _reported(path, findings):
         grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), machine, nodes, discovered)
     if block is not None and parsed is None:  # a wrong block hides no other fault
-        config = {key: value for key, value in lifted(config, block).items() if key != KEY}
+        config = rest
     with _reported(path, findings):
         read = check_written(config, _data_parallel_ranks(config, grid))
         build(read)
         findings += [(DEGRADED, f"{error}; DeepSpeed ignores it") for error in ignored(read, str(path))]
-        if parsed is not None and (size := read.tensor_parallel_config.autotp_size) > 1:
-            partition = partition_of_autotp(size, grid, 0) if grid is not None else None
-            autotp.check(read, parsed, grid)
+        if parsed is not None and read.tensor_parallel_config.autotp_size > 1:
+            partition = autotp.check(read, parsed, grid)
             grid, beside = (partition.grid, str(partition)) if partition is not None else (None, "")
     if parsed is None:
-        without = (DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
-        return [*findings, without] if block is None else findings
+        stock = (DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
+        return [*findings, stock] if block is None else findings
     effect = f"{parsed.preset}, on the grid of the ranks that are started"
     if config.get(PARENT, {}).get("stage") == 1:
         effect = f"codecs of {parsed.preset} with ZeRO-1, of a PipelineModule only"
@@ -632,6 +631,32 @@ def build(config: Any) -> None:
     made = kind([zeros(1)], **kept) if kind is not None else optim.AdamW([zeros(1)])
     if schedule is not None and "auto" not in (given := config.scheduler_params or {}).values():
         schedulers[schedule](made, **given)
+
+
+class _Asked(dict[str, Any]):
+    """A configuration that remembers the keys that DeepSpeed has asked it for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked = {"sequence_parallel_size"}  # only ranks ask for it
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+
+def ignored(read: Any, where: str) -> list[ConfigError]:
+    """Errors for the keys that DeepSpeed ignores at the top level of ``where``, which `check_written` has read."""
+    config = _Asked(read._param_dict)
+    type(read)(config)
+    return [one_of(where, key, sorted(config.asked), "key") for key in config if key not in config.asked]
 
 
 def _classes(module: Any) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from transformers.integrations import deepspeed as integration
 import hzero
 from hzero.comm import blaming
 from hzero.commands import summary
-from hzero.commands.doctor import build
+from hzero.commands.doctor import build, ignored
 from hzero.data.corpus import Corpus
 from hzero.deepspeed.checkpoint import save_together
-from hzero.deepspeed.refusals import check_written, ignored
+from hzero.deepspeed.refusals import check_written
 from hzero.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED
 from hzero.terminal import size_text
@@ -71,10 +71,10 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     stop = hzero.StopAndSave(experiment["train"]["time_limit"])
     # As soon as there are arguments of Trainer, transformers builds and loads each layer under zero.Init.
     whole = build_model(experiment, corpus.tokenizer) if sum(experiment.numels) < ZERO_INIT_FROM else None
-    arguments = TrainingArguments(**_arguments(experiment, folder), **experiment["trainer"])
+    arguments = TrainingArguments(**arguments_of(experiment, folder), **experiment["trainer"])
     model = build_model(experiment, corpus.tokenizer) if whole is None else whole
     text = {"train_dataset": corpus.train, "eval_dataset": corpus.evaluation}
-    trainer = ShardTrainer(model, arguments, _batch, **text, processing_class=corpus.tokenizer)
+    trainer = ShardTrainer(model, arguments, batch_of, **text, processing_class=corpus.tokenizer)
     trainer.remove_callback(PrinterCallback)
     meter = _Meter(trainer)
     trace = _Trace(experiment["train"]["trace_step"], folder)
@@ -123,7 +123,7 @@ def check(experiment: Experiment) -> None:
     model, written = torch.nn.Linear(1, 1), experiment["trainer"]
     model.config = transformers_config(experiment["model"])
     with tempfile.TemporaryDirectory() as folder:
-        owned, fields = _arguments(experiment, Path(folder)), TrainingArguments.__dataclass_fields__
+        owned, fields = arguments_of(experiment, Path(folder)), TrainingArguments.__dataclass_fields__
         for key, value in written.items():
             if key in owned or key in _NOT_TAKEN:
                 raise ConfigError(
@@ -137,7 +137,7 @@ def check(experiment: Experiment) -> None:
         with library_errors("trainer"):
             arguments = TrainingArguments(**{**owned, **written, **changes})
             text = [{"input_ids": [0]}]
-            trainer = Trainer(model, arguments, _batch, train_dataset=text, eval_dataset=text)
+            trainer = Trainer(model, arguments, batch_of, train_dataset=text, eval_dataset=text)
             trainer.get_train_dataloader()
             trainer.create_optimizer_and_scheduler(arguments.max_steps)
     with library_errors("deepspeed"):
@@ -150,7 +150,7 @@ def check(experiment: Experiment) -> None:
         build(read)
 
 
-def _arguments(experiment: Experiment, folder: Path) -> dict[str, Any]:
+def arguments_of(experiment: Experiment, folder: Path) -> dict[str, Any]:
     """Arguments of ``TrainingArguments`` that follow from other groups than ``trainer``."""
     train, checkpoint = experiment["train"], experiment["checkpoint"]
     return {
@@ -180,7 +180,8 @@ def _arguments(experiment: Experiment, folder: Path) -> dict[str, Any]:
     }
 
 
-def _batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def batch_of(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows of tokens as the arguments of a forward, ``[batch, seq_length]``: a causal model shifts its labels itself."""
     ids = torch.tensor([row["input_ids"] for row in rows])
     return {"input_ids": ids, "labels": ids}
 

@@ -14,24 +14,41 @@ from hzero.block import KEY
 from hzero.comm import Communicator, for_dimension
 from hzero.comm.activations import copy_to, reduce_from
 from hzero.config import HZeroConfig, Tier, tiers_inside
+from hzero.deepspeed.refusals import check_tensor_group
+from hzero.engine.engine import Partition
 from hzero.topology import Grid
 from hzero.validation import ConfigError, is_rank_0, some
 
 logger = logging.getLogger("hzero")
 
 
-def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> None:
-    """Refuses what does not go with codecs of AutoTP's sums.
+def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Partition | None:
+    """Refuses tensor groups that do not fit the world, and what does not go with codecs of AutoTP's sums.
+
+    The tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``).
 
     Args:
         config: The configuration, as DeepSpeed has read it.
         block: The block, parsed.
         world: Grid of the world; None where it is not known: tensor groups may then cross every tier inside a node.
 
+    Returns:
+        The partition of rank 0 beside its tensor group; None where the world is not known.
+
     Raises:
-        ConfigError: DeepSpeed is to hide its sums behind compute, or codecs that the user has written have no effect.
+        ConfigError: The world cannot be divided so, a tensor group crosses nodes, or groups do not fill the tiers evenly.
+            DeepSpeed is to hide its sums behind compute, or codecs that the user has written have no effect.
     """
-    tiers = _crossed(world, config.tensor_parallel_config.autotp_size)
+    size, partition = config.tensor_parallel_config.autotp_size, None
+    if world is not None:
+        if world.world_size % size:
+            raise ConfigError(
+                f"tensor_parallel.autotp_size: found {size}, which does not divide {world.world_size} ranks"
+            )
+        for first in range(0, world.world_size, size):  # all, so that all ranks end alike
+            check_tensor_group(range(first, first + size), world)
+        partition = Partition.of_ranks(range(0, world.world_size, size), world, 0)
+    tiers = _crossed(world, size)
     coded = [tier for tier in tiers if not block.codecs.tensor[tier].traits.plain]
     written = "tensor" in block.written_dimensions
     if config.tensor_parallel_config.tp_overlap_comm and coded:
@@ -42,9 +59,10 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> No
         )
     if written and not coded:
         raise ConfigError(
-            f"{KEY}.codecs.tensor: none on the tiers that tensor groups of {config.tensor_parallel_config.autotp_size} ranks "
+            f"{KEY}.codecs.tensor: none on the tiers that tensor groups of {size} ranks "
             f"{'cross' if world is not None else 'can cross'} ({', '.join(tiers)}), and so without effect"
         )
+    return partition
 
 
 def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Communicator | None:
@@ -72,18 +90,25 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     if all(config.codecs.tensor[tier].traits.plain for tier in _crossed(world, first.tp_world_size)):
         return None
     group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
-    left = []
+    others = []
     for name, layer in found.items():
         if "forward" in vars(layer) or getattr(layer, "gather_output", False) or type(layer).forward not in _FORWARDS:
-            left.append(f"{name} ({type(layer).__name__})")
+            others.append(f"{name} ({type(layer).__name__})")
         else:
             layer.hzero_group, layer.forward = group, types.MethodType(_FORWARDS[type(layer).forward], layer)
-    if left and is_rank_0():
+    if others and is_rank_0():
         logger.warning(
             "hzero: codecs.tensor does not reach layers of AutoTP with a forward or a gather of their own: %s",
-            some(left, 4),
+            some(others, 4),
         )
     return group
+
+
+def give_back(module: torch.nn.Module, group: Any = None) -> None:
+    """Gives layers of AutoTP their own forward: for the next engine of a model, or with its communicator, of one engine alone."""
+    for layer in module.modules():
+        if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
+            del layer.hzero_group, layer.forward
 
 
 def _crossed(world: Grid | None, size: int) -> tuple[Tier, ...]:

@@ -59,7 +59,7 @@ from hzero.manifest import (
     recover,
     without_note,
 )
-from hzero.validation import ConfigError, from_rank_0, of_all_ranks, on_all_ranks, some
+from hzero.validation import ConfigError, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
 
 logger = logging.getLogger("hzero")
 #: Ends of the names of a rank's two files.
@@ -116,13 +116,10 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         partial = hidden(folder / tag)
         # Before any rank writes: a complete checkpoint may have the name under which they write.
         from_rank_0(lambda: recover(partial.parent))
-        self._saving, self._failure, self._written = True, None, {}
-        try:
-            done = self._stock_save(
-                save_dir, str(partial.relative_to(folder)), client_state or {}, False, exclude_frozen_parameters
-            )
-        finally:
-            self._saving = False
+        self._failure, self._written = None, {}
+        place, state = str(partial.relative_to(folder)), client_state or {}
+        with attributes((self, "_saving", True)):
+            done = self._stock_save(save_dir, place, state, False, exclude_frozen_parameters)
         everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with blaming():
             dist.gather_object((self._failure, self._written), everyones)
@@ -217,18 +214,10 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         weights = functools.partial(getattr(engine, name), tag=tag)
         values: list[tuple[Any, str, Any]] = [(engine, name, weights), (self, "_resharding", resharding)]
         if resharding is not None:
-            own = str(resharding.path(0, MODEL))  # this rank may have written none
-            values.append((self._engine, "_get_all_ckpt_names", lambda *_: [own]))
-        optimizer = getattr(self._engine.optimizer, "optimizer", None)
-        needed = _entries(optimizer)
+            model = str(resharding.path(0, MODEL))  # this rank may have written none
+            values.append((self._engine, "_get_all_ckpt_names", lambda *_: [model]))
         with attributes(*values), only_tensors(self.config.trust):
-            loaded = self._stock_load(*call.args, **call.kwargs)
-        if resumes and (lacking := sorted(needed - _entries(optimizer))):
-            raise ConfigError(
-                f"checkpoint: {str(folder / tag)!r} is of another optimizer: found {type(optimizer).__name__}, for which it "
-                f"lacks {some(lacking, 4)}; expected the optimizer of that run"
-            )
-        return loaded
+            return self._stock_load(*call.args, **call.kwargs)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file."""
@@ -292,10 +281,9 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """What reads a checkpoint of another layout as if these ranks had written it; None for one of theirs."""
         engine, optimizer = self._engine, self._engine.optimizer
         written = len(list(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{OPTIMIZER}")))
+        # With tensor groups or stages DeepSpeed refuses other ranks; without an optimizer it loads on any.
         if engine.mp_world_size > 1 or not hasattr(optimizer, "fp16_groups"):
-            return (
-                None  # DeepSpeed refuses other ranks with tensor groups or stages; without an optimizer it loads on any
-            )
+            return None
         group = optimizer.dp_process_group
         layout = Layout.of(dist.get_world_size(group), engine._get_zero_param_shapes())
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
@@ -426,25 +414,28 @@ class Resharding:
         return part
 
     def _model(self) -> dict[str, Any]:
-        own = self._file(self._first, MODEL)
-        fragments, shapes = own.get(_FROZEN), own.get("frozen_param_shapes") or {}
+        saved = self._file(self._first, MODEL)
+        fragments, shapes = saved.get(_FROZEN), saved.get("frozen_param_shapes") or {}
         if fragments is not None:
             fragments = {
                 name: self._part(math.prod(shape), fragments[name].dtype, functools.partial(self._frozen, name))
                 for name, shape in shapes.items()
             }
-        return {**own, "dp_world_size": self._layout.world_size, _FROZEN: fragments}
+        return {**saved, "dp_world_size": self._layout.world_size, _FROZEN: fragments}
 
     def _frozen(self, name: str, rank: int) -> torch.Tensor:
         return self._file(rank, MODEL)[_FROZEN][name]  # type: ignore[no-any-return]
 
+    def _run(self, index: int, key: str | None, start: int, end: int, rank: int) -> torch.Tensor:
+        """Elements of a tensor of a sub-group, as a rank of the other world has written it."""
+        return _tensors(self._file(rank, OPTIMIZER)[_STATE], index)[key][start:end]  # type: ignore[no-any-return]
+
     def _optimizer(self) -> dict[str, Any]:
-        own = self._file(self._first, OPTIMIZER)
-        zero = own[_STATE]
+        saved = self._file(self._first, OPTIMIZER)
+        zero = saved[_STATE]
         stock, old, new = zero[_STATE], self.old, self._layout
         group_of = {index: number for number, group in enumerate(stock["param_groups"]) for index in group["params"]}
-        flat = [torch.zeros(size) for size in new.sizes]
-        states: list[dict[str, Any]] = [{} for _ in flat]
+        states: list[dict[str | None, Any]] = [{None: torch.zeros(size)} for size in new.sizes]
         for name, (index, at) in new.places.items():
             (was, start), count = old.places[name], old.counts[name]
             if group_of[was] != self._param_groups[index]:
@@ -453,20 +444,14 @@ class Resharding:
                     f"{group_of[was]}"
                 )
             end = start + chunk_numel(count, old.world_size)
-            for key in (None, *stock["state"].get(was, {})):
-                value = _flat(zero, was, key)
+            for key, value in _tensors(zero, was).items():
                 if not torch.is_tensor(value) or not value.dim() or value.numel() != old.sizes[was]:
-                    states[index].setdefault(str(key), value)  # of the whole sub-group, such as the step
+                    states[index].setdefault(key, value)  # of the whole sub-group, such as the step
                     continue
-
-                def source(rank: int, was: int = was, key: str | None = key, start: int = start, end: int = end) -> Any:
-                    return _flat(self._file(rank, OPTIMIZER)[_STATE], was, key)[start:end]
-
-                into = flat[index]
-                if key is not None:
-                    into = states[index].setdefault(key, torch.zeros(new.sizes[index], dtype=value.dtype))
-                part = self._part(count, value.dtype, source)
+                into = states[index].setdefault(key, torch.zeros(new.sizes[index], dtype=value.dtype))
+                part = self._part(count, value.dtype, functools.partial(self._run, was, key, start, end))
                 into[at : at + part.numel()] = part
+        flat = [state.pop(None) for state in states]
         groups = [
             {**group, "params": [index for index, of in enumerate(self._param_groups) if of == number]}
             for number, group in enumerate(stock["param_groups"])
@@ -476,19 +461,12 @@ class Resharding:
             "state": {index: state for index, state in enumerate(states) if state},
             "param_groups": groups,
         }
-        return {**own, _STATE: {**zero, "partition_count": new.world_size, _STATE: optimizer, _GROUPS: flat}}
+        return {**saved, _STATE: {**zero, "partition_count": new.world_size, _STATE: optimizer, _GROUPS: flat}}
 
 
-def _flat(zero: dict[str, Any], index: int, key: str | None) -> Any:
-    """Of a sub-group the masters (None), or a state of the optimizer."""
-    return zero[_GROUPS][index] if key is None else zero[_STATE]["state"][index][key]
-
-
-def _entries(optimizer: Any) -> set[str]:
-    """What an optimizer of torch keeps for its parameters, and, of the settings that it needs, those that its groups have."""
-    states = {key for state in getattr(optimizer, "state", {}).values() for key in state}
-    groups = [set(group) for group in getattr(optimizer, "param_groups", ())]
-    return states | set(getattr(optimizer, "defaults", ())).intersection(*groups)
+def _tensors(zero: dict[str, Any], index: int) -> dict[str | None, Any]:
+    """Of a sub-group the masters (None), and the states of the optimizer by name."""
+    return {None: zero[_GROUPS][index], **zero[_STATE]["state"].get(index, {})}
 
 
 # ---- what all ranks decide together ----------------------------------------------------------------------------------
@@ -511,13 +489,12 @@ def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
     problems = []
     for note in candidates:
         key, share = (note.folder.absolute(), note.written), sorted(note.files)[rank::world]
-        changes: list[str | None] = [None] * world
         with blaming():
-            dist.all_gather_object(changes, note.changed(share, hashes=verify and key not in _compared))
-        if not any(changes):
+            change = first_of_ranks(note.changed(share, hashes=verify and key not in _compared))
+        if change is None:
             _compared.add(key)
             return note
-        problems.append(f"checkpoint: {str(note.folder)!r} is incomplete: {next(filter(None, changes))}")
+        problems.append(f"checkpoint: {str(note.folder)!r} is incomplete: {change}")
         if rank == 0 and note is not candidates[-1]:
             logger.warning("hzero: %s; skipped", problems[-1])
     tried = [note.folder for note in candidates]
@@ -616,15 +593,14 @@ def save_together(place: str, save: Callable[[], object]) -> None:
     Raises:
         SaveError: On all ranks, if one of them could not write.
     """
-    failures: list[str | None] = [None] * dist.get_world_size()
     failure = None
     try:
         save()
     except Exception as error:  # of many kinds: torch, safetensors and tokenizers have their own
         failure = f"{reason_of(error)} (rank {dist.get_rank()})"
     with blaming():
-        dist.all_gather_object(failures, failure)
-    for failure in filter(None, failures):
+        failure = first_of_ranks(failure)
+    if failure is not None:
         raise of_all_ranks(SaveError(f"{place!r} could not be saved: {failure}; earlier checkpoints are unchanged"))
 
 
@@ -683,11 +659,9 @@ def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
 
     @functools.wraps(stock_save)
     def save_state(*args: Any, **kwargs: Any) -> Any:
-        limit, names.total_limit = names.total_limit, None
-        try:
+        limit = names.total_limit
+        with attributes((names, "total_limit", None)):
             saved = stock_save(*args, **kwargs)
-        finally:
-            names.total_limit = limit
         if names.automatic_checkpoint_naming and limit is not None:
             dist.barrier()  # all ranks have written their random states
             if dist.get_rank() == 0:

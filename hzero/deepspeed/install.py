@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from hzero.block import KEY, find
-from hzero.config import HZeroConfig, parse_config
-from hzero.deepspeed import autotp, parameters
+from hzero.block import KEY
+from hzero.config import HZeroConfig
+from hzero.deepspeed import autotp
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
-from hzero.deepspeed.refusals import check_config, check_mpu, partition_of_autotp
+from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
+from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, release_all
 from hzero.deepspeed.versions import attributes, check_deepspeed
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
@@ -62,12 +62,8 @@ def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
 
 
 def _block_of(engine: DeepSpeedEngine) -> HZeroConfig | None:
-    """The block of an engine, parsed once; None without one."""
-    config = engine._config
-    if not hasattr(config, "hzero_block"):  # stock's, or made before `hzero.autoload` watched DeepSpeed
-        written = find(config._param_dict)
-        config.hzero_block = None if written is None else parse_config(written)
-    return config.hzero_block  # type: ignore[no-any-return]
+    """The block of an engine, which `hzero.autoload` has parsed; None without one."""
+    return getattr(engine._config, "hzero_block", None)
 
 
 @on_all_ranks()
@@ -77,20 +73,13 @@ def _check(stock: Any, engine: DeepSpeedEngine) -> None:
     An engine of pipeline stages with the block becomes a `HZeroPipelineEngine` here.
     """
     if (config := _block_of(engine)) is not None:
-        pipeline = isinstance(engine, PipelineEngine)
-        check_config(engine._config, engine.optimizer_name(), pipeline)
-        world = resolve_grid(config.topology, dist.get_world_size())
-        if not pipeline and (size := engine.autotp_size()) > 1:
-            partition_of_autotp(size, world, dist.get_rank())
+        check_engine(engine)
+        pipeline, world = isinstance(engine, PipelineEngine), resolve_grid(config.topology, dist.get_world_size())
+        if not pipeline and engine.autotp_size() > 1:
             autotp.check(engine._config, config, world)
         else:
             check_mpu(engine.mpu, world)
         if pipeline:
-            if type(engine) is not PipelineEngine:  # such as DualPipeVEngine
-                raise ConfigError(
-                    f"{KEY}: found the engine {type(engine).__name__}, which {KEY} does not support; possible: a "
-                    "PipelineModule with deepspeed.initialize"
-                )
             engine.__class__ = HZeroPipelineEngine
     stock(engine)
 
@@ -100,7 +89,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
 
     Whether it has or not, it releases the parameters from an earlier engine that was not destroyed.
     """
-    parameters.release_all(engine.module)
+    release_all(engine.module)
     if (config := _block_of(engine)) is None:
         return stock(engine, optimizer)
     offload = functools.partial(HZeroOffload, config)
@@ -133,28 +122,20 @@ def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **k
             engine.load_checkpoint = files.load_checkpoint
 
 
-def _load(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.load_checkpoint``: without the key ``checkpoint`` it refuses a checkpoint of other ranks in one line."""
+@on_all_ranks()
+def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: Any) -> Any:
+    """``DeepSpeedEngine._load_checkpoint``: without the key ``checkpoint`` it refuses a checkpoint of other ranks in one line."""
     config = _block_of(engine)
-    if config is not None and config.checkpoint is None and isinstance(engine.optimizer, HZeroStage3):
-        call = inspect.signature(stock).bind(engine, *args, **kwargs)
-        call.apply_defaults()
-        if call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]:
-            with on_all_ranks():
-                _check_ranks(engine, call.arguments["load_dir"], call.arguments["tag"])
-    return stock(engine, *args, **kwargs)
-
-
-def _check_ranks(engine: DeepSpeedEngine, load_dir: Any, tag: Any) -> None:
-    latest = Path(load_dir, "latest")
-    name = str(tag) if tag is not None else latest.read_text().strip() if latest.is_file() else "none"
-    written = len(list(Path(load_dir, name).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
-    ranks = dist.get_world_size(engine.optimizer.dp_process_group)
-    if written not in (0, ranks):
-        raise ConfigError(
-            f"{str(Path(load_dir, name))!r} was written by {written} ranks; found {ranks}; possible with "
-            f'"checkpoint": {{}} in the {KEY} block'
-        )
+    resumes = how["load_optimizer_states"] and not how["load_module_only"]
+    if resumes and config is not None and config.checkpoint is None and isinstance(engine.optimizer, HZeroStage3):
+        written = len(list(Path(load_dir, tag).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
+        ranks = dist.get_world_size(engine.optimizer.dp_process_group)
+        if written not in (0, ranks):
+            raise ConfigError(
+                f"{str(Path(load_dir, tag))!r} was written by {written} ranks; found {ranks}; possible with "
+                f'"checkpoint": {{}} in the {KEY} block'
+            )
+    return stock(engine, load_dir, tag, **how)
 
 
 #: The methods of DeepSpeed that are replaced, and by what. Parameters of one list may belong to several engines, and a step may
@@ -164,10 +145,10 @@ _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", _make_optimizer),
     (DeepSpeedEngine, "zero_grad", _zero_grad),
     (DeepSpeedEngine, "_configure_checkpointing", _make_checkpoint_engine),
-    (DeepSpeedEngine, "load_checkpoint", _load),
-    (Init, "_all_gather", parameters.gather_exactly),
-    (Init, "_partition", parameters.note_changes),
-    (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", parameters.note_step),
+    (DeepSpeedEngine, "_load_checkpoint", _load),
+    (Init, "_all_gather", gather_exactly),
+    (Init, "_partition", note_changes),
+    (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", note_step),
 )
 
 
@@ -235,9 +216,9 @@ def exact_weights(engine: Any) -> Iterator[None]:
     always exact. All ranks must enter and leave together, outside of a forward or backward. With pipeline stages the weights
     are sent once more, uncoded, and a second copy of them takes memory meanwhile.
     """
-    own = state(engine)
-    if own is None:
+    found = state(engine)
+    if found is None:
         yield
         return
-    with engine.optimizer.exact() if isinstance(own, PipelineState) else own.parameters.exact():
+    with engine.optimizer.exact() if isinstance(found, PipelineState) else found.exact():
         yield

@@ -27,12 +27,12 @@ from hzero.codecs.formats import LOSSLESS
 from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension
 from hzero.comm.wires import world_timeout
 from hzero.config import HZeroConfig
-from hzero.deepspeed.stage import LoggedHops, async_accelerator, current_device, optimizer_bytes
+from hzero.deepspeed.stage_state import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
 from hzero.topology import Grid
-from hzero.validation import ConfigError, is_rank_0, on_all_ranks
+from hzero.validation import ConfigError, first_of_ranks, is_rank_0, on_all_ranks
 
 logger = logging.getLogger("hzero")
 
@@ -44,10 +44,10 @@ class PipelineState(Traffic):
     """Communicators and wire log of an engine with pipeline stages.
 
     Attributes:
-        partition: The data-parallel ranks of this stage, over which ZeRO-1 partitions.
+        partition: The data-parallel ranks of this pipeline stage, over which ZeRO-1 partitions.
         gradients: Sums gradients over the data-parallel ranks.
         optimizer: Sends the weights that their owners have updated, over the same ranks.
-        pipeline: Sends activations and their gradients; its ranks are those of one pipeline, by stage.
+        pipeline: Sends activations and their gradients; its ranks are those of one pipeline, by pipeline stage.
 
     Args:
         module: The ``PipelineModule``.
@@ -75,8 +75,8 @@ class PipelineState(Traffic):
         )
         self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
         self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
-        own = (self.gradients, self.optimizer, self.pipeline)
-        super().__init__(config, module, current_device(), async_accelerator(), own)
+        made = (self.gradients, self.optimizer, self.pipeline)
+        super().__init__(config, module, current_device(), async_accelerator(), made)
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
             self.announce(
@@ -107,7 +107,7 @@ class PipelineState(Traffic):
         return {"weights": weights, "optimizer": optimizer_bytes(optimizer)}
 
     def forget(self) -> None:
-        """Drops what error feedback keeps, after a load: it belongs to the old weights, and a checkpoint of stages has none."""
+        """Drops what error feedback keeps, after a load: it belongs to the old weights, and checkpoints have none."""
         self.gradients.forget()
         if self.config.error_feedback and is_rank_0():
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
@@ -122,13 +122,13 @@ _AHEAD = 4
 
 
 class StageMessages:
-    """Sends and receives tensors of a neighbouring stage, in the order of DeepSpeed's schedule.
+    """Sends and receives tensors of a neighbouring pipeline stage, in the order of DeepSpeed's schedule.
 
     Tensors of float32 and bfloat16 go in the codec of the tier between the two ranks; others, such as masks, as in stock. A
     send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule. Entered for a step.
 
     Args:
-        communicator: Of the ranks of one pipeline, numbered by their stages.
+        communicator: Of the ranks of one pipeline, numbered by their pipeline stages.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -145,7 +145,7 @@ class StageMessages:
         self._sent.clear()
 
     def send(self, tensor: torch.Tensor, dest_stage: int) -> Any:
-        """Sends a tensor of any shape and type to a stage. It may be changed afterwards."""
+        """Sends a tensor of any shape and type to a pipeline stage. It may be changed afterwards."""
         if tensor.dtype not in CODED:
             return p2p.send(tensor, dest_stage)
         chain = self._communicator.send(tensor, dest_stage, async_op=True)
@@ -156,7 +156,7 @@ class StageMessages:
         return None
 
     def recv(self, tensor: torch.Tensor, src_stage: int) -> Any:
-        """Receives a tensor from a stage into ``tensor``, of the shape and type that were sent."""
+        """Receives a tensor from a pipeline stage into ``tensor``, of the shape and type that were sent."""
         if tensor.dtype not in CODED:
             return p2p.recv(tensor, src_stage)
         return tensor.copy_(self._communicator.recv(tensor, src_stage))
@@ -202,12 +202,12 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         communicator, keys = self.hzero.gradients, itertools.count()
         for index, size in enumerate(self.partition_size):
             self.averaged_gradients[index] = self._build_compact_grad_partition_buffer(index)
-            own = self.averaged_gradients[index].flat_partition
+            sums = self.averaged_gradients[index].flat_partition
             for first, last in self._columns(index, self.reduce_bucket_size):
-                bucket = own.new_zeros(communicator.plan.grid.world_size, last - first)
+                bucket = sums.new_zeros(communicator.plan.grid.world_size, last - first)
                 for rank, row in enumerate(bucket):
                     self._fill(index, row, rank * int(size) + first)
-                keep = functools.partial(_copy, own[first:last])
+                keep = functools.partial(_copy, sums[first:last])
                 yield communicator.reduce_scatter(bucket, "mean", key=next(keys), async_op=True), keep
 
     def _columns(self, index: int, elements: int) -> Iterator[tuple[int, int]]:
@@ -319,7 +319,7 @@ class HZeroPipelineEngine(PipelineEngine):
     """DeepSpeed's engine of a ``PipelineModule`` with the block, whose messages go by tier and codec.
 
     An engine becomes one at the beginning of its construction, see `hzero.deepspeed.install`. DeepSpeed's schedule is a list of
-    instructions for each stage, and `_INSTRUCTION_MAP` says which method runs one. Those that send and receive run with
+    instructions for each pipeline stage, and `_INSTRUCTION_MAP` says which method runs one. Those that send and receive run with
     `StageMessages` instead of DeepSpeed's ``p2p``. Gradients and updated weights are those of `HZeroStage1`. Shapes, tied
     weights and losses are sent as in stock.
 
@@ -339,8 +339,8 @@ class HZeroPipelineEngine(PipelineEngine):
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         if self.has_moe_layers:
             raise ConfigError(f"{KEY}: found experts with pipeline stages; possible: layers that every rank has")
-        own = PipelineState(self.module, self.mpu, self._config.hzero_block)
-        self._messages = StageMessages(own.pipeline)
+        state = PipelineState(self.module, self.mpu, self._config.hzero_block)
+        self._messages = StageMessages(state.pipeline)
         self._INSTRUCTION_MAP = {
             **PipelineEngine._INSTRUCTION_MAP,
             schedule.ReduceTiedGrads: HZeroPipelineEngine._exec_reduce_tied_grads,
@@ -348,7 +348,7 @@ class HZeroPipelineEngine(PipelineEngine):
         }
         stock = PipelineEngine._configure_zero_optimizer
         made = with_names(stock, DeepSpeedZeroOptimizer=HZeroStage1)(self, optimizer)
-        made.hzero = own
+        made.hzero = state
         return made
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -376,9 +376,10 @@ MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad,
 def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None:
     """Refuses lossy codecs that would drive copies of a weight apart. Collective.
 
-    Those of a weight that several stages keep: each would round it, or its sums, in other blocks. Their gradients are summed
-    over the stages before the data-parallel ranks sum, so nothing would bring the copies together again. Those of weights that
-    all ranks of a tensor group have whole are brought together (`PipelineState.keep_alike`); so what is split has to be known.
+    Those of a weight that several pipeline stages keep: each would round it, or its sums, in other blocks. Their gradients are
+    summed over the pipeline stages before the data-parallel ranks sum, so nothing would bring the copies together again. Those of
+    weights that all ranks of a tensor group have whole are brought together (`PipelineState.keep_alike`); so what is split has to
+    be known.
 
     Args:
         module: The ``PipelineModule``.
@@ -408,9 +409,7 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
         )
     if mpu.get_slice_parallel_world_size() == 1:
         return
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, _unlike(module, mpu.get_slice_parallel_group()))
-    if (name := next(filter(None, every), None)) is not None:
+    if (name := first_of_ranks(_unlike(module, mpu.get_slice_parallel_group()))) is not None:
         raise ConfigError(
             f"{found} parameter {name}, which differs between the ranks of a tensor group and does not say that it is split; "
             f"{possible} tensor_model_parallel = True on parameters that are split, as Megatron-LM sets it, and equal parts"
@@ -419,12 +418,12 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
 
 def _unlike(module: torch.nn.Module, group: Any) -> str | None:
     """The first parameter that a tensor group neither has in equal parts, as it says, nor as copies of the same bits."""
-    own = {
+    here = {
         name: (tuple(param.shape), None if is_model_parallel_parameter(param) else _digest(param))
         for name, param in module.named_parameters()
     }
     every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(every, own, group=group)
+    dist.all_gather_object(every, here, group=group)
     names = dict.fromkeys(name for each in every for name in each)
     return next((name for name in names if len({each.get(name) for each in every}) > 1), None)
 

@@ -3,135 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import comm
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY
 from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
-from hzero.deepspeed import autotp, versions
-from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, give_back, layers_of, managed_parameters
-from hzero.deepspeed.refusals import check_partition, check_types
-from hzero.engine.engine import Engine, Partition, Traffic
+from hzero.deepspeed import versions
+from hzero.deepspeed.stage_state import Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
-from hzero.engine.parameter import Parameter, routes_of
-from hzero.plan.shards import ShardPlan
-from hzero.validation import is_rank_0, on_all_ranks
+from hzero.engine.parameter import Parameter
+from hzero.validation import ConfigError, on_all_ranks, some
 
 #: DeepSpeed's default of ``stage3_prefetch_bucket_size``.
 BUCKET_NUMEL = 50_000_000
-
-
-def async_accelerator() -> Any:
-    """DeepSpeed's accelerator; None where it is synchronised, which runs everything in order, as CPUs do."""
-    accelerator = get_accelerator()
-    return None if accelerator.is_synchronized_device() else accelerator
-
-
-def current_device() -> torch.device:
-    """The device of this rank."""
-    return torch.device(get_accelerator().current_device_name())
-
-
-class StageState(Engine):
-    """The engine of one DeepSpeed engine with ZeRO-3: `Engine`, and what is DeepSpeed's.
-
-    Attributes:
-        parameters: DeepSpeed's, which gather from resident weights.
-        logged_hops: Gives hops to DeepSpeed's ``comms_logger``, at the end of each step and in `settle`.
-
-    Args:
-        module: The model, its parameters partitioned by DeepSpeed.
-        config: The block.
-        group: The ranks over which DeepSpeed partitions.
-        bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
-            the optimizer sets its own.
-        live_numel: Max elements of a layer that is gathered as a whole, beside the block's own limit.
-
-    Raises:
-        ConfigError: A parameter is partitioned over other ranks.
-    """
-
-    ADVICE = (
-        "change weights inside deepspeed.zero.GatheredParameters with a modifier_rank, or call "
-        "hzero.state(engine).parameters.mark_stale() on all ranks afterwards"
-    )
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        config: HZeroConfig,
-        group: dist.ProcessGroup | None,
-        bucket_numel: int,
-        live_numel: int,
-    ) -> None:
-        partition = Partition.of(group, config.topology)
-        check_partition(module, partition.ranks)
-        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
-        self._module = module
-        routes, codes = routes_of(module, plan)
-        check_types(module, routes)
-        self._autotp = autotp.take_over(module, config, partition.world)
-        managed = managed_parameters(module, routes, codes)
-        own = list(managed.values())
-        super().__init__(config, plan, partition, module, own, bucket_numel, current_device(), async_accelerator())
-        # Weights that are whole on every device need no gather.
-        layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
-        self.parameters = Parameters(module, managed, self.weights, layers)
-        if config.exact_evaluation:
-            self.parameters.follow_mode()
-        self.logged_hops = LoggedHops(self)
-        if is_rank_0():
-            how = ""  # forward gathers weights
-            if plan.gather_hops() and not plan.decoded:
-                kinds = Counter(type(layer).__name__ for layer in layers)
-                named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
-                how = f"; gathers by layer ({named})" if named else "; gathers by module"
-            as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
-            self.announce(f"{self.described()}{how}{as_bytes}")
-            self.warn_of_plan()
-
-    def lost(self) -> bool:
-        """As of `Engine`."""
-        if lost := super().lost():
-            self.parameters.put_away_all()
-        return lost
-
-    def replaced(self) -> None:
-        """As of `Engine`."""
-        self.parameters.forget()
-        super().replaced()
-
-    def memory(self, optimizer: Any = None) -> dict[str, int]:
-        """Measured bytes of each state on this rank, without transient buffers; see `Engine.memory`.
-
-        Args:
-            optimizer: The engine's optimizer, if it has one.
-        """
-        return {
-            "primary weights": self.parameters.primary_bytes(),
-            "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
-            "optimizer": optimizer_bytes(optimizer),
-            **super().memory(),
-        }
-
-    def destroy(self) -> None:
-        """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
-        if self._autotp is not None:
-            give_back(self._module, self._autotp)
-            self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
-        try:
-            self.close()
-        finally:
-            self.parameters.close()
 
 
 class HZeroOffload(DeepSpeedZeRoOffload):
@@ -159,7 +50,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
     def partition_all_parameters(self) -> None:
         """Stock; then nothing of a layer is kept."""
         super().partition_all_parameters()
-        self.hzero.parameters.units.drop()
+        self.hzero.units.drop()
 
     def checkpoint_event_prologue(self) -> None:
         """An engine without an optimizer announces checkpoints to this object only."""
@@ -200,7 +91,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
         self.persistent_parameters = []
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
-        self.hzero.parameters.mark_stale()  # stock has moved the primary shards
+        self.hzero.mark_stale()  # stock has moved the primary shards
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -213,7 +104,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             param.grad = None
         try:
             self.hzero.gradients.accumulate(
-                self.hzero.parameters.of(params_to_reduce),
+                self.hzero.of(params_to_reduce),
                 gradients,
                 communication_data_type,
                 float(self.loss_scale),
@@ -240,7 +131,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         come of them.
         """
         super().independent_gradient_partition_epilogue()
-        self.hzero.parameters.units.end()
+        self.hzero.units.end()
         self.hzero.lanes.before_others()
         if versions.at_boundary(self):
             self._cross_boundary()
@@ -254,30 +145,24 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock step, after gradients that still wait have crossed."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
-        try:
-            self.hzero.before_step(self._stepped(), self._gradient_of)
-        except Exception:  # whoever catches it goes on with a new window
-            self._new_window()
-            raise
         self._stepping = True
         try:
+            self.hzero.before_step(self._stepped(), self._gradient_of)
             with blaming():  # the norm's all-reduce is no hop
                 super().step(closure)
-        except DivergenceError:
-            # Discarded as by stock, so that whoever catches it finds the weights of the last good step.
-            self._overflow_clean_up(self.loss_scale)
+        except Exception as error:  # whoever catches it goes on with a new window
+            if isinstance(error, DivergenceError):  # discarded as by stock, with the weights of the last good step
+                self._overflow_clean_up(self.loss_scale)
             self._new_window()
             raise
         finally:
             self._stepping = False
         self.hzero.after_step(done=not self.overflow)
         self._new_window()
-        self.hzero.parameters.gather_kept_whole()
+        self.hzero.gather_kept_whole()
         self.hzero.lanes.before_others()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
-        watchdog = shared_watchdog()
-        watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
@@ -295,7 +180,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _stepped(self) -> list[Managed]:
         """The parameters in the optimizer."""
-        return self.hzero.parameters.of(itertools.chain.from_iterable(self.fp16_groups))
+        return self.hzero.of(itertools.chain.from_iterable(self.fp16_groups))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done.
@@ -349,11 +234,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Moves gradients to the masters on the host, by stock's own function, which first copies them onto themselves."""
         arrived = [param for param in itertools.chain.from_iterable(self.fp16_groups) if param.ds_id in self._arrived]
         sums, device = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition, current_device()
-        before, self.micro_step_id = self.micro_step_id, 0
-        try:
+        with versions.attributes((self, "micro_step_id", 0)):
             super().partition_grads(arrived, [sums[param.ds_id].to(device) for param in arrived])
-        finally:
-            self.micro_step_id = before
 
     def _silence(self) -> None:
         """Zeroes the shards of parameters that received no gradient in this window, whether they require one now or not.
@@ -410,9 +292,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         if self._stepping:
-            self.hzero.parameters.mark_stale(self.fp16_groups[sub_group_id])
+            self.hzero.mark_stale(self.fp16_groups[sub_group_id])
             if not get_accelerator().is_synchronized_device():
-                self.hzero.weights.refresh_stepped(self.hzero.parameters.of(self.fp16_groups[sub_group_id]))
+                self.hzero.weights.refresh_stepped(self.hzero.of(self.fp16_groups[sub_group_id]))
 
     def _restore_from_bit16_weights(self) -> None:
         """The last call of stock's load without optimizer states: the weights have been replaced."""
@@ -424,83 +306,61 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock. A resumed run refreshes whole weights first, so one that goes on has to do the same after a save."""
         super().checkpoint_event_prologue()
         if self.hzero.config.refresh_differences and self.hzero.config.checkpoint is not None:
-            self.hzero.parameters.mark_stale()
+            self.hzero.mark_stale()
 
     def checkpoint_event_epilogue(self) -> None:
         """Parameters kept whole are there again after a save or a load, as in stock."""
-        self.hzero.parameters.gather_kept_whole()
+        self.hzero.gather_kept_whole()
 
     def state_dict(self) -> dict[str, Any]:
         """Stock, and the stage's own state where it has some; see `StageState.state_dict`."""
         state: dict[str, Any] = super().state_dict()
-        own = self.hzero.state_dict()
-        return state if own is None else {**state, KEY: own}
+        seeds = self.hzero.state_dict()
+        return state if seeds is None else {**state, KEY: seeds}
 
-    def load_state_dict(self, state_dict_list: list[dict[str, Any]] | None, *args: Any, **kwargs: Any) -> None:
-        """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
-        own = state_dict_list[self.hzero.plan.rank].get(KEY) if state_dict_list else None
+    def load_state_dict(
+        self, state_dict_list: list[dict[str, Any]] | None, load_optimizer_states: bool = True, **kwargs: Any
+    ) -> None:
+        """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights.
+
+        Raises:
+            ConfigError: The states are of another optimizer.
+        """
+        saved = state_dict_list[self.hzero.plan.rank] if state_dict_list else {}  # a universal checkpoint gives none
+        if saved and load_optimizer_states:
+            _check_same(self.optimizer, saved[OPTIMIZER_STATE_DICT])
         self._partition_all_parameters()
         self.hzero.weights.before_change()
-        super().load_state_dict(state_dict_list, *args, **kwargs)
+        super().load_state_dict(state_dict_list, load_optimizer_states, **kwargs)
         self.hzero.replaced()
         self._new_window()
-        self.hzero.load_state_dict(own)
+        self.hzero.load_state_dict(saved.get(KEY))
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads are freed too, and rebuilt at their next use."""
         self.hzero.weights.before_change()
         super().offload_states(*args, **kwargs)
-        self.hzero.parameters.drop()
+        self.hzero.forget()
+        self.hzero.weights.drop()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Stock; resident payloads are rebuilt at their next use."""
         super().reload_states(non_blocking)
-        self.hzero.parameters.mark_stale()
+        self.hzero.mark_stale()
 
 
-# ---- what DeepSpeed measures --------------------------------------------------------------------------------------------
-
-
-def _bytes(tensors: list[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-
-
-def optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of a ZeRO optimizer on this rank: float32 masters and the states of the wrapped optimizer."""
-    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # of stage 3, of stage 1
-    masters = [master for name in names for master in getattr(optimizer, name, ())]
-    inner = getattr(optimizer, "optimizer", None)
-    states = [value for state in getattr(inner, "state", {}).values() for value in state.values()]
-    return _bytes(masters) + _bytes(states)
-
-
-class LoggedHops:
-    """Gives DeepSpeed's ``comms_logger`` the hops of a wire log, whenever it is settled.
-
-    Args:
-        traffic: Counts the hops.
-    """
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._wire_log, self._logged = traffic.wire_log, dict[str, tuple[int, int, float]]()
-        traffic.on_settle.append(self._log)
-
-    @staticmethod
-    def wanted() -> bool:
-        """Whether the user has turned the logger on, for all operations or for those named ``hzero``."""
-        logger = comm.comms_logger
-        return bool(logger.enabled and (logger.prof_all or "hzero" in logger.prof_ops))
-
-    def _log(self) -> None:
-        """Adds the hops since the last time, with their mean bytes and mean time."""
-        for entry in self._wire_log.entries() if self.wanted() else ():
-            name = f"hzero {entry.role}, {entry.tier}, {entry.codec}"
-            wire_bytes, hops, seconds = self._logged.get(name, (0, 0, 0.0))
-            if hops > entry.hops:  # the wire log has been reset
-                wire_bytes, hops, seconds = 0, 0, 0.0
-            self._logged[name] = entry.wire_bytes, entry.hops, entry.seconds
-            received, hops, seconds = entry.wire_bytes - wire_bytes, entry.hops - hops, entry.seconds - seconds
-            for number in range(hops if received else 0):
-                size = received // hops if number else received - received // hops * (hops - 1)
-                # The logger computes the bandwidth of `recv` from these bytes, without a factor for the ranks of the world.
-                comm.comms_logger.append("recv", name, max(seconds / hops * 1e3, 1e-6), size)
+@on_all_ranks()
+def _check_same(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Refuses states with other parameter groups, or without what the optimizer keeps for its parameters and their groups."""
+    found, groups = saved["param_groups"], optimizer.param_groups
+    if len(found) != len(groups):
+        raise ConfigError(
+            f"checkpoint: of {len(found)} parameter groups; found {len(groups)} in the optimizer; expected those of that run"
+        )
+    kept = optimizer.state.values() if saved["state"] else ()  # an optimizer that has not stepped may have none yet
+    needed = set(optimizer.defaults).union(*kept)
+    if lacking := sorted(needed.difference(*found, *saved["state"].values())):
+        raise ConfigError(
+            f"checkpoint: of another optimizer: found {type(optimizer).__name__}, for which it lacks {some(lacking, 4)}; "
+            "expected the optimizer of that run"
+        )

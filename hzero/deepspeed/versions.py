@@ -101,19 +101,18 @@ def lacking() -> list[str]:
     return [feature for feature, first in NEWER.items() if installed() < _numbers(first)]
 
 
-def check_features(config: DeepSpeedConfig, *, pipeline: bool | None) -> None:
+def check_features(config: DeepSpeedConfig) -> None:
     """Refuses what a newer version of DeepSpeed can do, and the installed one cannot.
 
     Args:
-        config: The configuration, as DeepSpeed has read it.
-        pipeline: Whether the model is a ``PipelineModule``; None if that is not known yet.
+        config: The configuration, as DeepSpeed has read it. Stage 1 is for pipeline stages.
 
     Raises:
         ConfigError: Naming the feature, and the first version that has it.
     """
     size, managed = config.tensor_parallel_config.autotp_size, "managed_gradient_accumulation"
     asked = {
-        "pipeline stages": "PipelineModule" if pipeline else "",
+        "pipeline stages": "zero_optimization.stage: found 1" if config.zero_config.stage == 1 else "",
         "AutoTP": f"tensor_parallel.autotp_size: found {size}" if size > 1 else "",
         # Such a version ignores the key.
         f"{managed} false": f"{managed}: found False" if config._param_dict.get(managed, True) is False else "",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hzero.codecs import backends
 from hzero.comm import Collectives, Communicator, ErrorFeedback, WireLog, in_use, limit_waits, peers_of, shared_lanes
 from hzero.comm.peers import unused_name
+from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wires import STAGE
 from hzero.config import ROLES, HZeroConfig, TopologyConfig
 from hzero.engine.gradients import Gradients
@@ -161,6 +162,9 @@ class Engine(Traffic):
         accelerator: As of `Traffic`.
         group: The ranks that train the model together, and so decide alike; None is the world.
 
+    Raises:
+        ConfigError: A codec of bfloat16 numbers is to carry weights of another type.
+
     Attributes:
         plan: As given.
         partition: As given.
@@ -185,6 +189,12 @@ class Engine(Traffic):
         accelerator: Any = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        for param in parameters:
+            if (narrow := param.route.narrow) is not None and param.dtype != torch.bfloat16:
+                raise ConfigError(
+                    f"hzero.codecs.weights.{narrow.tier}: found {narrow.codec.codec!r}, which holds bfloat16 numbers, with "
+                    f"{param.dtype} of {param.name}; possible with weights of bfloat16, or codec none"
+                )
         super().__init__(config, module, device, accelerator)
         self.plan, self.partition, self.group = plan, partition, group
         self._feedback = ErrorFeedback() if config.error_feedback else None
@@ -243,6 +253,8 @@ class Engine(Traffic):
             self.gradients.commit()
             self.guard.stepped()
         self.gradients.clear()
+        watchdog = shared_watchdog()
+        watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def verify(self) -> None:
         """As of `Traffic`, and of weights and gradients."""

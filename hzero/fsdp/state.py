@@ -209,7 +209,6 @@ class FsdpState(Engine):
         self._units = [Unit(one, [routes[param.sharded_param] for param in one.params]) for one in modules]
         self._pieces: dict[int, Piece] = {}  # by the engine's keys
         for unit in self._units:
-            _check_types(unit)
             self._lay_out(unit)
         weights = [piece.weight for piece in self._pieces.values()]
         accelerator = torch.cuda if first.device.type == "cuda" else None
@@ -426,8 +425,6 @@ class FsdpState(Engine):
                 piece.writes = piece.unit.module.writes(piece.members)
         self.after_step(done=not self._discarded)
         self._discarded, self._windows = False, 0
-        watchdog = shared_watchdog()
-        watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def _pieces_in(self, optimizer: torch.optim.Optimizer) -> list[Piece]:
         """The trained pieces that an optimizer changes."""
@@ -540,14 +537,3 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             own(*arguments)
 
     return hook
-
-
-def _check_types(unit: Unit) -> None:
-    """Refuses codecs of bfloat16 for weights of another type."""
-    for route in dict.fromkeys(unit.routes):
-        narrow = next((hop for hop in route.plan.gather_hops() if hop.codec.traits.narrow), None)
-        if narrow is not None and unit.module.dtype != torch.bfloat16:
-            raise unit.module.refusal(
-                f"codec {narrow.codec.codec!r} on tier {narrow.tier} with weights of {unit.module.dtype}",
-                "MixedPrecisionPolicy(param_dtype=torch.bfloat16), or codec none",
-            )

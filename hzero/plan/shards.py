@@ -162,9 +162,9 @@ class ShardPlan:
                     f"hzero.shard.{role}: found {scope!r}, which this machine does not have ({grid}); possible: "
                     f"{', '.join(grid.scopes)}; {_DECLARED_BY[scope]} in hzero.topology declares it"
                 )
-        from_preset: dict[Role, bool] = {"weights": config.preset_shard, "gradients": config.preset_gradients}
         for role in reversed(ROLES):
-            if from_preset[role] and scopes[role] != "device" and grid.scope_size(scopes[role]) == 1:
+            from_preset = f"shard.{role}" not in config.written
+            if from_preset and scopes[role] != "device" and grid.scope_size(scopes[role]) == 1:
                 # Weights may not become wider than gradients that the user fixed.
                 widest = SCOPES[-1] if role == "gradients" else scopes["gradients"]
                 allowed = grid.scopes[grid.scopes.index(scopes[role]) : grid.scopes.index(widest) + 1]

@@ -15,6 +15,7 @@ from benchmarks.compare.machine import commit
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import RESULTS, line_of, read_rows
+from hzero.launch import INTERRUPTED
 from tests.benchmarks.test_report import MAIN, changed
 from tests.ranks import LONG, ROOT, run_python
 
@@ -62,6 +63,15 @@ def test_schemes_of_another_checkout_follow_those_of_hzero(asked: list[Any], tmp
     assert both.config.schemes == ["ddp", "topo", f"topo@{its}", "lossless", f"lossless@{its}"]
     assert both.catalog[f"topo@{its}"] == {**alone.catalog["topo"], "label": f"hzero topo at {its}"}
     assert (alone.against, both.against) == (None, ROOT) and alone.id != both.id
+
+
+def test_a_signal_that_has_ended_the_ranks_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not start the ranks of the next measurement; a measurement that failed by itself does."""
+    monkeypatch.setattr(compare, "check_tools", lambda: None)
+    for statuses, ends in (([INTERRUPTED], INTERRUPTED), ([1, INTERRUPTED], INTERRUPTED), ([1, 1, 1], 1)):
+        left = list(statuses)
+        monkeypatch.setattr(compare, "take_measurement", lambda *_, left=left: left.pop(0))
+        assert compare.main(["suite=sweep", f"results={tmp_path}"]) == ends and not left
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def check_a_stale_weight_ends_training_by_its_name() -> None:
         train(engine, 1)
         if dist.get_rank() == 3:
             model.up.weight.ds_tensor.data[0] += 0.5
-        hzero.state(engine).parameters.mark_stale()
+        hzero.state(engine).mark_stale()
         train(engine, 1, first=1)
         engine.destroy()
 
@@ -161,7 +161,7 @@ def check_after_a_complaint_training_goes_on_with_a_new_window() -> None:
             with pytest.raises(hzero.StaleWeightsError):
                 engine.step()
             shard[0] -= 1
-            hzero.state(engine).parameters.mark_stale()
+            hzero.state(engine).mark_stale()
         engine.backward(engine(batch(1, 0)))
         gradients.append(safe_get_full_grad(model.up.weight))
         engine.destroy()

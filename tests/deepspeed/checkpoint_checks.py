@@ -188,11 +188,11 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
     """Of three ranks, and cut into other sub-groups: masters, states, frozen weights, and every group's rate."""
     folder = shared_folder()
 
-    def engine(preset: str, seed: int, checkpoint: Any = {}, **changes: Any) -> Any:  # noqa: B006
+    def engine(preset: str, seed: int, checkpoint: Any = {}, parts: int = 2, **changes: Any) -> Any:  # noqa: B006
         model = AwkwardNet(seed=seed)
         rates = {"weight_decay": 0.0, "lr": 1e-4} if seed == 0 else {"weight_decay": 0.3}
         trained = [p for p in model.parameters() if p.requires_grad]
-        groups = [{"params": trained[:3]}, {"params": trained[3:], **rates}]
+        groups = [{"params": trained[:3]}, {"params": trained[3:], **rates}] if parts == 2 else [{"params": trained}]
         block = block_of(preset, checkpoint=checkpoint)
         config = ds_config(block, bf16={"enabled": True}, **changes)
         return hzero.initialize(model=model, model_parameters=groups, config=config)[0]
@@ -254,11 +254,13 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
             assert all(torch.equal(weights[name], expected[name]) for name in weights if name in expected)
         resumed.destroy()
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
-    for key, tag, says in (
-        ({}, source, "of another optimizer: found SGD, .*lacks dampening"),
-        (None, target, "was written by 3 ranks; found"),
+    for key, tag, parts, says in (
+        ({}, source, 2, "of another optimizer: found SGD, .*lacks dampening"),
+        (None, target, 2, "was written by 3 ranks; found"),
+        (None, source, 1, "of 2 parameter groups; found 1 in the optimizer"),
+        ({}, source, 1, "is in group 0 of the optimizer, and was in group 1"),
     ):
-        other = engine("topo", 9, key, optimizer=optimizer)
+        other = engine("topo", 9, key, parts, optimizer=optimizer)
         with pytest.raises(hzero.ConfigError, match=says):
             other.load_checkpoint(str(folder), tag=tag.name)
         other.destroy()

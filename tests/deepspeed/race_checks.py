@@ -21,7 +21,7 @@ from deepspeed.utils import safe_get_full_grad
 import hzero
 from hzero.comm import Communicator, DeviceStreams, shared_lanes
 from hzero.config import BASE_TIERS, PRESETS
-from hzero.deepspeed.stage import async_accelerator
+from hzero.deepspeed.stage_state import async_accelerator
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.tensor_checks import tensor_groups, train_split
 from tests.deepspeed.training import (

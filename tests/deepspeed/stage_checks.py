@@ -19,7 +19,7 @@ from hzero.codecs import backends
 from hzero.comm import HopError
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import TopologyConfig
-from hzero.deepspeed.parameters import GatherHandle
+from hzero.deepspeed.stage_state import GatherHandle
 from hzero.engine.engine import Partition
 from hzero.validation import ConfigError
 from tests.deepspeed.training import (
@@ -136,7 +136,7 @@ def check_parameters_that_nobody_uses_do_not_keep_others_from_being_refreshed_ah
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 9)))
         engine.step()
-    refresh, gather = state.weights._start_refresh, state.parameters.gather
+    refresh, gather = state.weights._start_refresh, state.gather
 
     def refreshing(params: Any) -> Any:
         events.extend(("refresh", param.key) for param in params)

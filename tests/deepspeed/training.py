@@ -245,7 +245,7 @@ def read_of(engine: Any) -> dict[str, torch.Tensor]:
     """What forward reads, parameter by parameter; the same on all ranks, or this fails."""
     found = {}
     for name, param in engine.module.named_parameters():
-        hzero.state(engine).parameters.gather([param]).wait()
+        hzero.state(engine).gather([param]).wait()
         found[name] = param.detach().clone()
         param.partition()
     assert same_on_all_ranks(list(found.values()))

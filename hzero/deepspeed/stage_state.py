@@ -16,12 +16,22 @@ from typing import Any, TypeAlias, cast
 from weakref import ref
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from deepspeed.utils import z3_leaf_module
 
 from hzero.comm import lasting
-from hzero.engine.parameter import Parameter, Route
-from hzero.engine.weights import Unsharded, Weights
+from hzero.config import HZeroConfig
+from hzero.deepspeed import autotp
+from hzero.deepspeed.refusals import check_partition
+from hzero.deepspeed.versions import attributes
+from hzero.engine.engine import Engine, Partition, Traffic
+from hzero.engine.parameter import Parameter, Route, routes_of
+from hzero.engine.weights import Unsharded
+from hzero.plan.shards import ShardPlan
+from hzero.validation import is_rank_0
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any
@@ -33,7 +43,7 @@ class Managed(Parameter):
 
     Attributes:
         param: DeepSpeed's parameter.
-        owner: The parameters of its engine.
+        owner: Its engine.
         stock: DeepSpeed's functions that are replaced, by name.
         decoded: Whether ``param.data``, while it is available, came through a codec.
         unit: The layer that it is gathered with; None: it is gathered when it is requested.
@@ -41,13 +51,13 @@ class Managed(Parameter):
     """
 
     param: ZeroParameter
-    owner: Parameters = field(init=False)
+    owner: StageState = field(init=False)
     stock: dict[str, Any] = field(default_factory=dict)
     decoded: bool = False
     unit: Unit | None = None
     part: Part | None = None
 
-    def attach(self, owner: Parameters) -> None:
+    def attach(self, owner: StageState) -> None:
         """Puts functions in the place of DeepSpeed's."""
         self.owner, param = owner, self.param
         self.stock = {name: getattr(param, name) for name in ("all_gather_coalesced", "all_gather", "partition")}
@@ -68,7 +78,8 @@ class Managed(Parameter):
 
     def all_gather(self, param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``param.all_gather``: stock, see `gather_exactly`, unless a forward reads it outside its own module."""
-        if param_list is None and self.owner.in_forward and self.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+        in_forward = getattr(self.owner.module._parameters, "_in_forward", False)  # as DeepSpeed notes it
+        if param_list is None and in_forward and self.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
             return self.owner.gather([self.param]).wait()
         return self.stock["all_gather"](param_list, *args, **kwargs)
 
@@ -109,80 +120,138 @@ def managed_of(params: Iterable[ZeroParameter]) -> list[Managed]:
 
 def managed_parameters(
     module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route], codes: Collection[torch.nn.Parameter]
-) -> dict[int, Managed]:
-    """The parameters of a model, by key, before an engine attaches itself to them.
+) -> list[Managed]:
+    """The parameters of a model, before an engine attaches itself to them.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
         routes: How each parameter travels, see `hzero.engine.parameter.routes_of`.
         codes: Parameters that travel by their bytes.
     """
-    found: dict[int, Managed] = {}
+    found = []
+    param: ZeroParameter
     for name, param in module.named_parameters():
-        dtype = torch.uint8 if param in codes else param.ds_tensor.dtype  # type: ignore[attr-defined]
-        key = param.ds_id  # type: ignore[attr-defined]
-        found[key] = Managed(key, name, 0, dtype, routes[param], partial(_shard, param, dtype), param=param)
-        _measure(found[key])
+        dtype = torch.uint8 if param in codes else param.ds_tensor.dtype
+        found.append(Managed(param.ds_id, name, 0, dtype, routes[param], partial(_shard, param, dtype), param=param))
+        _measure(found[-1])
     return found
 
 
-class Parameters:
-    """The parameters of one engine.
+class StageState(Engine):
+    """The engine of one DeepSpeed engine with ZeRO-3, whose parameters gather from resident weights.
+
+    Attributes:
+        module: As given.
+        units: The layers that are gathered.
+        logged_hops: Gives hops to DeepSpeed's ``comms_logger``, at the end of each step and in `settle`.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
-        managed: Its parameters, by key.
-        weights: The engine's resident weights.
-        layers: Modules whose parameters are gathered together.
+        config: The block.
+        group: The ranks over which DeepSpeed partitions.
+        bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
+            the optimizer sets its own.
+        live_numel: Max elements of a layer that is gathered as a whole, beside the block's own limit.
 
-    Attributes:
-        weights: As given.
-        units: The layers that are gathered.
+    Raises:
+        ConfigError: A parameter is partitioned over other ranks.
     """
+
+    ADVICE = (
+        "change weights inside deepspeed.zero.GatheredParameters with a modifier_rank, or call "
+        "hzero.state(engine).mark_stale() on all ranks afterwards"
+    )
 
     def __init__(
         self,
         module: torch.nn.Module,
-        managed: dict[int, Managed],
-        weights: Weights,
-        layers: Sequence[torch.nn.Module] = (),
+        config: HZeroConfig,
+        group: dist.ProcessGroup | None,
+        bucket_numel: int,
+        live_numel: int,
     ) -> None:
-        self._module, self._managed, self.weights = module, managed, weights
-        self._exact = self._evaluating = False  # see `exact` and `follow_mode`
-        for one in managed.values():
+        partition = Partition.of(group, config.topology)
+        check_partition(module, partition.ranks)
+        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
+        routes, codes = routes_of(module, plan)
+        self.module, self._autotp = module, autotp.take_over(module, config, partition.world)
+        managed = managed_parameters(module, routes, codes)
+        super().__init__(config, plan, partition, module, managed, bucket_numel, current_device(), async_accelerator())
+        self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
+        for one in managed:
             one.attach(self)
-        self._all = dict(self._managed)  # with those that a later engine has taken over
+        self._all = {one.key: one for one in managed}  # with those that a later engine has taken over
+        # Weights that are whole on every device need no gather.
+        layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
         self.units = units = Units()
-        form_units(module, layers, self._managed)
+        form_units(module, layers)
         # Functions that hold nothing else, so that a copy of the model copies no engine.
         self._hooks = [
             module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop())),
             module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
         ]
+        if config.exact_evaluation and any(one.route.lossy for one in managed):  # codec `none` is exact anyway
+            self._hooks.append(module.register_forward_pre_hook(self._enter_mode, prepend=True))
+        self.logged_hops = LoggedHops(self)
+        if is_rank_0():
+            how = ""  # forward gathers weights
+            if plan.gather_hops() and not plan.decoded:
+                kinds = Counter(type(layer).__name__ for layer in layers)
+                named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
+                how = f"; gathers by layer ({named})" if named else "; gathers by module"
+            as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
+            self.announce(f"{self.described()}{how}{as_bytes}")
+            self.warn_of_plan()
 
     @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the model runs, as DeepSpeed notes it."""
-        return getattr(self._module._parameters, "_in_forward", False)
+    def _managed(self) -> list[Managed]:
+        """The parameters that this engine gathers: no later engine has taken them over."""
+        return cast("list[Managed]", list(self.weights.parameters.values()))
 
-    def of(self, params: Iterable[ZeroParameter]) -> list[Managed]:
-        """This engine's, of DeepSpeed's parameters."""
-        return [self._all[param.ds_id] for param in params]
+    def lost(self) -> bool:
+        """As of `Engine`."""
+        if lost := super().lost():
+            self.put_away_all()
+        return lost
 
-    def close(self) -> None:
-        """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
+    def replaced(self) -> None:
+        """As of `Engine`."""
+        self.forget()
+        super().replaced()
+
+    def memory(self, optimizer: Any = None) -> dict[str, int]:
+        """Measured bytes of each state on this rank, without transient buffers; see `Engine.memory`.
+
+        Args:
+            optimizer: The engine's optimizer, if it has one.
+        """
+        return {
+            "primary weights": sum(managed.param.ds_tensor.nbytes for managed in self._managed),
+            "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
+            "optimizer": optimizer_bytes(optimizer),
+            **super().memory(),
+        }
+
+    def destroy(self) -> None:
+        """Frees payloads and accumulators, and restores the model to what DeepSpeed made; its next engine may be a stock one."""
+        if self._autotp is not None:
+            autotp.give_back(self.module, self._autotp)
+            self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
         for hook in self._hooks:
             hook.remove()
         try:
-            self.weights.collectives.lanes.drain()
+            self.close()
         finally:
-            for managed in list(self._managed.values()):
+            for managed in self._managed:
                 self._release(managed)
 
     def _release(self, managed: Managed) -> None:
         managed.detach()
-        del self._managed[managed.key]
         self.weights.remove(managed)
+
+    def of(self, params: Iterable[ZeroParameter]) -> list[Managed]:
+        """This engine's, of DeepSpeed's parameters."""
+        return [self._all[param.ds_id] for param in params]
 
     # ---- staleness -----------------------------------------------------------------------------------------------
 
@@ -192,57 +261,40 @@ class Parameters:
         A later engine may have taken over some of ``stepped``; then it keeps their payloads. All ranks must call this alike,
         since rebuilding is a collective.
         """
-        marked = list(self._managed.values()) if stepped is None else managed_of(stepped)
+        marked = self._managed if stepped is None else managed_of(stepped)
         for managed in marked:
             managed.forget()
         for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
             owner.units.drop()
-            own = [managed for managed in marked if managed.owner is owner]
-            owner.weights.mark_stale(own if stepped is not None else None)
-
-    def drop(self) -> None:
-        """Frees all resident payloads; their next use rebuilds them."""
-        self.forget()
-        self.weights.drop()
+            its = [managed for managed in marked if managed.owner is owner]
+            owner.weights.mark_stale(its if stepped is not None else None)
 
     def forget(self) -> None:
         """Lets go of all that is gathered or under way, since all weights have changed."""
-        for managed in self._managed.values():
+        for managed in self._managed:
             managed.forget()
         self.units.drop()
-
-    def primary_bytes(self) -> int:
-        """Memory of the primary shards on this rank, in bytes."""
-        return sum(managed.param.ds_tensor.nbytes for managed in self._managed.values())
 
     # ---- exact weights -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
-        before, self._exact = self._exact, True
-        self.units.drop()
-        for managed in self._managed.values():
-            managed.put_away(decoded=True)
-        try:
-            yield
-        finally:
-            self.put_away_all()
-            self._exact = before
+        self.put_away_all()
+        with attributes((self, "_exact", True)):
+            try:
+                yield
+            finally:
+                self.put_away_all()
         self.gather_kept_whole()
-
-    def follow_mode(self) -> None:
-        """From now on a forward in evaluation mode, and its backward, read exact weights, as inside `exact`.
-
-        The mode is that of the whole module (``module.training``) when its forward begins. All ranks must call this alike,
-        and set the mode alike. Codec ``none`` is exact anyway.
-        """
-        if len(self._hooks) == 2 and any(managed.route.lossy for managed in self._managed.values()):
-            self._hooks.append(self._module.register_forward_pre_hook(self._enter_mode, prepend=True))
 
     @torch.compiler.disable
     def _enter_mode(self, module: torch.nn.Module, *_: Any) -> None:
-        """If the mode has changed, puts away what the other mode has left available. No collective."""
+        """With ``exact_evaluation`` a forward in evaluation mode, and its backward, read exact weights, as inside `exact`.
+
+        The mode is that of the whole module (``module.training``) when its forward begins. If it has changed, what the other
+        mode has left available is put away. No collective.
+        """
         if self._evaluating == module.training:
             self._evaluating = not module.training
             self.put_away_all()
@@ -250,7 +302,7 @@ class Parameters:
     def put_away_all(self) -> None:
         """Partitions all parameters that are available and not in use."""
         self.units.drop()
-        for managed in self._managed.values():
+        for managed in self._managed:
             managed.put_away()
 
     # ---- gather --------------------------------------------------------------------------------------------------
@@ -269,7 +321,7 @@ class Parameters:
             RuntimeError: A parameter is already available or under way.
         """
         mine: list[Managed] = []
-        others: dict[Parameters | None, list[ZeroParameter]] = {}
+        others: dict[StageState | None, list[ZeroParameter]] = {}
         for param in sorted(params, key=lambda param: param.ds_id):
             managed = getattr(param, "hzero_managed", None)
             if managed is not None and managed.owner is self:
@@ -301,7 +353,7 @@ class Parameters:
         self.units.turn_to(wanted, waiting=False)
         missing = self.units.widened(wanted)
         for brought, wait in self.weights.unshard(missing) if missing else ():
-            gathering = Gathering(wait, self.weights.collectives.lanes.streams is not None)
+            gathering = Gathering(wait, self.lanes.streams is not None)
             for managed in cast("list[Managed]", brought):
                 managed.part = gathering.add()
                 self.units.bring(managed)
@@ -312,7 +364,7 @@ class Parameters:
 
     def gather_kept_whole(self) -> None:
         """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
-        kept = (managed.param for managed in self._managed.values() if managed.param.ds_persist)
+        kept = (managed.param for managed in self._managed if managed.param.ds_persist)
         self.gather(param for param in kept if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
 
 
@@ -388,18 +440,11 @@ def note_step(stock: Any, optimizer: Any, sub_group_id: int) -> None:
         found[0].owner.mark_stale([managed.param for managed in found])
 
 
-def give_back(module: torch.nn.Module, group: Any = None) -> None:
-    """Gives layers of AutoTP their own forward: for the next engine of a model, or with its communicator, of one engine alone."""
-    for layer in module.modules():
-        if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
-            del layer.hzero_group, layer.forward
-
-
 def release_all(module: torch.nn.Module) -> None:
     """Releases the parameters and layers of a module from an earlier engine that was not destroyed."""
-    give_back(module)
+    autotp.give_back(module)
     for managed in managed_of(module.parameters()):
-        managed.owner.weights.collectives.lanes.drain()
+        managed.owner.lanes.drain()
         managed.owner._release(managed)
 
 
@@ -527,7 +572,7 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
     return list(found(module))
 
 
-def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module], managed: Mapping[int, Managed]) -> None:
+def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
     """Makes a unit of each layer, without parameters that another part of the model shares or that are kept whole."""
     users: dict[torch.nn.Parameter, set[int]] = {}
     inside = {one: number for number, layer in enumerate(layers) for one in layer.modules()}
@@ -536,8 +581,8 @@ def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module], manag
             if param is not None:
                 users.setdefault(param, set()).add(inside.get(one, -1))
     for number, layer in enumerate(layers):
-        own = [param for param in layer.parameters() if users[param] == {number} and not param.ds_persist]  # type: ignore[attr-defined]
-        unit = Unit([managed[param.ds_id] for param in own])  # type: ignore[attr-defined]
+        params: list[ZeroParameter] = list(layer.parameters())
+        unit = Unit(managed_of(param for param in params if users[param] == {number} and not param.ds_persist))
         for member in unit.members:
             member.unit = unit
 
@@ -583,10 +628,10 @@ class GatherHandle:
 
     def __init__(self, managed: Sequence[Managed], units: Units) -> None:
         self._managed, self._units = managed, units
-        self._parts = [own.part for own in managed]
-        for own in managed:
-            if own.unit is None:
-                own.part = None
+        self._parts = [one.part for one in managed]
+        for one in managed:
+            if one.unit is None:
+                one.part = None
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
@@ -600,14 +645,14 @@ class GatherHandle:
         for gathering in dict.fromkeys(part.gathering for part in self._parts if part is not None):
             gathering.wait()
         with lasting():
-            for own, part in zip(self._managed, self._parts):
+            for one, part in zip(self._managed, self._parts):
                 assert part is not None and part.flat is not None, "gather has started it"
-                param = own.param
+                param = one.param
                 flat = part.flat.view(param.ds_tensor.dtype)  # or they are bytes
                 param.data = flat[: param.ds_numel].view(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
-                if own.unit is not None and own.part is part:
-                    own.unit.give(own)
+                if one.unit is not None and one.part is part:
+                    one.unit.give(one)
         self._parts = []  # they hold the tensors
 
 
@@ -622,3 +667,62 @@ class Handles:
         with lasting():
             for handle in self._handles:
                 handle.wait(**how)
+
+
+# ---- what DeepSpeed measures --------------------------------------------------------------------------------------------
+
+
+def _bytes(tensors: list[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """Bytes of a ZeRO optimizer on this rank: float32 masters and the states of the wrapped optimizer."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # of stage 3, of stage 1
+    masters = [master for name in names for master in getattr(optimizer, name, ())]
+    inner = getattr(optimizer, "optimizer", None)
+    states = [value for state in getattr(inner, "state", {}).values() for value in state.values()]
+    return _bytes(masters) + _bytes(states)
+
+
+class LoggedHops:
+    """Gives DeepSpeed's ``comms_logger`` the hops of a wire log, whenever it is settled.
+
+    Args:
+        traffic: Counts the hops.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._wire_log, self._logged = traffic.wire_log, dict[str, tuple[int, int, float]]()
+        traffic.on_settle.append(self._log)
+
+    @staticmethod
+    def wanted() -> bool:
+        """Whether the user has turned the logger on, for all operations or for those named ``hzero``."""
+        logger = comm.comms_logger
+        return bool(logger.enabled and (logger.prof_all or "hzero" in logger.prof_ops))
+
+    def _log(self) -> None:
+        """Adds the hops since the last time, with their mean bytes and mean time."""
+        for entry in self._wire_log.entries() if self.wanted() else ():
+            name = f"hzero {entry.role}, {entry.tier}, {entry.codec}"
+            wire_bytes, hops, seconds = self._logged.get(name, (0, 0, 0.0))
+            if hops > entry.hops:  # the wire log has been reset
+                wire_bytes, hops, seconds = 0, 0, 0.0
+            self._logged[name] = entry.wire_bytes, entry.hops, entry.seconds
+            received, hops, seconds = entry.wire_bytes - wire_bytes, entry.hops - hops, entry.seconds - seconds
+            for number in range(hops if received else 0):
+                size = received // hops if number else received - received // hops * (hops - 1)
+                # The logger computes the bandwidth of `recv` from these bytes, without a factor for the ranks of the world.
+                comm.comms_logger.append("recv", name, max(seconds / hops * 1e3, 1e-6), size)
+
+
+def async_accelerator() -> Any:
+    """DeepSpeed's accelerator; None where it is synchronised, which runs everything in order, as CPUs do."""
+    accelerator = get_accelerator()
+    return None if accelerator.is_synchronized_device() else accelerator
+
+
+def current_device() -> torch.device:
+    """The device of this rank."""
+    return torch.device(get_accelerator().current_device_name())
