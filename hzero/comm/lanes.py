@@ -430,9 +430,13 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
             several communicators in flight (ROCm/rccl#2191).
 
     Raises:
-        ConfigError: The lanes are there, and for other hops or in another order.
+        ConfigError: The lanes are there, and for other hops or in another order; or MPI cannot be used any more.
     """
     global _of_world
+    if transport == "mpi":
+        from hzero.comm.mpi_wires import check_usable
+
+        check_usable()
     _end_with_process()
     name = "cpu" if device is None else getattr(device, "_name", "cuda")
     kind = name if name == "cpu" else f"{name} over {transport}"

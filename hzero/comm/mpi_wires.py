@@ -258,6 +258,15 @@ def _segments(message: torch.Tensor) -> Sequence[torch.Tensor]:
 made: dict[tuple[Lane, tuple[int, ...], timedelta], MpiWires] = {}
 
 
+def check_usable() -> None:
+    """Raises `ConfigError` if a wait of this process has failed."""
+    if MpiWires.broken is not None:
+        raise ConfigError(
+            f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
+            "send what others no longer expect; start the ranks again"
+        )
+
+
 def communicator_of(lane: Lane, ranks: Sequence[int], timeout: timedelta) -> MpiWires:
     """The communicator of ``ranks``, in this order; made at the first call. All its ranks must call alike.
 
@@ -270,11 +279,7 @@ def communicator_of(lane: Lane, ranks: Sequence[int], timeout: timedelta) -> Mpi
         ConfigError: MPI cannot be used, or a wait of this process has failed.
         MissingPeerError: Not all ranks have come within the timeout.
     """
-    if MpiWires.broken is not None:
-        raise ConfigError(
-            f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
-            "send what others no longer expect; start the ranks again"
-        )
+    check_usable()
     key = (lane, tuple(ranks), timeout)
     if key not in made:
         world, within_s = world_of_mpi(), timeout.total_seconds()
