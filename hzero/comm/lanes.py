@@ -408,11 +408,14 @@ class Lanes:
             return self._changed.wait_for(lambda: not self._running, within_s)
 
 
-@contextlib.contextmanager
-def lasting() -> Iterator[None]:
+def lasting() -> AbstractContextManager[Any]:
     """Inside, tensors are made that outlive an evaluation under `torch.inference_mode`: backward can save them later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    if not torch.is_inference_mode_enabled():
+        return torch.no_grad()  # this is called at every module
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------

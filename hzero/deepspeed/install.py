@@ -11,11 +11,13 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses a class that `_make_optimizer` replaces for a moment
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import nvtx
 
 from hzero.block import KEY
 from hzero.config import HZeroConfig
@@ -48,6 +50,8 @@ def enable() -> None:
     check_deepspeed()
     for owner, name, function in _REPLACED:
         _replace(owner, name, function)
+    if get_accelerator().device_name() == "cpu":
+        nvtx.enable_nvtx = False  # DeepSpeed opens and closes ranges at every module, which do nothing on CPUs
 
 
 def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
