@@ -86,6 +86,8 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
             zero.enable()
             config.hzero_block = parse_config(found)
             config._param_dict = rest
+            if config.hzero_block.sequence is not None:
+                zero.count_sequences(config, rest)
             stock(config, rest, *args, **kwargs)
             check_config(config)
         return None
@@ -126,12 +128,19 @@ def _check_as_written(read: Any, _: Any) -> None:
 
 
 def _follow_accelerator(accelerator: Any, given: Any) -> None:
-    """Lets an ``Accelerator`` obey the block's key ``checkpoint``.
+    """Lets an ``Accelerator`` obey the block's keys ``checkpoint`` and ``sequence``.
 
     Refuses one that trains DDP on CPUs although its DeepSpeed configuration has the block.
     """
     if "DEEPSPEED" in str(accelerator.distributed_type):
         _follow("follow_accelerator", accelerator, accelerator)
+        if (parallel := _parallel(accelerator)) > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            # Its loaders give the ranks of a tensor group the same samples. They count the groups of neighbours.
+            shape = accelerator.num_processes // parallel, parallel
+            mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
+            accelerator._prepare_device_mesh = lambda: mesh
         return
     plugins = given.get("deepspeed_plugins") or given.get("deepspeed_plugin")
     plugins = plugins.values() if isinstance(plugins, dict) else [plugins]
@@ -148,9 +157,21 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
 
 
 def _follow_trainer(trainer: Any, _: Any) -> None:
-    """Lets a Trainer obey the block's key ``checkpoint``."""
+    """Lets a Trainer obey the block's keys ``checkpoint`` and ``sequence``."""
     if getattr(trainer, "is_deepspeed_enabled", False):
+        if (parallel := _parallel(trainer.accelerator)) > 1:
+            stock = trainer.get_total_train_batch_size
+            trainer.get_total_train_batch_size = lambda args: stock(args) // parallel
         _follow("follow_trainer", trainer, trainer.accelerator)
+
+
+def _parallel(accelerator: Any) -> int:
+    """Ranks that get the same samples, by the block's key ``sequence``."""
+    from hzero.config import SequenceConfig
+    from hzero.validation import validated
+
+    written = (block.split(accelerator.state.deepspeed_plugin.deepspeed_config)[0] or {}).get("sequence")
+    return 1 if written is None else validated(SequenceConfig, written, f"{block.KEY}.sequence").parallel
 
 
 def _follow(function: str, client: Any, accelerator: Any) -> None:

@@ -312,6 +312,7 @@ class Experiment:
         world_size: Ranks of the run.
         grid: Where the ranks sit.
         tensor: Ranks of a tensor group, which train on the same sequences.
+        sequence: The block's key ``sequence``; None without it.
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
         plan: The shard plan of rank 0; None for stock ZeRO-3.
 
@@ -342,6 +343,18 @@ class Experiment:
             raise ConfigError(f"{key}: found {self.tensor}; expected a divisor of the {ranks} ranks")
         parsed = parse_config(self.block, "zero") if self.block else None
         self.plan = ShardPlan.from_config(parsed, self.data_parallel, 0) if parsed is not None else None
+        self.sequence = parsed.sequence if parsed is not None else None
+        if self.sequence is not None:
+            key = "zero.sequence.parallel"
+            if self.tensor > 1:
+                raise ConfigError(
+                    f"zero.sequence: found with tensor groups of {self.tensor} ranks; expected one of them"
+                )
+            self.grid.of_neighbours(self.sequence.parallel, key)
+            if (heads := self.architecture.heads) % self.sequence.parallel:
+                raise ConfigError(
+                    f"{key}: found {self.sequence.parallel}; expected a divisor of the model's {heads} heads"
+                )
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]
@@ -350,6 +363,11 @@ class Experiment:
     def data_parallel(self) -> Grid:
         """The grid of the ranks that shard a weight: of every tensor group, one."""
         return self.grid.of_ranks(range(0, self.world_size, self.tensor)) if self.tensor > 1 else self.grid
+
+    @property
+    def replicas(self) -> int:
+        """Ranks, or groups of ranks, that train on different sequences."""
+        return self.world_size // self.tensor // (self.sequence.parallel if self.sequence else 1)
 
     @property
     def preset(self) -> str:
@@ -419,6 +437,7 @@ class Architecture:
         before: Of ``numels``, those before the first layer.
         layer: Those of one layer; None where layers differ.
         after: Those after the last layer.
+        keys: Width of a layer's keys, and of its values.
     """
 
     numels: tuple[int, ...]
@@ -432,6 +451,7 @@ class Architecture:
     before: tuple[int, ...]
     layer: tuple[int, ...] | None
     after: tuple[int, ...]
+    keys: int = 0
 
 
 def checkpoint_folder(model: dict[str, Any]) -> Path | None:
@@ -520,4 +540,5 @@ def _counted(config: Any) -> Architecture:
         before=tuple(before),
         layer=distinct.pop() if len(distinct) == 1 else None,
         after=tuple(after),
+        keys=width // heads * (getattr(text, "num_key_value_heads", None) or heads) if heads else 0,
     )

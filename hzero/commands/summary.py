@@ -47,7 +47,7 @@ def summary_of(
     about: Any = {"itemsize": itemsize, "accumulation": accumulation, "fetches": fetches}
     plain = step_traffic(Scheme("deepspeed"), experiment.data_parallel, numels, **about)
     window = max(min(WINDOW, len(losses) // 2), 1)
-    tokens = train["micro_batch"] * accumulation * world // experiment.tensor * experiment["model"]["seq_length"]
+    tokens = train["micro_batch"] * accumulation * experiment.replicas * experiment["model"]["seq_length"]
     return {
         "status": "stopped" if eval_loss is None else "finished",
         "model": experiment["model"]["name"],

@@ -72,7 +72,7 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
         width = blocks.features["input_ids"].length
     if width != length:
         raise ConfigError(f"model.seq_length: found {length}; expected {width}, as in {source!r}")
-    batch = experiment["train"]["micro_batch"] * experiment.world_size // experiment.tensor
+    batch = experiment["train"]["micro_batch"] * experiment.replicas
     kept = min(int(len(blocks) * data["eval_share"]), experiment["train"]["eval_batches"] * batch)
     if len(blocks) - kept < batch or not kept:
         found = f"found {len(blocks):,} blocks of {length} tokens, {kept:,} of them for evaluation"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import Init
-from deepspeed.utils import nvtx
+from deepspeed.utils import nvtx, set_z3_leaf_module
 
 from hzero.block import KEY
 from hzero.config import HZeroConfig
@@ -27,6 +28,7 @@ from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
 from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, release_all
 from hzero.deepspeed.versions import attributes, check_deepspeed
+from hzero.sequence import attach, detach
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
 
@@ -70,6 +72,20 @@ def _block_of(engine: DeepSpeedEngine) -> HZeroConfig | None:
     return getattr(engine._config, "hzero_block", None)
 
 
+def count_sequences(config: Any, written: dict[str, Any]) -> None:
+    """Makes a ``DeepSpeedConfig`` count the samples of a sequence group once, before it computes the batch's sizes.
+
+    Args:
+        config: The configuration, with its block.
+        written: Its keys. Trainer and Accelerate have filled in a size that counts them on every rank.
+    """
+    every = config.world_size
+    config.world_size = max(every // config.hzero_block.sequence.parallel, 1)
+    whole, *parts = map(written.get, ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    if None not in parts and whole == math.prod(parts) * every:
+        written["train_batch_size"] = math.prod(parts) * config.world_size
+
+
 @on_all_ranks()
 def _check(stock: Any, engine: DeepSpeedEngine) -> None:
     """``DeepSpeedEngine._do_sanity_check``, the first that an engine does: refuses what the stage does not support.
@@ -94,8 +110,14 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     Whether it has or not, it releases the parameters from an earlier engine that was not destroyed.
     """
     release_all(engine.module)
+    for layer in detach(engine.module):
+        set_z3_leaf_module(layer, False)
     if (config := _block_of(engine)) is None:
         return stock(engine, optimizer)
+    if config.sequence is not None:
+        for layer in attach(engine.module, config, resolve_grid(config.topology, dist.get_world_size())):
+            set_z3_leaf_module(layer, True)
+        engine.dp_world_size //= config.sequence.parallel  # as the configuration counts the samples of a step
     offload = functools.partial(HZeroOffload, config)
     with attributes(
         (stage3, "DeepSpeedZeroOptimizer_Stage3", HZeroStage3),  # the method imports it
@@ -103,6 +125,17 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
         (ds_engine, "DeepSpeedZeRoOffload", offload),
     ):
         return stock(engine, optimizer)
+
+
+def _make_loader(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedEngine.deepspeed_io``: the ranks of a sequence group get the same samples."""
+    config = _block_of(engine)
+    if config is None or config.sequence is None:
+        return stock(engine, *args, **kwargs)
+    parallel = config.sequence.parallel
+    replicas, rank = dist.get_world_size() // parallel, dist.get_rank() // parallel
+    with attributes((engine, "dp_world_size", replicas), (engine, "global_rank", rank)):
+        return stock(engine, *args, **kwargs)
 
 
 def _zero_grad(stock: Any, engine: DeepSpeedEngine) -> None:
@@ -147,6 +180,7 @@ def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: A
 _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "_do_sanity_check", _check),
     (DeepSpeedEngine, "_configure_zero_optimizer", _make_optimizer),
+    (DeepSpeedEngine, "deepspeed_io", _make_loader),
     (DeepSpeedEngine, "zero_grad", _zero_grad),
     (DeepSpeedEngine, "_configure_checkpointing", _make_checkpoint_engine),
     (DeepSpeedEngine, "_load_checkpoint", _load),

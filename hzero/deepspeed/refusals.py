@@ -50,6 +50,7 @@ _SUPPORTED_IN_PIPELINES = {
     "zero_optimization.round_robin_gradients": "false",
     "tensor_parallel.autotp_size": "0 or 1; tensor groups are those of the PipelineModule",
 }
+_SUPPORTED_WITH_SEQUENCES = {"tensor_parallel.autotp_size": "0 or 1", "sequence_parallel_size": "1"}
 #: Keys of the block that pipelines have; the others say how stage 3 shards, and what watches its resident weights.
 _OF_PIPELINES = (
     *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
@@ -77,6 +78,8 @@ def check_config(config: DeepSpeedConfig) -> None:
         )
     _check_optimizer(config.optimizer_name)
     _refuse(config, _SUPPORTED, "")
+    if config.hzero_block.sequence is not None:
+        _refuse(config, _SUPPORTED_WITH_SEQUENCES, " with the key sequence")
     if stage == 1:
         _refuse(config, _SUPPORTED_IN_PIPELINES, " with pipeline stages")
         written = config.hzero_block.written
@@ -104,6 +107,8 @@ def check_engine(engine: DeepSpeedEngine) -> None:
             f"{KEY}: found the engine {type(engine).__name__}, which {KEY} does not support; possible: a PipelineModule with "
             "deepspeed.initialize"
         )
+    if engine._config.hzero_block.sequence is not None and engine.mpu is not None:  # as of Ulysses, here or in Accelerate
+        raise ConfigError(f"mpu: found {type(engine.mpu).__name__} with {KEY}.sequence; expected one of them")
     _check_optimizer(engine.optimizer_name())
 
 

@@ -23,6 +23,7 @@ from hzero.engine.guard import speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules, views_in
 from hzero.plan.shards import ShardPlan
+from hzero.sequence import attach, detach
 from hzero.validation import ConfigError, on_all_ranks, one_of
 
 logger = logging.getLogger("hzero")
@@ -204,6 +205,10 @@ class FsdpState(Engine):
                 raise module.refusal("another mesh than that of " + first.name, "one mesh for all modules")
         partition = Partition.of(first.process_group, config.topology)
         plan = ShardPlan.from_config(config, partition.grid, partition.rank)
+        if config.sequence is not None and len(partition.ranks) < partition.world.world_size:
+            raise first.refusal("the key sequence on a mesh of some ranks", "fully_shard over the world")
+        attach(model, config, partition.world, "hzero.fsdp.apply")
+        self._model = model
         routes, _ = routes_of(model, plan)
         self._keys = itertools.count()
         self._units = [Unit(one, [routes[param.sharded_param] for param in one.params]) for one in modules]
@@ -465,6 +470,7 @@ class FsdpState(Engine):
         self._hooks.clear()
         for unit in self._units:
             unit.module.detach()
+        detach(self._model)
         super().close()
 
 

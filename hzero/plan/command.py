@@ -30,7 +30,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hzero.config import PRESETS, TIERS
+from hzero.config import PRESETS, TIERS, parse_config
 from hzero.experiment import SHORT, full_names, key_of
 from hzero.plan.against import IN_FSDP, Price, against, draw, node_counts
 from hzero.plan.collectives import (
@@ -50,9 +50,10 @@ from hzero.plan.collectives import (
     step_traffic,
 )
 from hzero.plan.machine import CONSTANTS
-from hzero.plan.memory import footprint
+from hzero.plan.memory import footprint, longest
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, fit, tune
+from hzero.plan.sequence import Chunked, exchanged
 from hzero.plan.shards import Hop, ShardPlan
 from hzero.plan.step import predict
 from hzero.terminal import size_text
@@ -161,7 +162,8 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         )
     about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
     traffic, stock = (step_traffic(one, grid, numels, **about) for one in (plan, Scheme("deepspeed")))
-    own, other = (footprint(one, grid, job) for one in (plan, Scheme("deepspeed")))
+    without = replace(scenario, job=replace(job, sequence=None))  # other engines have no chunks
+    own, other = footprint(plan, grid, job), footprint(Scheme("deepspeed"), grid, without.job)
     rates, source = experiment["topology"].get("bandwidth_gb_s") or {}, "nominal rates, not measured"
     if gbit := experiment["topology"].get("nic_gbit"):
         rates = {**rates, "node": gbit * experiment["topology"].get("nics_per_node", 1) / 8 / grid.scope_size("node")}
@@ -188,7 +190,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     others = scenario.others()
     for name in (name for name in _PEERS if name in others):
         into = {"weights": "", "gradients": "", "node_bytes": minimum.get(name.partition(",")[0])}
-        schemes[name] = {**into, **_step_dict(scenario, others[name])}
+        schemes[name] = {**into, **_step_dict(without, others[name])}
     return {
         "model": job.name,
         "parameters": sum(numels),
@@ -206,12 +208,29 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         "memory_bytes": own.bytes,
         "zero3_memory_bytes": other.bytes,
         "device_bytes": scenario.memory,
+        "sequences": _sequences(scenario, plan, rates) if job.sequence else None,
         "traffic": by_tier,
         "rates_gb_s": rates,
         "rates": source,
         "schemes": schemes,
         "predicted": _about(scenario) if "step_s" in schemes["ZeRO-3"] else None,
     }
+
+
+def _sequences(scenario: Scenario, plan: ShardPlan, rates: Mapping[str, float | None]) -> dict[str, Any]:
+    """Bytes and times of chunks in a micro-step of one device, and the tokens that fit with and without."""
+    job, grid, codecs = scenario.job, scenario.grid, parse_config(scenario.experiment.block).codecs.sequence
+    chunked, received = Chunked.of(job), exchanged(job, grid, codecs)
+    found: dict[str, Any] = {**asdict(chunked), "exchanged": received, "tokens": job.tokens}
+    found["exchange_s"] = {tier: size / rate / 1e9 for tier, size in received.items() if (rate := rates.get(tier))}
+    if not isinstance(scenario.profile, ConfigError):
+        machine, stock = scenario.machine, replace(job, sequence=None, checkpointing=True)
+        found["host_s"] = machine.host(chunked.to_host, chunked.to_device)
+        found["compute_s"] = chunked.flops / machine.rate(min(job.tokens, job.sequence.chunk * job.micro_batch))
+        host = scenario.profile.value("ddr_gb") * 1e9 / grid.scope_size("node")
+        fits = [longest(plan, grid, one, scenario.memory or 0, host) for one in (job, stock)]
+        found |= {"longest": fits[0], "longest_without": fits[1]}
+    return found
 
 
 def _state_text(scope: str, hops: Sequence[Hop]) -> str:
@@ -263,6 +282,8 @@ def _show_plan(result: dict[str, Any]) -> None:
     else:
         verdict = "fits" if needs <= there else f"does not fit, {size_text(needs - there)} too much,"
         _say(f"{result['preset']} {verdict} into {size_text(there)}")
+    if result["sequences"]:
+        _show_sequences(result["sequences"])
     rows.clear()
     for row in result["traffic"]:
         ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
@@ -276,6 +297,19 @@ def _show_plan(result: dict[str, Any]) -> None:
     _show_schemes(result["schemes"], there)
     if result["predicted"]:
         _say(result["predicted"]["about"])
+
+
+def _show_sequences(found: dict[str, Any]) -> None:
+    per_token = f"{found['device_token']:,} bytes on the device, {found['host_token']:,} on the host"
+    copies = f"{size_text(found['to_host'])} to the host and {size_text(found['to_device'])} back"
+    _say(f"sequences: {found['tokens']:,} tokens per device, each {per_token}; copies in a micro-step: {copies}")
+    for tier, size in found["exchanged"].items():
+        seconds = f", {found['exchange_s'][tier]:.3g} s" if tier in found["exchange_s"] else ""
+        _say(f"exchanges of sequences in a micro-step, {tier}: {size_text(size)} received per device{seconds}")
+    if "host_s" in found:
+        _say(f"copies need {found['host_s']:.3g} s where compute needs {found['compute_s']:.3g} s, which can hide them")
+        longest, without = found["longest"], found["longest_without"]
+        _say(f"longest sequence that fits: {longest:,} tokens; with activation checkpointing alone {without:,}")
 
 
 def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None:

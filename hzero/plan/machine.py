@@ -390,6 +390,11 @@ class Machine:
         """Operations per second of a device. Short micro-batches use it badly."""
         return self._value("compute_tflops") * 1e12 * tokens / (tokens + self._value("half_tokens"))
 
+    def host(self, out: float, back: float) -> float:
+        """Seconds in which every device copies ``out`` bytes to the memory of its host, and ``back`` bytes from there at once."""
+        link = self._seconds(max(out, back), "host_gb_s")
+        return max(link, self._seconds((out + back) * self.grid.scope_size("node") * self.tensor, "ddr_gb_s"))
+
     def optimizer(self, numel: int) -> Phase:
         """Adam on a rank's ``numel`` elements."""
         return Phase(self._value("step_us") / 1e6, {"memory": self._seconds(numel * ADAM_BYTES, "hbm_gb_s")})

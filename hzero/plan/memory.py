@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from hzero.codecs.formats import chunk_numel
@@ -12,6 +13,7 @@ from hzero.plan.collectives import Scheme
 from hzero.plan.machine import gather_buffer
 from hzero.plan.program import IN_FLIGHT, Program, StagePrograms
 from hzero.plan.scenario import Job
+from hzero.plan.sequence import Chunked
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
@@ -78,6 +80,25 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> Footprint:
         states = _stage3_states(scheme, grid, job)
     freed = 4 if isinstance(scheme, ShardPlan) and not scheme.micro_hops() else 0
     return _summed({**states, **activations(job)}, job, freed)
+
+
+def longest(scheme: ShardPlan, grid: Grid, job: Job, device: int, host: float) -> int:
+    """Tokens of the longest sequence, one in a micro-batch, that fits.
+
+    Args:
+        scheme: The stage's shard plan.
+        grid: The machine.
+        job: What is trained; its length does not count.
+        device: Bytes of a device.
+        host: Bytes of a host's memory for each of its devices.
+    """
+
+    def too_long(tokens: int) -> bool:
+        one = replace(job, micro_batch=1, seq_length=tokens)
+        on_host = one.tokens * Chunked.of(one).host_token if one.sequence else 0
+        return on_host > host or footprint(scheme, grid, one).bytes > device
+
+    return max(bisect(range(1, 1 << 32), False, key=too_long), 0)
 
 
 def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> States:
@@ -219,6 +240,17 @@ def activations(job: Job) -> States:
     without scores and masks of dropout. A tensor group divides all of it, with sequence parallelism (section 4.2.2).
     """
     model, tokens, size = job.model, job.tokens // job.tensor, job.itemsize
+    if job.sequence is not None:
+        chunked = Chunked.of(job)
+        return {
+            "activations": State(
+                tokens * chunked.device_token, f"{tokens:,} tokens, {chunked.device_token:,} bytes each"
+            ),
+            "transient loss": State(
+                chunked.loss_chunk, f"logits of a chunk of {model.vocab_size:,}, with gradients, float32"
+            ),
+            "transient layer": State(chunked.layer_chunk, "a chunk inside a layer"),
+        }
     hidden, vocab = model.hidden, model.vocab_size
     # Sums of attention's softmax, and mean and deviation of two norms, in float32.
     layer = tokens * ((9 * hidden + 2 * model.intermediate) * size + 4 * model.heads + 16)

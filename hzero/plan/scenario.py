@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hzero.config import parse_config
+from hzero.config import SequenceConfig, parse_config
 from hzero.experiment import Architecture, Experiment, compose
 from hzero.plan.collectives import OTHERS, Scheme
 from hzero.plan.links_file import LinksFile, links_for
@@ -49,6 +49,7 @@ class Job:
         offload: Whether the optimizer and the gradient shard are on the host.
         hierarchical: Whether the library keeps buffers for hierarchical all-gathers.
         tensor: Devices of a tensor group, which share every matrix; ``model`` then has the parameters of one device.
+        sequence: Chunks, and the ranks that share a sequence; None without.
         stored: Micro-batches whose activations a pipeline stage keeps at once.
     """
 
@@ -70,6 +71,7 @@ class Job:
     hierarchical: bool = False
     tensor: int = 1
     stored: float = 1.0
+    sequence: SequenceConfig | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, profile: Profile | ConfigError) -> Job:
@@ -100,6 +102,7 @@ class Job:
             gradient_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(gradient),
             offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
             hierarchical=isinstance(profile, Profile) and profile.hierarchical,
+            sequence=experiment.sequence,
         )
 
     def in_fsdp(self) -> Job:
@@ -109,7 +112,12 @@ class Job:
     @property
     def tokens(self) -> int:
         """Tokens per rank and micro-step."""
-        return self.micro_batch * self.seq_length
+        return self.micro_batch * self.seq_length // self.parallel
+
+    @property
+    def parallel(self) -> int:
+        """Ranks that share a sequence."""
+        return self.sequence.parallel if self.sequence else 1
 
     @property
     def layer(self) -> int:
@@ -219,9 +227,9 @@ class Scenario:
         """Sequences of a step on each device. Raises `ConfigError` if the global batch has no whole number of them."""
         if self.global_batch is None:
             return None
-        sequences, rest = divmod(self.global_batch, self.grid.world_size)
+        devices = self.grid.world_size // self.job.parallel
+        sequences, rest = divmod(self.global_batch, devices)
         if not sequences or rest:
-            devices = self.grid.world_size
             near = max(round(self.global_batch / devices), 1) * devices
             raise ConfigError(
                 f"global_batch: found {self.global_batch}; expected a multiple of the {devices:,} devices, such as {near}"

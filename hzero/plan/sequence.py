@@ -1,0 +1,89 @@
+"""Sequence: what chunks keep on the device and on the host, copy between them and exchange, by rank and micro-step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hzero.config import CodecsConfig, Tier, TierCodecs
+from hzero.plan.program import all_to_all_program
+from hzero.plan.scenario import Job
+from hzero.plan.shards import ShardPlan
+from hzero.topology import Grid
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Bytes of chunked sequences on one rank.
+
+    Attributes:
+        device_token: Of one of the rank's tokens on the device, at the fullest moment.
+        host_token: The same on the host; 0 without offloading.
+        layer_chunk: On the device for a chunk on its way through a layer.
+        loss_chunk: The same for a chunk of the loss.
+        to_host, to_device: Copied in a micro-step.
+        flops: Operations of a micro-step, those that backward repeats included.
+    """
+
+    device_token: int
+    host_token: int
+    layer_chunk: int
+    loss_chunk: int
+    to_host: int
+    to_device: int
+    flops: float
+
+    @classmethod
+    def of(cls, job: Job) -> Chunked:
+        """Those of a job with the key ``sequence``."""
+        assert job.sequence is not None
+        model, size = job.model, job.itemsize
+        hidden, queries, keys, layers = model.hidden, model.attention // model.layers, model.keys, model.layers
+        tokens = math.ceil(job.seq_length / job.parallel)
+        chunk = min(job.sequence.chunk, tokens)
+        # Chunks of keys and values come back once for every later chunk; so do float32 sums of their gradients.
+        count = math.ceil(tokens / chunk)
+        again = chunk * count * (count - 1) // 2
+        pair, sums, sums_of_exp = 2 * keys * size, 2 * keys * 4, 4 * model.heads
+        whole = (hidden + 3 * queries) * size + sums_of_exp + pair  # input, attended, query, output
+        copied_out = tokens * (whole + pair) + again * sums
+        copied_back = tokens * (whole + hidden * size) + again * (3 * pair + sums)
+        host_token = layers * hidden * size + (3 * queries * size + sums_of_exp + pair + sums)
+        return cls(
+            device_token=3 * hidden * size,
+            host_token=host_token if job.sequence.offload else 0,
+            layer_chunk=chunk * (4 * hidden + 3 * model.intermediate) * size,
+            loss_chunk=12 * chunk * model.vocab_size,
+            to_host=job.micro_batch * layers * copied_out * job.sequence.offload,
+            to_device=job.micro_batch * layers * copied_back * job.sequence.offload,
+            flops=4.0 * job.tokens * (2.0 * (sum(model.numels) - model.idle) + 2.0 * job.seq_length * model.attention),
+        )
+
+
+def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
+    """Bytes that a rank receives in a micro-step's exchanges, by tier.
+
+    Args:
+        job: The job.
+        grid: Of the world.
+        codecs: Of ``codecs.sequence``.
+    """
+    assert job.sequence is not None
+    model, ranks = job.model, job.parallel
+    group = grid.of_neighbours(ranks, "zero.sequence.parallel")
+    if ranks == 1:
+        return {}
+    program = all_to_all_program(ShardPlan(group, 0, "world", "world", CodecsConfig(weights=codecs, gradients=codecs)))
+    # Heads of keys are repeated to the ranks if they are fewer.
+    size, queries = model.attention // model.layers // model.heads, model.attention // model.layers
+    keys = max(model.keys // size, ranks) * size
+    tokens = math.ceil(job.seq_length / ranks)
+    full, rest = divmod(tokens, job.sequence.chunk)
+    received = dict.fromkeys(group.crossed, 0)
+    for length, count in ((job.sequence.chunk, full), (rest, bool(rest))):
+        # Forward, forward again, and gradients: queries, keys and values one way, and what is attended to the other.
+        for width in (queries + 2 * keys, queries):
+            for cross in program.crossings:
+                message = cross.message_bytes([job.micro_batch * length * width // ranks], job.itemsize)
+                received[cross.tiers[0]] += round(3 * model.layers * count * cross.received * message)
+    return received

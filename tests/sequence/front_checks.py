@@ -1,0 +1,148 @@
+"""The key ``sequence`` under DeepSpeed and FSDP2, against a model that one rank trains. Run by test_sequence.py on 4 ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hzero.fsdp
+from hzero.validation import ConfigError
+
+VOCAB, LENGTH = 61, 23
+TOPOLOGY = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
+BLOCK: dict[str, Any] = {"preset": "lossless", "topology": TOPOLOGY, "sequence": {"parallel": 2, "chunk": 4}}
+
+
+def _model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    return LlamaForCausalLM(config)
+
+
+def _batch(step: int, groups: list[int]) -> dict[str, torch.Tensor]:
+    """One sample for each group of ranks, each with its own padding on the right."""
+    ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids[groups], "attention_mask": mask[groups], "labels": labels[groups]}
+
+
+def _alone(model: LlamaForCausalLM, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of both samples on one rank."""
+    model.zero_grad()
+    loss = model(**_batch(step, [0, 1])).loss
+    loss.backward()
+    return loss.detach(), {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def _engine(block: dict[str, Any] = BLOCK, **config: Any) -> Any:
+    written = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "hzero": block},
+        **config,
+    }
+    return deepspeed.initialize(model=_model(), config=copy.deepcopy(written))
+
+
+def check_deepspeed_trains_as_one_rank_does() -> None:
+    """Groups with unequal padding: losses, gradients and the weights after steps."""
+    engine, *_ = _engine(optimizer={"type": "SGD", "params": {"lr": 0.5}})
+    alone = _model()
+    group = dist.get_rank() // 2
+    for step in range(3):
+        loss, gradients = _alone(alone, step)
+        shared = engine(**_batch(step, [group])).loss
+        torch.testing.assert_close(shared.detach(), loss, rtol=1e-5, atol=1e-6)
+        engine.backward(shared)
+        for name, param in engine.module.named_parameters():
+            torch.testing.assert_close(safe_get_full_grad(param), gradients[name], rtol=1e-5, atol=1e-6)
+        engine.step()
+        with torch.no_grad():
+            for name, param in alone.named_parameters():
+                param -= 0.5 * gradients[name]
+    engine.eval()
+    alone.eval()
+    with torch.no_grad():  # an evaluation, and a forward without labels, which is whole
+        torch.testing.assert_close(engine(**_batch(9, [group])).loss, alone(**_batch(9, [0, 1])).loss, rtol=1e-5, atol=1e-6)
+        ids = _batch(9, [0])["input_ids"]
+        torch.testing.assert_close(engine(input_ids=ids).logits, alone(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    received = {row["tier"]: row["wire_bytes"] for row in hzero.state(engine).wire_log.as_dicts() if row["role"] == "sequence"}
+    assert set(received) == {"gcd"}, received
+    engine.destroy()
+
+
+def check_fsdp2_trains_as_one_rank_does() -> None:
+    """The same by `hzero.fsdp.apply`."""
+    model, alone, group = _model(), _model(), dist.get_rank() // 2
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    block = {key: value for key, value in BLOCK.items() if key not in ("preset", "topology")}
+    state = hzero.fsdp.apply(model, "lossless", TOPOLOGY, **block)
+    for step in range(2):
+        loss, gradients = _alone(alone, step)
+        shared = model(**_batch(step, [group])).loss
+        torch.testing.assert_close(shared.detach(), loss, rtol=1e-5, atol=1e-6)
+        shared.backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), gradients[name], rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+    state.close()
+    torch.testing.assert_close(model(**_batch(0, [0, 1])).loss, alone(**_batch(0, [0, 1])).loss)  # as before
+
+
+def check_loaders_and_batches_count_a_group_once() -> None:
+    """DeepSpeed's own loader, with a batch of the world as it is written."""
+    samples = [{"input_ids": torch.full((LENGTH,), number)} for number in range(8)]
+    block = {**BLOCK, "sequence": {"parallel": 2}}
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    zero = {"stage": 3, "hzero": block}
+    engine, _, loader, _ = deepspeed.initialize(
+        model=_model(),
+        config={**config, "optimizer": optimizer, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero},
+        training_data=samples,
+    )
+    assert engine.gradient_accumulation_steps() == 2
+    mine = [int(batch["input_ids"][0, 0]) for batch in loader]
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, mine)
+    assert every[0] == every[1] and every[2] == every[3] and sorted(every[0] + every[2]) == list(range(8)), every
+    engine.destroy()
+
+
+def check_batches_that_cannot_be_shared_are_refused() -> None:
+    """Other samples in a group, on all ranks; padding on the left."""
+    engine, *_ = _engine()
+    with pytest.raises(ConfigError, match="ranks of a group have other samples"):
+        engine(**_batch(dist.get_rank() % 2, [0]))
+    left = _batch(0, [0])
+    left["attention_mask"][:, 0] = 0
+    with pytest.raises(ConfigError, match="padding on the left"):
+        engine(**(left if dist.get_rank() == 3 else _batch(0, [0])))
+    engine.destroy()
+
+
+def check_settings_that_cannot_work_are_refused() -> None:
+    """By name, on all ranks."""
+    for sequence, config, found in (
+        ({"parallel": 3}, {}, "sequence.parallel: found 3; expected a divisor of the 4 ranks"),
+        ({"parallel": 8}, {}, "sequence.parallel: found 8; expected a divisor of the 4 ranks"),
+        ({"parallel": 2}, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size: found 2, which hzero does not support with the key sequence"),
+        ({"paralel": 2}, {}, "did you mean 'parallel'"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            _engine({**BLOCK, "sequence": sequence}, **config)
