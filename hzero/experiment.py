@@ -438,6 +438,7 @@ class Architecture:
         layer: Those of one layer; None where layers differ.
         after: Those after the last layer.
         keys: Width of a layer's keys, and of its values.
+        rotary: Dimensions of a head that the rotary embedding turns.
     """
 
     numels: tuple[int, ...]
@@ -452,6 +453,7 @@ class Architecture:
     layer: tuple[int, ...] | None
     after: tuple[int, ...]
     keys: int = 0
+    rotary: int = 0
 
 
 def checkpoint_folder(model: dict[str, Any]) -> Path | None:
@@ -524,6 +526,7 @@ def _counted(config: Any) -> Architecture:
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     width = (getattr(text, "head_dim", None) or text.hidden_size // heads) * heads if heads else 0
+    rope = getattr(text, "rope_parameters", None)
     # A token visits some of the experts.
     experts = sum(param.numel() for name, param in built.named_parameters() if ".experts." in name)
     counts = (getattr(text, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
@@ -541,4 +544,5 @@ def _counted(config: Any) -> Architecture:
         layer=distinct.pop() if len(distinct) == 1 else None,
         after=tuple(after),
         keys=width // heads * (getattr(text, "num_key_value_heads", None) or heads) if heads else 0,
+        rotary=int(width // heads * rope.get("partial_rotary_factor", 1)) if heads and rope else 0,
     )

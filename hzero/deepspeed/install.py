@@ -81,9 +81,9 @@ def count_sequences(config: Any, written: dict[str, Any]) -> None:
     """
     every = config.world_size
     config.world_size = max(every // config.hzero_block.sequence.parallel, 1)
-    whole, *parts = map(written.get, ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    if None not in parts and whole == math.prod(parts) * every:
-        written["train_batch_size"] = math.prod(parts) * config.world_size
+    step: list[Any] = [written.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    if None not in step and written.get("train_batch_size") == math.prod(step) * every:
+        written["train_batch_size"] = math.prod(step) * config.world_size
 
 
 @on_all_ranks()

@@ -220,6 +220,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
 def _sequences(scenario: Scenario, plan: ShardPlan, rates: Mapping[str, float | None]) -> dict[str, Any]:
     """Bytes and times of chunks in a micro-step of one device, and the tokens that fit with and without."""
     job, grid, codecs = scenario.job, scenario.grid, parse_config(scenario.experiment.block).codecs.sequence
+    assert job.sequence is not None
     chunked, received = Chunked.of(job), exchanged(job, grid, codecs)
     found: dict[str, Any] = {**asdict(chunked), "exchanged": received, "tokens": job.tokens}
     found["exchange_s"] = {tier: size / rate / 1e9 for tier, size in received.items() if (rate := rates.get(tier))}

@@ -243,8 +243,10 @@ def activations(job: Job) -> States:
     if job.sequence is not None:
         chunked = Chunked.of(job)
         return {
+            # Every rank has the whole batch: ids, mask and labels.
             "activations": State(
-                tokens * chunked.device_token, f"{tokens:,} tokens, {chunked.device_token:,} bytes each"
+                tokens * (chunked.device_token + 24 * job.parallel),
+                f"{tokens:,} tokens, {chunked.device_token:,} bytes each, and {job.parallel} times their ids",
             ),
             "transient loss": State(
                 chunked.loss_chunk, f"logits of a chunk of {model.vocab_size:,}, with gradients, float32"

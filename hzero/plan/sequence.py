@@ -38,7 +38,8 @@ class Chunked:
         """Those of a job with the key ``sequence``."""
         assert job.sequence is not None
         model, size = job.model, job.itemsize
-        hidden, queries, keys, layers = model.hidden, model.attention // model.layers, model.keys, model.layers
+        hidden, queries, layers = model.hidden, model.attention // model.layers, model.layers
+        keys = max(model.keys, job.parallel * queries // model.heads)  # repeated to the ranks if there are fewer heads
         tokens = math.ceil(job.seq_length / job.parallel)
         chunk = min(job.sequence.chunk, tokens)
         # Chunks of keys and values come back once for every later chunk; so do float32 sums of their gradients.
@@ -48,14 +49,17 @@ class Chunked:
         whole = (hidden + 3 * queries) * size + sums_of_exp + pair  # input, attended, query, output
         copied_out = tokens * (whole + pair) + again * sums
         copied_back = tokens * (whole + hidden * size) + again * (3 * pair + sums)
-        host_token = layers * hidden * size + (3 * queries * size + sums_of_exp + pair + sums)
+        ends = tokens * 2 * hidden * size  # inputs of the last norm and of the loss
+        # The input of every layer, and of one in its backward also what is attended, queries and outputs, keys and values.
+        kept = layers * hidden * size + (3 * queries * size + sums_of_exp + pair + sums)
         return cls(
-            device_token=3 * hidden * size,
-            host_token=host_token if job.sequence.offload else 0,
-            layer_chunk=chunk * (4 * hidden + 3 * model.intermediate) * size,
+            # Gradients of a layer's result and of its input, cosines and sines.
+            device_token=2 * (hidden + model.rotary) * size + kept * (not job.sequence.offload),
+            host_token=kept * job.sequence.offload,
+            layer_chunk=chunk * (16 * hidden + 6 * model.intermediate) * size,  # measured for a gated MLP
             loss_chunk=12 * chunk * model.vocab_size,
-            to_host=job.micro_batch * layers * copied_out * job.sequence.offload,
-            to_device=job.micro_batch * layers * copied_back * job.sequence.offload,
+            to_host=job.micro_batch * (layers * copied_out + ends) * job.sequence.offload,
+            to_device=job.micro_batch * (layers * copied_back + ends) * job.sequence.offload,
             flops=4.0 * job.tokens * (2.0 * (sum(model.numels) - model.idle) + 2.0 * job.seq_length * model.attention),
         )
 
@@ -75,8 +79,8 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
         return {}
     program = all_to_all_program(ShardPlan(group, 0, "world", "world", CodecsConfig(weights=codecs, gradients=codecs)))
     # Heads of keys are repeated to the ranks if they are fewer.
-    size, queries = model.attention // model.layers // model.heads, model.attention // model.layers
-    keys = max(model.keys // size, ranks) * size
+    queries = model.attention // model.layers
+    keys = max(model.keys, ranks * queries // model.heads)
     tokens = math.ceil(job.seq_length / ranks)
     full, rest = divmod(tokens, job.sequence.chunk)
     received = dict.fromkeys(group.crossed, 0)

@@ -44,13 +44,14 @@ def attach(model: torch.nn.Module, config: HZeroConfig, world: Grid, where: str 
         return []
     from hzero.sequence.models import patch  # imports transformers
 
-    group = None
     world.of_neighbours(settings.parallel, f"{where}.sequence.parallel")
+    group = None
     if settings.parallel > 1:
         members, _ = dist.new_subgroups(settings.parallel)
-        group = for_dimension("sequence", config, members, grid=world, uses=("sums",))
-    model.forward = _WholeBatches(model, settings, patch(model, settings, group), group).wrapper()
-    return model.forward.whole.patched.layers  # type: ignore[no-any-return,union-attr]
+        group = for_dimension("sequence", config, members, grid=world, uses=["sums"])
+    patched = patch(model, settings, group)
+    model.forward = _WholeBatches(model, settings, patched, group).wrapper()
+    return patched.layers
 
 
 def detach(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -76,10 +76,14 @@ def check_deepspeed_trains_as_one_rank_does() -> None:
     engine.eval()
     alone.eval()
     with torch.no_grad():  # an evaluation, and a forward without labels, which is whole
-        torch.testing.assert_close(engine(**_batch(9, [group])).loss, alone(**_batch(9, [0, 1])).loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            engine(**_batch(9, [group])).loss, alone(**_batch(9, [0, 1])).loss, rtol=1e-5, atol=1e-6
+        )
         ids = _batch(9, [0])["input_ids"]
         torch.testing.assert_close(engine(input_ids=ids).logits, alone(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
-    received = {row["tier"]: row["wire_bytes"] for row in hzero.state(engine).wire_log.as_dicts() if row["role"] == "sequence"}
+    received = {
+        row["tier"]: row["wire_bytes"] for row in hzero.state(engine).wire_log.as_dicts() if row["role"] == "sequence"
+    }
     assert set(received) == {"gcd"}, received
     engine.destroy()
 
@@ -141,7 +145,11 @@ def check_settings_that_cannot_work_are_refused() -> None:
     for sequence, config, found in (
         ({"parallel": 3}, {}, "sequence.parallel: found 3; expected a divisor of the 4 ranks"),
         ({"parallel": 8}, {}, "sequence.parallel: found 8; expected a divisor of the 4 ranks"),
-        ({"parallel": 2}, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size: found 2, which hzero does not support with the key sequence"),
+        (
+            {"parallel": 2},
+            {"tensor_parallel": {"autotp_size": 2}},
+            "autotp_size: found 2, which hzero does not support with the key sequence",
+        ),
         ({"paralel": 2}, {}, "did you mean 'parallel'"),
     ):
         with pytest.raises(ConfigError, match=found):

@@ -1,0 +1,106 @@
+"""What a plan says of long sequences, against what `hzero.sequence` does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hzero import cli
+from hzero.config import SequenceConfig
+from hzero.plan.sequence import Chunked
+from hzero.sequence.host import HostMemory
+from hzero.sequence.models import patch
+from hzero.validation import ConfigError
+from tests.sequence.planned import job
+
+SHAPE = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "vocab_size": 31, "num_attention_heads": 4}
+LONG = ("model.seq_length=32768", "model.config.max_position_embeddings=32768", "zero.sequence.chunk=2048")
+MACHINE = ("plan", "--json", "model=gpt_neox_20b", "topology=frontier", "nodes=48", *LONG)
+
+
+@pytest.mark.parametrize("length", [12, 19])
+@pytest.mark.parametrize("keys", [1, 4, 0])
+def test_copies_to_the_host_and_back_are_the_plans(monkeypatch: pytest.MonkeyPatch, keys: int, length: int) -> None:
+    """With grouped queries; keys 0: GPT-NeoX. The last chunk may be shorter."""
+    model: Any = GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
+    if keys:
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=keys))
+    copied = {"out": 0, "back": 0}
+    stock = HostMemory._copy
+
+    def counted(self: HostMemory, targets: Any, sources: Any, *args: Any) -> Any:
+        copied["out" if storing else "back"] += sum(one.nbytes for one in sources)
+        return stock(self, targets, sources, *args)
+
+    storing: list[bool] = []
+    store = HostMemory.store
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        storing.append(True)
+        try:
+            return store(*args, **kwargs)
+        finally:
+            storing.pop()
+
+    monkeypatch.setattr(HostMemory, "_copy", counted)
+    monkeypatch.setattr(HostMemory, "store", noted)
+    settings = SequenceConfig(chunk=4)
+    ids = torch.randint(0, 31, (2, length), generator=torch.Generator().manual_seed(0))
+    patched = patch(model, settings, None)
+    patched.forward(ids, torch.arange(length).expand(2, -1), ids).loss.backward()
+    planned = Chunked.of(job(model.config, length, settings, batch=2))
+    assert copied == {"out": planned.to_host, "back": planned.to_device}
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
+    assert cli.main([*MACHINE, *given]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_plan_counts_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    one, eight = (_plan(capsys, f"zero.sequence.parallel={ranks}")["sequences"] for ranks in (1, 8))
+    assert one["tokens"] == 8 * eight["tokens"] == 32768
+    assert one["exchanged"] == {} and set(eight["exchanged"]) == {"gcd", "gpu"}
+    assert eight["longest"] == pytest.approx(8 * one["longest"], rel=0.01)
+    assert one["longest"] > 2 * one["longest_without"]
+    # 36 GB/s for each device, and 205 GB/s for all of a node.
+    seconds = [max(found["to_host"], found["to_device"]) / 36e9 for found in (one, eight)]
+    shared = [8 * (found["to_host"] + found["to_device"]) / 205e9 for found in (one, eight)]
+    assert [one["host_s"], eight["host_s"]] == pytest.approx(list(map(max, seconds, shared)))
+    kept = _plan(capsys, "zero.sequence.offload=false")["sequences"]
+    assert kept["host_token"] == kept["to_host"] == 0 and kept["device_token"] > one["device_token"]
+
+
+def test_a_global_batch_counts_a_group_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="global_batch: found 40; expected a multiple of the 48 devices"):
+        from hzero.plan.scenario import read_scenario
+
+        overrides = [one for one in MACHINE[2:]] + ["zero.sequence.parallel=8", "global_batch=40"]
+        _ = read_scenario(["topology.nodes=48" if one == "nodes=48" else one for one in overrides]).sequences
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (("zero.sequence.parallel=5",), "zero.sequence.parallel: found 5; expected a divisor of the 384 ranks"),
+        (
+            ("zero.sequence.parallel=128",),
+            "zero.sequence.parallel: found 128; expected a divisor of the model's 64 heads",
+        ),
+        (("zero.sequence.chunks=5",), "zero.sequence.chunks: unknown key; did you mean 'chunk'"),
+        (
+            ("zero.sequence.parallel=2", "deepspeed.tensor_parallel.autotp_size=2"),
+            "zero.sequence: found with tensor groups",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    given: tuple[str, ...], found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*MACHINE, *given]) != 0
+    assert found in capsys.readouterr().err
