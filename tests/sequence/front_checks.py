@@ -150,7 +150,7 @@ def check_settings_that_cannot_work_are_refused() -> None:
             {"tensor_parallel": {"autotp_size": 2}},
             "autotp_size: found 2, which hzero does not support with the key sequence",
         ),
-        ({"paralel": 2}, {}, "did you mean 'parallel'"),
+        ({"chunks": 2}, {}, "did you mean 'chunk'"),
     ):
         with pytest.raises(ConfigError, match=found):
             _engine({**BLOCK, "sequence": sequence}, **config)
