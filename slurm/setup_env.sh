@@ -48,7 +48,7 @@ if [ "$machine" = frontier ]; then
   # Against Cray MPICH and its library for GPUs, with this machine's compiler: a wheel would bring another MPI. [torch]
   MPICC="cc -shared" pip --no-binary=mpi4py "${from[@]}" mpi4py
   "$work/env/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$work/torch.txt"
-  pip -c "$work/torch.txt" "${from[@]}" ".[train,rocm]"
+  pip -c "$work/torch.txt" "${from[@]}" ".[train,data,rocm]"
   "$work/env/bin/python" -m hzero --version
   "$work/env/bin/conda-pack" --quiet -p "$work/env" -o "$work/packed.tar.gz"
   mv "$work/packed.tar.gz" "$target"

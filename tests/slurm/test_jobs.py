@@ -211,6 +211,16 @@ def test_lumis_script_starts_every_rank_in_the_container(
     )
 
 
+def test_a_corpus_is_prepared_by_one_rank_for_each_task(jobs: _Jobs, tmp_path: Path, stand_in: dict[str, str]) -> None:
+    keys, options = ("slurm_local", "data.path=texts", "data.output=ids"), ("--ntasks-per-node=3", "--constraint=")
+    number = jobs.send("corpus", *keys, script="prepare", options=options, **stand_in)
+    jobs.until(lambda: "finished" in jobs.log("corpus", number), "corpus", "the job finishes")
+    command = "-m hzero data prepare data.path=texts data.output=ids"
+    assert _calls(tmp_path) == [f"{rank} {command}" for rank in range(6)]
+    failing = jobs.send("failing", *keys, script="prepare", options=options, **stand_in, DOCTOR="2")
+    jobs.until(lambda: "failed with status 2" in jobs.log("failing", failing), "failing", "the job fails")
+
+
 #: Parts of a first run, in order.
 PARTS = (
     "plan",
