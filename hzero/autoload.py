@@ -53,62 +53,59 @@ class _Finder:
 
 
 def _watch(module: Any) -> None:
-    """Wraps the method of a module's class that `_WATCHED` names, once."""
-    owner, method, wrapper = _WATCHED[module.__name__]
+    """Replaces the method of a module's class that `_WATCHED` names, once."""
+    owner, method, function = _WATCHED[module.__name__]
     try:
         stock = getattr(getattr(module, owner), method)
         if not hasattr(stock, "watched_by_hzero"):
-            watching = functools.wraps(stock)(wrapper(stock))
+
+            @functools.wraps(stock)
+            def watching(*args: Any, **kwargs: Any) -> Any:
+                return function(stock, *args, **kwargs)
+
             watching.watched_by_hzero = True  # type: ignore[attr-defined]
             setattr(getattr(module, owner), method, watching)
     except Exception as error:  # whoever imports DeepSpeed may not want hzero at all
         print(f"hzero: cannot watch {module.__name__}.{owner}, so it is off: {error}", file=sys.stderr)
 
 
-def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _read(stock: Callable[..., Any], config: Any, param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedConfig._initialize_params``, which installs the stage and checks the configuration if it has a block.
 
     DeepSpeed does not see the block. The engine finds it parsed, as the configuration's attribute ``hzero_block``.
     """
+    from hzero.validation import on_all_ranks
 
-    def initialize_params(config: Any, param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    with on_all_ranks():
+        found, rest = block.split(param_dict)
+        if found is None:
+            return stock(config, param_dict, *args, **kwargs)
+        blocks_read.append(True)
+        from hzero import deepspeed as zero
+        from hzero.config import parse_config
+        from hzero.deepspeed.refusals import check_config
+
+        zero.enable()
+        config.hzero_block = parse_config(found)
+        config._param_dict = rest
+        if config.hzero_block.sequence is not None:
+            zero.count_sequences(config, rest)
+        stock(config, rest, *args, **kwargs)
+        check_config(config)
+    return None
+
+
+def _constructing(then: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that calls ``then(self, keyword arguments)`` after the stock one."""
+
+    def init(stock: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         from hzero.validation import on_all_ranks
 
+        stock(self, *args, **kwargs)
         with on_all_ranks():
-            found, rest = block.split(param_dict)
-            if found is None:
-                return stock(config, param_dict, *args, **kwargs)
-            blocks_read.append(True)
-            from hzero import deepspeed as zero
-            from hzero.config import parse_config
-            from hzero.deepspeed.refusals import check_config
+            then(self, kwargs)
 
-            zero.enable()
-            config.hzero_block = parse_config(found)
-            config._param_dict = rest
-            if config.hzero_block.sequence is not None:
-                zero.count_sequences(config, rest)
-            stock(config, rest, *args, **kwargs)
-            check_config(config)
-        return None
-
-    return initialize_params
-
-
-def _constructing(then: Callable[..., None]) -> Callable[..., Any]:
-    """A wrapper of constructors that calls ``then(self, keyword arguments)`` after each construction."""
-
-    def wrapper(stock: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            from hzero.validation import on_all_ranks
-
-            stock(self, *args, **kwargs)
-            with on_all_ranks():
-                then(self, kwargs)
-
-        return init
-
-    return wrapper
+    return init
 
 
 def _check_as_written(read: Any, _: Any) -> None:
@@ -186,9 +183,9 @@ def _follow(function: str, client: Any, accelerator: Any) -> None:
         )
 
 
-#: Module: the class to watch, its method, and what wraps that.
+#: Module: the class to watch, its method, and what replaces that; it gets the method first.
 _WATCHED: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "deepspeed.runtime.config": ("DeepSpeedConfig", "_initialize_params", _reading),
+    "deepspeed.runtime.config": ("DeepSpeedConfig", "_initialize_params", _read),
     "accelerate.accelerator": ("Accelerator", "__init__", _constructing(_follow_accelerator)),
     "transformers.trainer": ("Trainer", "__init__", _constructing(_follow_trainer)),
     # Trainer's class is a subclass of it.

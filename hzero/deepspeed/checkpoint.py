@@ -531,12 +531,8 @@ def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) 
         )
     after = note.batch // at_once
     if dist.get_rank() == 0:
-        print(
-            f"hzero: gradient_accumulation_steps {before} -> {after}, so that a step keeps the {note.batch} samples of "
-            f"{str(note.folder)!r}",
-            file=sys.stderr,
-            flush=True,
-        )
+        kept = f"so that a step keeps the {note.batch} samples of {str(note.folder)!r}"
+        logger.warning("hzero: gradient_accumulation_steps %d -> %d, %s", before, after, kept)
     return after
 
 

@@ -14,6 +14,7 @@ import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses a class 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as ds_engine
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
@@ -21,7 +22,6 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import nvtx, set_z3_leaf_module
 
 from hzero.block import KEY
-from hzero.config import HZeroConfig
 from hzero.deepspeed import autotp
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_engine, check_mpu
@@ -50,6 +50,7 @@ def enable() -> None:
         ConfigError: The stage does not support this version of DeepSpeed.
     """
     check_deepspeed()
+    DeepSpeedConfig.hzero_block = None  # `hzero.autoload` sets it where there is one
     for owner, name, function in _REPLACED:
         _replace(owner, name, function)
     if get_accelerator().device_name() == "cpu":
@@ -65,11 +66,6 @@ def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
         return function(stock, *args, **kwargs)
 
     setattr(owner, name, method)
-
-
-def _block_of(engine: DeepSpeedEngine) -> HZeroConfig | None:
-    """The block of an engine, which `hzero.autoload` has parsed; None without one."""
-    return getattr(engine._config, "hzero_block", None)
 
 
 def count_sequences(config: Any, written: dict[str, Any]) -> None:
@@ -92,7 +88,7 @@ def _check(stock: Any, engine: DeepSpeedEngine) -> None:
 
     An engine of pipeline stages with the block becomes a `HZeroPipelineEngine` here.
     """
-    if (config := _block_of(engine)) is not None:
+    if (config := engine._config.hzero_block) is not None:
         check_engine(engine)
         pipeline, world = isinstance(engine, PipelineEngine), resolve_grid(config.topology, dist.get_world_size())
         if not pipeline and engine.autotp_size() > 1:
@@ -112,7 +108,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     release_all(engine.module)
     for layer in detach(engine.module):
         set_z3_leaf_module(layer, False)
-    if (config := _block_of(engine)) is None:
+    if (config := engine._config.hzero_block) is None:
         return stock(engine, optimizer)
     if config.sequence is not None:
         for layer in attach(engine.module, config, resolve_grid(config.topology, dist.get_world_size())):
@@ -129,7 +125,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
 
 def _make_loader(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.deepspeed_io``: the ranks of a sequence group get the same samples."""
-    config = _block_of(engine)
+    config = engine._config.hzero_block
     if config is None or config.sequence is None:
         return stock(engine, *args, **kwargs)
     parallel = config.sequence.parallel
@@ -148,7 +144,7 @@ def _zero_grad(stock: Any, engine: DeepSpeedEngine) -> None:
 def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine._configure_checkpointing``: lets `CheckpointFiles` write and read if the block has the key."""
     stock(engine, *args, **kwargs)
-    config = _block_of(engine)
+    config = engine._config.hzero_block
     if config is not None and config.checkpoint is not None:
         from hzero.deepspeed.checkpoint import CheckpointFiles
 
@@ -162,7 +158,7 @@ def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **k
 @on_all_ranks()
 def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: Any) -> Any:
     """``DeepSpeedEngine._load_checkpoint``: without the key ``checkpoint`` it refuses a checkpoint of other ranks in one line."""
-    config = _block_of(engine)
+    config = engine._config.hzero_block
     resumes = how["load_optimizer_states"] and not how["load_module_only"]
     if resumes and config is not None and config.checkpoint is None and isinstance(engine.optimizer, HZeroStage3):
         written = len(list(Path(load_dir, tag).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))

@@ -246,15 +246,6 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         if self.hzero.logged_hops.wanted():
             self.hzero.settle()
 
-    @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """Stock, but for what sends the new weights."""
-        rank = self.hzero.optimizer.plan.rank
-        masters = zip(self.parallel_partitioned_bit16_groups, self.single_partition_of_fp32_groups, strict=True)
-        for partitions, master in masters:
-            partitions[rank].data.copy_(master.data)
-        self._gather()
-
     def _gather(self, **_: Any) -> None:
         """Sends all partitions to all ranks; the owner too takes what the others decode, so that all have the same bits."""
         _two_at_a_time(self._gathers())
