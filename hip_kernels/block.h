@@ -52,12 +52,13 @@ HZ_DEVICE hz_i64 shard_of(const hz_bucket& bucket, hz_u32 row) {
   return shard;
 }
 
-// A record's address: row `row` of pieces of `inner` rows.
-HZ_DEVICE hz_u8* record_at(hz_u64 payload, hz_i64 row_bytes, hz_u32 inner, hz_i64 start, hz_u32 record_bytes,
-                           hz_u32 row) {
+// A record's address: row `row` of pieces of `inner` rows, with a checksum behind every part.
+HZ_DEVICE hz_u8* record_at(const hz_checks& checks, hz_u64 payload, hz_i64 row_bytes, hz_u32 inner, hz_i64 start,
+                           hz_u32 record_bytes, hz_u32 row) {
   const hz_u32 piece = row / inner;
-  return pointer<hz_u8>(payload) + (hz_i64)piece * inner * row_bytes + inner * start +
-         (hz_i64)(row - piece * inner) * record_bytes;
+  hz_u8* first = pointer<hz_u8>(payload);
+  if (checks.sums) first += (hz_i64)(piece / checks.pieces) * HZ_CHECKSUM_BYTES;
+  return first + (hz_i64)piece * inner * row_bytes + inner * start + (hz_i64)(row - piece * inner) * record_bytes;
 }
 
 // Elements that a row's record takes from the tensor: fewer than a chunk where the tensor ends.
@@ -224,10 +225,9 @@ HZ_DEVICE void store_codes(hz_u8* record, hz_u32 vector, hz_u32 all, const hz_u3
   }
 }
 
-// 16 codes of a record as float32.
+// 16 codes of a record, packed, and as float32.
 template <int BITS>
-HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 vector, float (&codes)[16]) {
-  hz_u32 words[BITS / 2];
+HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 vector, hz_u32 (&words)[BITS / 2], float (&codes)[16]) {
   if (BITS == 8) {
     const Words whole = ((const Words*)record)[vector];
 #pragma unroll
@@ -255,6 +255,44 @@ HZ_DEVICE float load_scale(const hz_u8* scales, hz_u32 block) {
 HZ_DEVICE void store_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, float scale) {
   const hz_u32 end = block + 1 == blocks ? (blocks + 7) / 8 * 8 : block + 1;
   for (hz_u32 i = block; i < end; ++i) ((hz_u16*)scales)[i] = i == block ? (hz_u16)(bits_of(scale) >> 16) : 0;
+}
+
+HZ_DEVICE hz_u32 mix(hz_u32 word) {
+  word = (word ^ word >> 16) * 0x7feb352du;
+  word = (word ^ word >> 15) * 0x846ca68bu;
+  return word ^ word >> 16;
+}
+
+// ---- checksums -----------------------------------------------------------------------------------------------------
+
+// Adds what this thread has of a record, its codes and, if it is the first of a block, the scale, to the checksum of
+// the part that has piece `piece` (docs/payload_format.md); the last ones count the padding too. Whole waves call it.
+template <int BITS>
+HZ_DEVICE void check(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes, hz_u32 piece, const hz_u8* record,
+                     hz_u32 scales, const Place& at, const hz_u32 (&words)[BITS / 2]) {
+  const hz_u32 part = piece / checks.pieces;
+  const hz_u64 start = payload + part * (checks.pieces * piece_bytes + HZ_CHECKSUM_BYTES);
+  const hz_u32 first = 1 + (hz_u32)(((hz_u64)record - start) / 4);  // words count from 1
+  hz_u64 sum = 0;
+  if (at.has_elements) {
+    const hz_u32 place = at.element / 16 * (BITS / 2);
+#pragma unroll
+    for (int i = 0; i < BITS / 2; ++i) sum += (hz_u64)words[i] * mix(first + place + i);
+    const hz_u32 rest = at.tensor.chunk - at.element;
+    if (BITS == 4 && rest <= 16 && at.element % 32 == 0)
+#pragma unroll
+      for (int i = 2; i < 4; ++i) sum += (hz_u64)((const hz_u32*)record)[place + i] * mix(first + place + i);
+    const hz_u32 end = at.lane ? 0 : at.block + 1 == at.blocks ? (at.blocks + 7) / 8 * 8 : at.block + 1;
+#pragma unroll 1
+    for (hz_u32 i = at.block; i < end; ++i)
+      sum += ((hz_u64)((const hz_u16*)(record + scales))[i] << i % 2 * 16) * mix(first + scales / 4 + i / 2);
+  }
+#pragma unroll
+  for (hz_u32 m = 1; m < HZ_WAVE; m *= 2) {
+    const hz_u32 low = swap_halves((hz_u32)sum, m), high = swap_halves((hz_u32)(sum >> 32), m);
+    sum += (hz_u64)high << 32 | low;
+  }
+  if (thread() % HZ_WAVE == 0) add_atomically(pointer<hz_u64>(checks.sums + part * checks.step), sum);
 }
 
 // ---- the arithmetic of a block -------------------------------------------------------------------------------------
@@ -302,12 +340,6 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, float 
 // A number whose lowest bits are those of `quotient` rounded to nearest even, as an integer: 1.5 * 2^23 leaves no
 // fraction. Exact for magnitudes below 2^22.
 HZ_DEVICE float rounded(float quotient) { return add(quotient, 12582912.0f); }
-
-HZ_DEVICE hz_u32 mix(hz_u32 word) {
-  word = (word ^ word >> 16) * 0x7feb352du;
-  word = (word ^ word >> 15) * 0x846ca68bu;
-  return word ^ word >> 16;
-}
 
 // x / scale, rounded once, from the reciprocal of the scale: a remainder that is exact corrects a product with it
 // (Markstein 1990). With the 8 significant bits of a bfloat16 scale no quotient is so near to the middle between two

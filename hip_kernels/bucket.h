@@ -5,7 +5,8 @@
 
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
-#define HZ_BUCKET_VERSION 8  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_CHECKSUM_BYTES 16  // behind each part of a payload that has checksums
+#define HZ_BUCKET_VERSION 9   // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -31,13 +32,22 @@ struct hz_tensor {
   float factor;        // of the residual
 };
 
+// Where the checksums of a payload are. Kernels add to them, so they start at zero, or at what is to be added.
+struct hz_checks {
+  hz_u64 sums;    // address of the first part's; 0: the payload has none
+  hz_i64 step;    // bytes from one to the next
+  hz_u32 pieces;  // successive pieces of the payload that are one part
+};
+
 struct hz_bucket {
   hz_u64 payload;      // address, a multiple of 16 (on a processor, of 4)
   hz_u64 out_payload;  // address of the payload written by decode_sum_encode, likewise
   hz_i64 row_bytes;    // of one row of the payload
   hz_i64 out_row_bytes;
-  hz_u32 outer;  // pieces of the payload; the peers of a sum
-  hz_u32 inner;  // rows of a piece
+  hz_checks checks;      // of the payload: those behind its parts where it is written, elsewhere of what is read
+  hz_checks out_checks;  // of the payload written by decode_sum_encode
+  hz_u32 outer;          // pieces of the payload; the peers of a sum
+  hz_u32 inner;          // rows of a piece
   hz_u32 out_inner;
   hz_u32 block_size;  // elements that share a scale, a multiple of 16 to 512; in codec exp those of a block or of a
                       // line; in codecs zfp and mpc, which are the host's alone, those that are worked on together

@@ -17,18 +17,22 @@ namespace hz {
 template <class Target, int BITS>
 HZ_DEVICE void decode(const hz_bucket& bucket) {
   const Place at = place(bucket);
-  if (!at.has_elements && !bucket.rotation) return;
+  if (!at.has_elements && !bucket.rotation && !bucket.checks.sums) return;
   const hz_tensor& tensor = at.tensor;
-  const hz_u8* record =
-      record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
+  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                  tensor.record_bytes, at.row);
   float x[16];
+  hz_u32 words[BITS / 2];
   no_sums(x);
   if (at.has_elements) {
     const float scale = load_scale(record + tensor.scales, at.block);
-    load_codes<BITS>(record, at.element / 16, x);
+    load_codes<BITS>(record, at.element / 16, words, x);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);
   }
+  if (bucket.checks.sums)
+    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, at.row / bucket.inner, record,
+                tensor.scales, at, words);
   if (bucket.rotation) hadamard(bucket, at, x, 1.0f);
   const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk + at.element;
   const int count = at.has_elements ? (int)(tensor.chunk - at.element) : 0;

@@ -20,10 +20,13 @@ HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
   float sums[16];
   no_sums(sums);
   add_peers<BITS>(bucket, at, sums);
-  hz_u8* record = record_at(bucket.out_payload, bucket.out_row_bytes, bucket.out_inner, at.tensor.out_start,
-                            at.tensor.out_record_bytes, at.row);
+  hz_u8* record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
+                            at.tensor.out_start, at.tensor.out_record_bytes, at.row);
   hz_u32 words[OUT_BITS / 2];
   encode_block<OUT_BITS>(bucket, at, record, at.tensor.out_scales, sums, words);
+  if (bucket.out_checks.sums)
+    check<OUT_BITS>(bucket.out_checks, bucket.out_payload, bucket.out_inner * bucket.out_row_bytes,
+                    at.row / bucket.out_inner, record, at.tensor.out_scales, at, words);
 }
 
 }  // namespace hz

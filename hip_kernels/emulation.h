@@ -155,6 +155,7 @@ HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
   return emulation::exchange(value, thread() % HZ_WAVE ^ M);
 }
 #endif
+HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { *to += value; }
 HZ_DEVICE hz_u32 bits_of(float x) {
   hz_u32 bits;
   std::memcpy(&bits, &x, 4);

@@ -36,9 +36,13 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
     for (int i = 0; i < 16; ++i) x[i] = add(x[i], mul(residual[i], tensor.factor));
   }
   if (bucket.rotation) hadamard(bucket, at, x, divide(1.0f, (float)bucket.rotation));
-  hz_u8* record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                            tensor.record_bytes, at.row);
   hz_u32 words[BITS / 2];
   const float scale = encode_block<BITS>(bucket, at, record, tensor.scales, x, words);
+  if (bucket.checks.sums)
+    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, at.row / bucket.inner, record,
+                tensor.scales, at, words);
   if (tensor.left) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {

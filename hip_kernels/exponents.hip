@@ -176,7 +176,8 @@ HZ_DEVICE void encode_exponents(const hz_bucket& bucket) {
   const hz_i64 first = shard_of(bucket, at.row) * chunk;
   const int here = (int)present(tensor, first);
   const hz_u16* source = pointer<const hz_u16>(tensor.data) + first;
-  hz_u8* record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                            tensor.record_bytes, at.row);
   hz_u8* codes = record + (chunk + 15) / 16 * 16;
   const Heads heads = Heads::of(record + tensor.scales, lines);
   hz_u8* list = heads.lists + first_line / block_lines * longest_list;
@@ -279,9 +280,9 @@ template <class Target>
 HZ_DEVICE void decode_exponents(const hz_bucket& bucket) {
   const Place at = place(bucket);
   float x[16];
-  read_elements(
-      record_at(bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start, at.tensor.record_bytes, at.row), at,
-      x);
+  read_elements(record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start,
+                          at.tensor.record_bytes, at.row),
+                at, x);
   if (!at.has_elements) return;
   const hz_i64 first = shard_of(bucket, at.row) * at.tensor.chunk + at.element;
   store<Target>(pointer<typename Target::type>(at.tensor.data) + first, (int)(at.tensor.chunk - at.element), x);
@@ -294,8 +295,8 @@ HZ_DEVICE void decode_sum_exponents(const hz_bucket& bucket) {
   const hz_i64 first = (hz_i64)at.row * at.tensor.chunk + at.element;
   const int count = at.has_elements ? (int)(at.tensor.chunk - at.element) : 0;
   if (at.tensor.residual) load<Fp32>(pointer<const float>(at.tensor.residual) + first, count, sums);
-  hz_u8* record =
-      record_at(bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start, at.tensor.record_bytes, at.row);
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start,
+                            at.tensor.record_bytes, at.row);
 #pragma unroll 1
   for (hz_u32 peer = 0; peer < bucket.outer; ++peer, record += bucket.inner * bucket.row_bytes) {
     read_elements(record, at, x);

@@ -7,17 +7,23 @@ namespace hz {
 // Adds 16 elements of this thread of all peers; those beyond the record are zero, or NaN where the whole block is.
 template <int BITS>
 HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)[16]) {
-  if (!at.has_elements) return;
-  const hz_u8* record =
-      record_at(bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start, at.tensor.record_bytes, at.row);
-  const hz_i64 step = bucket.inner * bucket.row_bytes;
+  if (!at.has_elements && !bucket.checks.sums) return;
+  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start,
+                                  at.tensor.record_bytes, at.row);
+  const hz_i64 piece_bytes = bucket.inner * bucket.row_bytes;
+  const hz_i64 step = piece_bytes + (bucket.checks.sums ? HZ_CHECKSUM_BYTES : 0);
 #pragma unroll 1  // two at a time would take more than 64 registers; not measured
   for (hz_u32 peer = 0; peer < bucket.outer; ++peer, record += step) {
-    const float scale = load_scale(record + at.tensor.scales, at.block);
-    float codes[16];
-    load_codes<BITS>(record, at.element / 16, codes);
+    hz_u32 words[BITS / 2];
+    if (at.has_elements) {
+      const float scale = load_scale(record + at.tensor.scales, at.block);
+      float codes[16];
+      load_codes<BITS>(record, at.element / 16, words, codes);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], mul(codes[i], scale));
+      for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], mul(codes[i], scale));
+    }
+    if (bucket.checks.sums)
+      check<BITS>(bucket.checks, bucket.payload, piece_bytes, peer, record, at.tensor.scales, at, words);
   }
 }
 

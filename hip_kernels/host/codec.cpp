@@ -21,13 +21,24 @@ HZ_INLINE int64_t between(int64_t low, int64_t x, int64_t high) { return x < low
 struct Record {
   uint8_t* codes;
   uint8_t* scales;
+  uint64_t* sum;   // checksum of its part; null: there is none
+  uint32_t place;  // in its part, in words of 32 bits
 };
 
-HZ_INLINE Record record_at(uint64_t payload, int64_t row_bytes, uint32_t inner, int64_t start, uint32_t bytes,
-                           uint32_t scales, uint32_t row) {
-  uint8_t* at =
-      (uint8_t*)payload + row / inner * (int64_t)inner * row_bytes + inner * start + row % inner * (int64_t)bytes;
-  return {at, at + scales};
+HZ_INLINE Record record_at(const hz_checks& checks, uint64_t payload, int64_t row_bytes, uint32_t inner, int64_t start,
+                           uint32_t bytes, uint32_t scales, uint32_t row) {
+  const int64_t piece = row / inner, within = inner * start + row % inner * (int64_t)bytes;
+  uint8_t* at = (uint8_t*)payload + piece * inner * row_bytes + within;
+  if (!checks.sums) return {at, at + scales, nullptr, 0};
+  const int64_t part = piece / checks.pieces;
+  at += part * HZ_CHECKSUM_BYTES;
+  return {at, at + scales, (uint64_t*)(checks.sums + part * checks.step),
+          (uint32_t)((piece % checks.pieces * inner * row_bytes + within) / 4)};
+}
+
+// Bytes from a peer's payload to the next one's.
+HZ_INLINE int64_t step_of(const hz_bucket& bucket) {
+  return bucket.inner * bucket.row_bytes + (bucket.checks.sums ? HZ_CHECKSUM_BYTES : 0);
 }
 
 HZ_INLINE int64_t shard_of(const hz_bucket& bucket, uint32_t row) {
@@ -141,6 +152,57 @@ HZ_INLINE Floats quotient_of(Floats x, Floats scale, Floats reciprocal) {
   return fused(fused(-quotient, scale, x), reciprocal, quotient);
 }
 
+// ---- checksums -----------------------------------------------------------------------------------------------------
+
+// The sum of words of 32 bits, each times a number for its place, modulo 2^64. Missing bytes of the last one are zero.
+static hz_u64 checksum(const hz_u8* bytes, hz_u64 count, hz_u32 place) {
+  Words counting;
+  for (int lane = 0; lane < lanes; ++lane) counting[lane] = lane + 1;
+  Pairs sums = {};
+  uint64_t i = 0;
+  for (; i + 4 * lanes <= count; i += 4 * lanes, place += lanes) {
+    const Words words = load<Words>(bytes + i), weights = mix(counting + place);
+    sums += products(words, weights) + products((Words)((Pairs)words >> 32), (Words)((Pairs)weights >> 32));
+  }
+  uint64_t sum = 0;
+  for (int lane = 0; lane < lanes / 2; ++lane) sum += sums[lane];
+  if (i < count) {
+    uint32_t last[lanes] = {};
+    std::memcpy(last, bytes + i, count - i);
+    const Words weights = mix(counting + place);
+    for (int lane = 0; lane < lanes; ++lane) sum += (uint64_t)last[lane] * weights[lane];
+  }
+  return sum;
+}
+
+// Adds blocks `begin` to `end` of a record, which the first-level cache still has: codes and scales, and behind the
+// last ones the padding.
+template <int BITS>
+HZ_INLINE void check(Record record, uint32_t size, uint32_t begin, uint32_t end, uint32_t blocks) {
+  if (!record.sum) return;
+  const uint32_t codes_end = end < blocks ? end * size * BITS / 8 : (uint32_t)(record.scales - record.codes);
+  const uint32_t from = begin * size * BITS / 8, scales = record.place + (uint32_t)(record.scales - record.codes) / 4;
+  uint64_t sum = checksum(record.codes + from, codes_end - from, record.place + from / 4);
+  // From whole words: a scale has half of one.
+  const uint32_t first = begin / 2 * 2, scales_end = end < blocks ? end : (blocks + 7) / 8 * 8;
+  alignas(64) uint16_t halves[batch + 10];
+  std::memcpy(halves, record.scales + 2 * first, 2 * (scales_end - first));
+  if (begin % 2) halves[0] = 0;
+  sum += checksum((const uint8_t*)halves, 2 * (scales_end - first), scales + first / 2);
+  __atomic_fetch_add(record.sum, sum, __ATOMIC_RELAXED);
+}
+
+// The same of the records of all peers.
+template <int BITS>
+HZ_INLINE void check_peers(const hz_bucket& bucket, Record record, uint32_t begin, uint32_t end, uint32_t blocks) {
+  if (!record.sum) return;
+  for (uint32_t peer = 0; peer < bucket.outer; ++peer) {
+    check<BITS>(record, bucket.block_size, begin, end, blocks);
+    record.codes += step_of(bucket), record.scales += step_of(bucket);
+    record.sum = (uint64_t*)((uint8_t*)record.sum + bucket.checks.step);
+  }
+}
+
 // Integers in the low bits of words that stand for a vector's codes. `noise`: the keys of stochastic rounding in this
 // row and column; null to round to nearest.
 template <class Type, int BITS, bool EASY>
@@ -228,6 +290,7 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
     store_scale(record.scales, block + i, blocks, scales[i]);
   }
+  check<BITS>(record, size, block, block + count, blocks);
 }
 
 // ---- residuals -----------------------------------------------------------------------------------------------------
@@ -263,8 +326,8 @@ static void encode(const hz_bucket& bucket, const Span& span) {
   const uint32_t size = bucket.block_size;
   const int64_t first = shard_of(bucket, span.row) * tensor.chunk;
   const int64_t present = between(0, tensor.numel - first, tensor.chunk);
-  const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                  tensor.scales, span.row);
+  const Record record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                  tensor.record_bytes, tensor.scales, span.row);
   const Rounding rounding = rounding_of(bucket, tensor, span.row);
   alignas(64) Element padded[buffer];
   alignas(64) float sums[buffer], scales[batch];
@@ -320,12 +383,14 @@ template <class Type, int BITS>
 static void decode(const hz_bucket& bucket, const Span& span) {
   typedef typename Type::type Element;
   const hz_tensor& tensor = *span.tensor;
-  const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                  tensor.scales, span.row);
+  const Record record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                  tensor.record_bytes, tensor.scales, span.row);
   Element* target = (Element*)tensor.data + shard_of(bucket, span.row) * tensor.chunk;
   alignas(64) Element padded[buffer];
   alignas(64) float values[buffer];
   for (uint32_t block = span.begin; block < span.end; ++block) {
+    if ((block - span.begin) % batch == 0)
+      check<BITS>(record, bucket.block_size, block, (uint32_t)between(0, block + batch, span.end), span.blocks);
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size), whole = count & ~15u;
     const uint8_t* codes = record.codes + at * BITS / 8;
@@ -420,7 +485,7 @@ HZ_INLINE void add_peers(Record first, int64_t step, uint32_t block, uint32_t si
 template <int BITS>
 HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, uint32_t count, bool adds,
                          float* sums) {
-  const int64_t step = bucket.inner * bucket.row_bytes;
+  const int64_t step = step_of(bucket);
   const uint32_t all = (count + 15) & ~15u, size = bucket.block_size;
   uint32_t peer = 0;
   // Four at a time, so that partial sums seldom go through memory.
@@ -433,10 +498,12 @@ HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, 
 template <int BITS>
 static void decode_sum(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
-  const Record first = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                 tensor.scales, span.row);
+  const Record first = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                 tensor.record_bytes, tensor.scales, span.row);
   alignas(64) float padded[buffer];
   for (uint32_t block = span.begin; block < span.end; ++block) {
+    if ((block - span.begin) % batch == 0)
+      check_peers<BITS>(bucket, first, block, (uint32_t)between(0, block + batch, span.end), span.blocks);
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size);
     const int64_t place = span.row * (int64_t)tensor.chunk + at;
@@ -460,16 +527,17 @@ template <int BITS, int OUT_BITS>
 static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
   const uint32_t size = bucket.block_size;
-  const Record first = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                 tensor.scales, span.row);
-  const Record record = record_at(bucket.out_payload, bucket.out_row_bytes, bucket.out_inner, tensor.out_start,
-                                  tensor.out_record_bytes, tensor.out_scales, span.row);
+  const Record first = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                 tensor.record_bytes, tensor.scales, span.row);
+  const Record record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
+                                  tensor.out_start, tensor.out_record_bytes, tensor.out_scales, span.row);
   const Rounding rounding = rounding_of(bucket, tensor, span.row);
   alignas(64) float sums[buffer], scales[batch];
   uint32_t count;
   for (uint32_t block = span.begin; block < span.end; block += count) {
     count = (uint32_t)between(1, buffer / size, batch);
     count = (uint32_t)between(0, count, span.end - block);
+    check_peers<BITS>(bucket, first, block, block + count, span.blocks);
     uint32_t length = 0;
     for (uint32_t i = 0; i < count; ++i) {
       length = (uint32_t)between(0, tensor.chunk - (int64_t)(block + i) * size, size);
@@ -494,6 +562,7 @@ const Kernels kernels = {
 #define HZ_ENTRY(name, ...) __VA_ARGS__,
     HZ_EACH_KERNEL(HZ_ENTRY)
 #undef HZ_ENTRY
+        checksum,
 };
 
 }  // namespace HZ_ISA

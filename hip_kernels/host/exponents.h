@@ -14,8 +14,9 @@ struct ExponentRecord {
   uint32_t chunk, lines;
 
   ExponentRecord(const hz_bucket& bucket, const hz_tensor& tensor, uint32_t row, uint32_t peer = 0) {
-    const Record record = record_at(bucket.payload + peer * bucket.inner * bucket.row_bytes, bucket.row_bytes,
-                                    bucket.inner, tensor.start, tensor.record_bytes, tensor.scales, row);
+    const Record record =
+        record_at(bucket.checks, bucket.payload + peer * bucket.inner * bucket.row_bytes, bucket.row_bytes,
+                  bucket.inner, tensor.start, tensor.record_bytes, tensor.scales, row);
     chunk = tensor.chunk;
     lines = (chunk + line_elements - 1) / line_elements;
     tails = record.codes;

@@ -53,6 +53,7 @@ struct Kernels {
 #define HZ_ENTRY(name, ...) Kernel name;
   HZ_EACH_KERNEL(HZ_ENTRY)
 #undef HZ_ENTRY
+  hz_u64 (*checksum)(const hz_u8* bytes, hz_u64 count, hz_u32 place);
 };
 
 }  // namespace hz

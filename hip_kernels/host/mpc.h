@@ -25,8 +25,8 @@ static void encode_mpc(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
   const int64_t first = shard_of(bucket, span.row) * tensor.chunk;
   const int64_t present = between(0, tensor.numel - first, tensor.chunk);
-  uint8_t* record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                              tensor.scales, span.row)
+  uint8_t* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                              tensor.record_bytes, tensor.scales, span.row)
                         .codes;
   const uint32_t chunks = chunks_of(tensor.chunk), distance = bucket.dimension;
   uint8_t *bitmaps = record + mpc_header, *to = bitmaps + (size_t)chunks * 4 * mpc_bitmap;
@@ -73,8 +73,8 @@ template <class Type>
 static void decode_mpc(const hz_bucket& bucket, const Span& span) {
   typedef typename Type::type Element;
   const hz_tensor& tensor = *span.tensor;
-  const uint8_t* record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                    tensor.scales, span.row)
+  const uint8_t* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                    tensor.record_bytes, tensor.scales, span.row)
                               .codes;
   Element* target = (Element*)tensor.data + shard_of(bucket, span.row) * tensor.chunk;
   const uint32_t chunks = chunks_of(tensor.chunk), distance = bucket.dimension;

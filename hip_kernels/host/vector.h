@@ -93,6 +93,19 @@ HZ_INLINE Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Products, of 64 bits, of the words of even index.
+HZ_INLINE Pairs products(Words a, Words b) {
+#if defined(__AVX512F__)
+  return (Pairs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Pairs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Pairs)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return ((Pairs)a & 0xffffffff) * ((Pairs)b & 0xffffffff);
+#endif
+}
+
 // Two vectors of successive elements from those of even and of odd index, and back.
 HZ_INLINE void merge(Floats even, Floats odd, Floats& first, Floats& second) {
 #if defined(__AVX512F__)

@@ -124,8 +124,8 @@ static void encode_zfp(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
   const int64_t first = shard_of(bucket, span.row) * tensor.chunk;
   const int64_t present = between(0, tensor.numel - first, tensor.chunk);
-  const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                  tensor.scales, span.row);
+  const Record record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                  tensor.record_bytes, tensor.scales, span.row);
   alignas(64) Element padded[zfp_group];
   alignas(64) float values[zfp_group], decoded[zfp_group];
   const uint32_t bytes = 8 * bucket.rate;
@@ -193,8 +193,8 @@ template <class Type>
 static void decode_zfp(const hz_bucket& bucket, const Span& span) {
   typedef typename Type::type Element;
   const hz_tensor& tensor = *span.tensor;
-  const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                  tensor.scales, span.row);
+  const Record record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                  tensor.record_bytes, tensor.scales, span.row);
   Element* target = (Element*)tensor.data + shard_of(bucket, span.row) * tensor.chunk;
   alignas(64) float values[zfp_group] = {};
   alignas(64) Element padded[zfp_group];
@@ -209,8 +209,8 @@ static void decode_zfp(const hz_bucket& bucket, const Span& span) {
 
 static void decode_sum_zfp(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
-  const Record first = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
-                                 tensor.scales, span.row);
+  const Record first = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                 tensor.record_bytes, tensor.scales, span.row);
   alignas(64) float values[zfp_group] = {}, sums[zfp_group];
   for (uint32_t group = span.begin; group < span.end; ++group) {
     const int64_t at = (int64_t)group * zfp_group, place = span.row * (int64_t)tensor.chunk + at;

@@ -133,29 +133,43 @@ class KernelBackend:
         if not self._has(fmt) or (add and not fmt.traits.codes):
             return reference.decoder(rows, fmt, dtype, add)
         launch = Launch(self.launcher, "decode", rows, fmt, dtype, _DECODED[add])
-        return lambda payload, tensors: launch(payload, tensors, added=tensors)
+        return lambda payload, tensors, *checksums: launch(payload, tensors, added=tensors, checksums=checksums)
 
     def summer(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
         """Decodes the pieces of a payload and sums them in float32, in their order."""
         if not self._has(fmt) or not fmt.traits.fixed:
             return reference.summer(rows, fmt, dtype, add)
         launch = Launch(self.launcher, "decode_sum", rows, fmt, dtype, _DECODED[add])
-        return lambda payload, sums: launch(payload, sums, added=sums)
+        return lambda payload, sums, *checksums: launch(payload, sums, added=sums, checksums=checksums)
 
     def recoder(
-        self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, outer: int, out: RecordFormat
+        self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat
     ) -> Callable[..., None] | None:
         """Sums and encodes in one kernel if blocks agree; None if they do not."""
         if not (fmt.alike(out) and self._has(fmt) and self._has(out)):
-            return reference.recoder(rows, fmt, dtype, outer, out)
-        launch = Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, pieces=outer)
-        return lambda payload, message, seed=0: launch(payload, out_payload=message, seed=seed)
+            return reference.recoder(rows, fmt, dtype, summed, out)
+        launch = Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, summed=summed)
+        return lambda payload, message, seed=0, *checksums: launch(
+            payload, out_payload=message, seed=seed, checksums=checksums
+        )
+
+    def checksums(self, parts: torch.Tensor) -> torch.Tensor:
+        """Of bytes that no kernel has in its registers."""
+        return reference.checksums(parts) if self.launcher.on_device else self.launcher.checksums(parts)
 
     def _has(self, fmt: RecordFormat) -> bool:
         return fmt.traits.compiled == "all" or (fmt.traits.compiled == "cpu" and not self.launcher.on_device)
 
 
 _DECODED = {False: ("data",), True: ("data", "residual")}
+
+
+def _sums_of(message: torch.Tensor | None, rows: Rows | None, *sums: torch.Tensor) -> list[int]:
+    """Where the checksums of a message go, if it has some: address and step. They start at zero if it is written."""
+    if message is None or rows is None or not rows.parts:
+        return [0, 0]
+    found = sums[0] if sums else reference.trailers(message, rows.parts).zero_()[:, 0]
+    return [found.data_ptr(), found.stride(0) * found.element_size()]
 
 
 class Launch:
@@ -170,7 +184,7 @@ class Launch:
         fields: What a call fills in for each tensor: addresses, and the elements at the first one.
         adds: What is added before encoding.
         out: Format of a second payload, to write, or None.
-        pieces: Pieces of that payload.
+        summed: Its rows.
     """
 
     def __init__(
@@ -184,25 +198,28 @@ class Launch:
         *,
         adds: Adds = "",
         out: RecordFormat | None = None,
-        pieces: int = 1,
+        summed: Rows | None = None,
     ) -> None:
         of_type = {"decode_sum": "", "decode_sum_encode": f"_{out and out.codec}"}.get(operator, f"_{NAMES[dtype]}")
         self._kernel = fmt.traits.kernels or operator, f"{operator}_{fmt.codec}{of_type}"
         self._launcher, self._operator, self._fields = launcher, operator, fields
-        self._rows, self._fmt, self._dtype, self._adds, self._out, self._pieces = rows, fmt, dtype, adds, out, pieces
+        self._rows, self._fmt, self._dtype, self._adds, self._out, self._summed = rows, fmt, dtype, adds, out, summed
         self._stochastic = (out or fmt).stochastic
-        self._parts: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
+        self._buckets: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
         whole = [index for index, chunk in enumerate(rows.chunks) if chunk]
         for first in range(0, len(whole), TENSORS):
             some = whole[first : first + TENSORS]
             places = [BUCKET.fields[name][1] for name in ("payload", "out_payload")]  # type: ignore[index]
+            for name in ("checks", "out_checks"):
+                first_sum: int = BUCKET.fields[name][1]  # type: ignore[index]
+                places += [first_sum, first_sum + 8]  # and the step
             start: int = BUCKET.fields["tensor"][1]  # type: ignore[index]
             for field in fields:
                 offset = start + TENSOR.fields[field][1]  # type: ignore[index]
                 places += [offset + TENSOR.itemsize * index for index in range(len(some))]
             bucket = self._bucket(some)
             words = bucket.reshape(1).view(np.uint64)
-            self._parts.append((words, np.array(places) // 8, some, int(bucket["workgroups"])))
+            self._buckets.append((words, np.array(places) // 8, some, int(bucket["workgroups"])))
 
     def _bucket(self, some: list[int]) -> np.ndarray:
         """The structure of some of the tensors; on a device also how its threads share the work."""
@@ -231,9 +248,13 @@ class Launch:
         }
         if out:
             written = layout_of(rows.chunks, out, torch.float32.itemsize)
-            bucket["out_row_bytes"], bucket["out_inner"] = written.row_bytes, rows.inner // self._pieces
+            assert self._summed is not None
+            bucket["out_row_bytes"], bucket["out_inner"] = written.row_bytes, self._summed.inner
             of_tensors["out_start"], of_tensors["out_record_bytes"] = written.record_starts, written.record_bytes
             of_tensors["out_scales"] = written.scales_offsets
+        for name, message in (("checks", rows), ("out_checks", self._summed)):
+            if message and message.parts:
+                bucket[name]["pieces"] = message.outer // message.parts
         tensor = bucket["tensor"][: len(some)]
         tensor["factor"] = -1.0 if self._adds == "base" else 0.0
         for name, values in of_tensors.items():
@@ -256,6 +277,7 @@ class Launch:
         factors: Sequence[float] = (),
         left: Sequence[torch.Tensor] = (),
         out_payload: torch.Tensor | None = None,
+        checksums: Sequence[torch.Tensor] = (),
     ) -> None:
         """Starts the kernel.
 
@@ -267,11 +289,14 @@ class Launch:
             factors: Factors of residuals.
             left: Outputs for the new residuals.
             out_payload: A second payload, to write.
+            checksums: One tensor, to which the checksums of the payload are added if it is read.
         """
+        messages = [payload.data_ptr(), 0 if out_payload is None else out_payload.data_ptr()]
+        messages += _sums_of(payload, self._rows, *checksums) + _sums_of(out_payload, self._summed)
         addresses = {"data": tensors, "residual": added, "left": left}
-        for template, places, some, workgroups in self._parts:
+        for template, places, some, workgroups in self._buckets:
             words = template.copy()
-            values = [payload.data_ptr(), out_payload.data_ptr() if out_payload is not None else 0]
+            values = [*messages]
             for field in self._fields:
                 if field == "numel":
                     values += [tensors[index].numel() for index in some]

@@ -110,20 +110,20 @@ def rotated(rows: torch.Tensor, fmt: RecordFormat, factor: float = 1.0) -> torch
 
 def noise_key(seed: int) -> int:
     """The unsigned 32-bit key of a seed."""
-    key: int = _mixed(_mixed((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD))
+    key: int = mixed(mixed((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD))
     return key
 
 
 def _noise(like: torch.Tensor, seed: int, first_column: int) -> torch.Tensor:
     """Numbers of (0, 1), float32 ``[rows, columns]``, from seed, row and column (docs/payload_format.md)."""
     rows, columns = (torch.arange(size, dtype=torch.int64, device=like.device) for size in like.shape)
-    keys = _mixed(rows & _WORD ^ noise_key(seed))
-    bits = _mixed(keys.unsqueeze(-1) ^ (columns + first_column) & _WORD)
+    keys = mixed(rows & _WORD ^ noise_key(seed))
+    bits = mixed(keys.unsqueeze(-1) ^ (columns + first_column) & _WORD)
     # 16 bits and a half: a code below 128 plus such a number is exact in float32, so multiples of the scale stay.
     return (bits >> 16).to(torch.float32).add_(0.5).mul_(2.0**-16)
 
 
-def _mixed(word: Any) -> Any:
+def mixed(word: Any) -> Any:
     """``lowbias32`` of https://nullprogram.com/blog/2018/07/31/ (public domain), of a number or of int64 ones below 2**32."""
     word = ((word ^ word >> 16) * 0x7FEB352D) & _WORD
     word = ((word ^ word >> 15) * 0x846CA68B) & _WORD

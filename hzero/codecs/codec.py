@@ -134,10 +134,8 @@ class Codec(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        sizes: Sequence[int],
-        strides: Sequence[int] | None = None,
-        outer: int = 1,
         adds: Adds = "",
+        **layout: Any,
     ) -> Encoder:
         """Prepares to encode buckets of one layout.
 
@@ -145,10 +143,7 @@ class Codec(NamedTuple):
             chunks: Elements of one shard of each tensor.
             dtype: Type of the tensors, one of the codec's (`Traits.types`); codec ``none``: also uint8, bytes of any type.
             device: Of the tensors.
-            sizes: Axes of the rows; their product is the number of rows.
-            strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` is shard
-                ``i * strides[0] + j * strides[1] + ..``; rows and shards correspond one to one. None: in order.
-            outer: Number of pieces of the message, each ``[tensor][rows / outer][record]``; a product of the first axes.
+            layout: The rows of the message, its pieces and its parts: the other arguments of `Rows.of`.
             adds: ``residuals`` encodes ``source + factor * residual``, product and sum rounded to float32 each, and gives the
                 loss; ``base`` encodes ``source - base``, a float32 difference rounded once.
 
@@ -156,7 +151,7 @@ class Codec(NamedTuple):
             TypeError: A dtype that cannot be encoded, named.
             ValueError: Rows that do not fit, named.
         """
-        return _encoder(self.format, Rows.of(chunks, sizes, strides, outer), dtype, adds, backends.of(device))
+        return _encoder(self.format, Rows.of(chunks, **layout), dtype, adds, backends.of(device))
 
     def decoder(
         self,
@@ -164,10 +159,8 @@ class Codec(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        sizes: Sequence[int],
-        strides: Sequence[int] | None = None,
-        outer: int = 1,
         add: bool = False,
+        **layout: Any,
     ) -> Decoder:
         """Prepares to decode messages of one layout.
 
@@ -175,12 +168,10 @@ class Codec(NamedTuple):
             chunks: As encoded.
             dtype: Type to decode to; for codec ``none`` the type that was encoded.
             device: Of the messages.
-            sizes: As encoded.
-            strides: As encoded.
-            outer: As encoded.
+            layout: As encoded.
             add: Whether decoded values are added, in float32, to what is in the tensors, and each sum rounded once.
         """
-        return _decoder(self.format, Rows.of(chunks, sizes, strides, outer), dtype, add, backends.of(device))
+        return _decoder(self.format, Rows.of(chunks, **layout), dtype, add, backends.of(device))
 
     def summer(
         self,
@@ -193,6 +184,7 @@ class Codec(NamedTuple):
         to: Codec | None = None,
         outer: int = 1,
         add: bool = False,
+        parts: tuple[int, int] = (0, 0),
     ) -> Summer:
         """Prepares to decode messages of several peers and to sum them in float32, in the order of the peers.
 
@@ -206,9 +198,10 @@ class Codec(NamedTuple):
                 them rounded once to ``dtype``.
             outer: Pieces of that message.
             add: Whether the messages are added one by one, or, rotated, as one sum, to sums that exist.
+            parts: Parts with a checksum: as many as peers, or 0; and those of the message of the sums.
         """
-        rows = Rows.of(chunks, (peers, inner), outer=peers)
-        target = None if to is None else (to.format, outer)
+        rows = Rows.of(chunks, (peers, inner), outer=peers, parts=parts[0])
+        target = None if to is None else (to.format, Rows.of(chunks, (inner,), outer=outer, parts=parts[1]))
         return _summer(self.format, rows, dtype, target, add, backends.of(device))
 
     # ---- single calls -----------------------------------------------------------------------------------------------
@@ -251,7 +244,7 @@ class Encoder:
         self._dtype, self._adds, self._rows = dtype, adds, rows.total
         self._most = [rows.total * chunk for chunk in rows.chunks]
         coded = torch.float32 if self._widens else dtype
-        self.bytes = fmt.message_bytes(rows.chunks, rows.total, 4 if adds == "residuals" else coded.itemsize)
+        self.bytes = rows.message_bytes(fmt, 4 if adds == "residuals" else coded.itemsize)
         self._run = backend.encoder(rows, fmt, coded, adds)
 
     def __call__(
@@ -318,16 +311,19 @@ class Decoder:
     def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Any) -> None:
         _check_dtype(dtype, FLOATS, fmt, bytes_too=fmt.traits.plain and not add)
         self._numels, self._dtype = [rows.total * chunk for chunk in rows.chunks], dtype
-        self.bytes = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
+        self.bytes = rows.message_bytes(fmt, dtype.itemsize)
         self._what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
         self._run = backend.decoder(rows, fmt, dtype, add)
 
-    def __call__(self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None) -> Any:
+    def __call__(
+        self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None, *checksums: torch.Tensor
+    ) -> Any:
         """Decodes one message.
 
         Args:
             payload: uint8 ``[bytes]``, at any address.
             out: Contiguous tensors of the dtype, ``[rows * chunk]`` elements each, no two of which overlap; None makes them.
+            checksums: If the message has some, int64 ``[parts]``, to which those of its bytes are added.
 
         Returns:
             The tensors, flat if they are made here, shards in order.
@@ -341,7 +337,7 @@ class Decoder:
             out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
         else:
             _check_tensors("tensors", out, self._dtype, payload.device, self._numels)
-        self._run(payload, out)
+        self._run(payload, out, *checksums)
         return out
 
 
@@ -357,40 +353,41 @@ class Summer:
         fmt: RecordFormat,
         rows: Rows,
         dtype: torch.dtype,
-        target: tuple[RecordFormat, int] | None,
+        target: tuple[RecordFormat, Rows] | None,
         add: bool,
         backend: Any,
     ) -> None:
         _check_dtype(dtype, FLOATS, fmt)
         self._numels = [rows.inner * chunk for chunk in rows.chunks]
-        self._arriving = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
+        self._arriving = rows.message_bytes(fmt, dtype.itemsize)
         self._what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
         self.bytes, self._recodes = 0, target is not None
         if target is None:
             self._run = backend.summer(rows, fmt, dtype, add)
             return
-        out, outer = target
+        out, summed = target
         coded = dtype if out.traits.plain else torch.float32
-        self.bytes = out.message_bytes(rows.chunks, rows.inner, coded.itemsize)
-        self._run = backend.recoder(rows, fmt, dtype, outer, out)
+        self.bytes = summed.message_bytes(out, coded.itemsize)
+        self._run = backend.recoder(rows, fmt, dtype, summed, out)
         if self._run is None:
             sum_ = backend.summer(rows, fmt, dtype, False)
-            encode = _encoder(out, Rows.of(rows.chunks, (rows.inner,), outer=outer), coded, "", backend)
+            encode = _encoder(out, summed, coded, "", backend)
 
-            def in_two_steps(payload: torch.Tensor, message: torch.Tensor, seed: int) -> None:
+            def in_two_steps(payload: torch.Tensor, message: torch.Tensor, seed: int, *checksums: Any) -> None:
                 sums = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
-                sum_(payload, sums)
+                sum_(payload, sums, *checksums)
                 encode([total.to(coded) for total in sums], message, seed)
 
             self._run = in_two_steps
 
-    def __call__(self, payload: torch.Tensor, out: Any = None, seed: int = 0) -> Any:
+    def __call__(self, payload: torch.Tensor, out: Any = None, seed: int = 0, *checksums: torch.Tensor) -> Any:
         """Sums the messages.
 
         Args:
             payload: uint8, the messages one after the other.
             out: float32 ``[inner * chunk]`` each: the sums to add to, or tensors to write; or uint8 ``[bytes]``. None makes it.
             seed: Seed of stochastic rounding.
+            checksums: As of `Decoder`.
 
         Returns:
             The sums, or the message of the sums.
@@ -398,13 +395,13 @@ class Summer:
         payload = _read(payload, self._arriving, self._what)
         if self._recodes:
             out = _written(payload, out, self.bytes)
-            self._run(payload, out, seed)
+            self._run(payload, out, seed, *checksums)
             return out
         if out is None:
             out = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
         else:
             _check_tensors("sums", out, torch.float32, payload.device, self._numels)
-        self._run(payload, out)
+        self._run(payload, out, *checksums)
         return out
 
 
@@ -412,6 +409,15 @@ class Summer:
 _encoder = functools.lru_cache(maxsize=4096)(Encoder)
 _decoder = functools.lru_cache(maxsize=4096)(Decoder)
 _summer = functools.lru_cache(maxsize=4096)(Summer)
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+
+def checksums(parts: torch.Tensor) -> torch.Tensor:
+    """Checksums of bytes (docs/payload_format.md), int64 ``[parts]`` of uint8 ``[parts, bytes]``, contiguous but for its rows."""
+    sums: torch.Tensor = backends.of(parts.device).checksums(parts)
+    return sums
 
 
 # ---- checks: one line, the argument first. Kernels read and write the addresses that they are given ------------------

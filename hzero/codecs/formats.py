@@ -20,6 +20,9 @@ CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp", "zfp", "mp
 #: All regions of a record are rounded up to this many bytes, so that every region starts where a wide load can.
 ALIGNMENT = 16
 
+#: Bytes of the checksum of a message's part, behind it.
+CHECKSUM_BYTES = 16
+
 #: Bytes of a block's scale, a bfloat16.
 SCALE_BYTES = 2
 
@@ -368,18 +371,25 @@ class Rows(NamedTuple):
         strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` holds shard
             ``i * strides[0] + j * strides[1] + ..``.
         outer: Number of pieces of the message, each ``[tensor][rows / outer][record]``.
+        parts: Number of parts of the message, of successive pieces, with a checksum behind each; 0: it has none.
     """
 
     chunks: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     outer: int
+    parts: int = 0
 
     @classmethod
     def of(
-        cls, chunks: Sequence[int], sizes: Sequence[int], strides: Sequence[int] | None = None, outer: int = 1
+        cls,
+        chunks: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int] | None = None,
+        outer: int = 1,
+        parts: int = 0,
     ) -> Rows:
-        """The rows of these axes; without strides in shard order.
+        """The rows of these axes; without strides in shard order. Only messages of codecs with scales have checksums here.
 
         Raises:
             ValueError: Axes that do not reach each shard once, or pieces that cut one unevenly.
@@ -417,7 +427,7 @@ class Rows(NamedTuple):
             left //= ahead
         if left != 1:
             raise ValueError(f"outer: found {outer}, which does not divide rows of {list(sizes)}")
-        return cls(tuple(chunks), tuple(size for size, _ in axes), tuple(stride for _, stride in axes), outer)
+        return cls(tuple(chunks), tuple(size for size, _ in axes), tuple(stride for _, stride in axes), outer, parts)
 
     @property
     def total(self) -> int:
@@ -428,6 +438,10 @@ class Rows(NamedTuple):
     def inner(self) -> int:
         """Rows of a piece."""
         return self.total // self.outer
+
+    def message_bytes(self, fmt: RecordFormat, itemsize: int) -> int:
+        """Bytes of the message, with its checksums."""
+        return fmt.message_bytes(self.chunks, self.total, itemsize) + CHECKSUM_BYTES * self.parts
 
 
 class Layout(NamedTuple):

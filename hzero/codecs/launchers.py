@@ -18,7 +18,7 @@ import torch
 from hzero.files import cache_folder, distrust, replacing
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 8, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 9, 40, 6, 256
 
 TENSOR = np.dtype(
     [
@@ -31,11 +31,15 @@ TENSOR = np.dtype(
     align=True,
 )
 
+#: Where a payload's checksums are.
+CHECKS = np.dtype([("sums", "u8"), ("step", "i8"), ("pieces", "u4")], align=True)
+
 #: The whole structure.
 BUCKET = np.dtype(
     [
         *((name, "u8") for name in ("payload", "out_payload")),
         *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
+        *((name, CHECKS) for name in ("checks", "out_checks")),
         *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size")),
         ("limit", "f4"),
         *(
@@ -97,6 +101,13 @@ class HostLibrary:
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Runs a kernel to its end. Other Python threads go on meanwhile."""
         getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
+
+    def checksums(self, parts: torch.Tensor) -> torch.Tensor:
+        """As of `hzero.codecs.reference.checksums`."""
+        (count, size), sums = parts.shape, parts.new_empty(len(parts), dtype=torch.int64)
+        numbers = (parts.data_ptr(), count, size, parts.stride(0), sums.data_ptr())
+        self._library.hz_checksums(*map(ctypes.c_uint64, numbers))
+        return sums
 
 
 def _check_whole(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reference backend: the payload formats in plain torch, on any device. The other backends follow it bit for bit.
 
-Every backend has the four functions at the top, which prepare a call on one layout. Arguments are checked by
+Every backend has the functions at the top. Four prepare a call on one layout; of a message that has checksums, what writes it
+adds them to those that are there, and what reads it to a tensor. Arguments are checked by
 `hzero.codecs.codec`, outputs exist. Records are written tensor by tensor; the modules of codecs have their arithmetic
 (`hzero.codecs.formats.Traits.reference`). Codecs ``none`` and ``bf16``, whose records are elements, are copies and casts, which
 torch does as fast as memory allows: the other backends leave them to this one.
@@ -17,8 +18,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.nn.functional import pad
 
-from hzero.codecs.blocks import rotated
-from hzero.codecs.formats import ALIGNMENT, RecordFormat, Rows, layout_of
+from hzero.codecs.blocks import mixed, rotated
+from hzero.codecs.formats import ALIGNMENT, CHECKSUM_BYTES, RecordFormat, Rows, layout_of
 
 #: What is added to the elements before they are encoded: residuals of earlier losses, or a base that is subtracted.
 Adds: TypeAlias = Literal["", "residuals", "base"]
@@ -26,9 +27,11 @@ Adds: TypeAlias = Literal["", "residuals", "base"]
 #: Types by their names in formats, and back.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Bytes that are summed at a time, since their numbers take 16 times as much.
+_SLICE = 1 << 22
 
 
-# ---- calls: every backend has these four ----------------------------------------------------------------------------
+# ---- what every backend has ----------------------------------------------------------------------------
 
 
 def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
@@ -63,20 +66,22 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
                 found = flat.new_empty(flat.numel())
                 _shards(found, chunk, rows).copy_(lost.view(*rows.sizes, chunk))
                 left[index].view(-1).copy_(found[: values.numel()])
+        _check(payload, rows.parts)
 
     return encode
 
 
 def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
-    """A call ``(payload, tensors)`` that decodes a message, see `hzero.codecs.codec.Decoder`."""
+    """A call ``(payload, tensors, checksums)`` that decodes a message, see `hzero.codecs.codec.Decoder`."""
     if not fmt.traits.reference and not add:
         return _Elements(rows, fmt, dtype).decode
 
     @torch.no_grad()
-    def decode(payload: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def decode(payload: torch.Tensor, tensors: Sequence[torch.Tensor], checksums: Any = None) -> None:
+        _check(payload, rows.parts, checksums)
         for index, record in records_of(payload, rows, fmt, dtype):
             chunk = rows.chunks[index]
-            values = rotated(_values_of(record.flatten(0, 1), chunk, fmt, dtype), fmt).view(*rows.sizes, chunk)
+            values = rotated(_values_of(record.flatten(0, -2), chunk, fmt, dtype), fmt).view(*rows.sizes, chunk)
             target = _shards(tensors[index].view(-1), chunk, rows)
             target.copy_(values.float() + target if add else values)
 
@@ -84,17 +89,18 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Cal
 
 
 def summer(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
-    """A call ``(payload, sums)`` that sums the pieces of a payload in float32, see `hzero.codecs.codec.Summer`."""
+    """A call ``(payload, sums, checksums)`` that sums the pieces of a payload in float32, see `hzero.codecs.codec.Summer`."""
     if not fmt.traits.reference:
         message = _Elements(Rows.of(rows.chunks, (rows.inner,)), fmt, dtype)
         return functools.partial(message.sum, rows.outer, add)
 
     @torch.no_grad()
-    def sum_(payload: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
+    def sum_(payload: torch.Tensor, sums: Sequence[torch.Tensor], checksums: Any = None) -> None:
+        _check(payload, rows.parts, checksums)
         for index, record in records_of(payload, rows, fmt, dtype):
             chunk = rows.chunks[index]
             total = sums[index].view(rows.inner, chunk)
-            parts = _values_of(record.flatten(0, 1), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
+            parts = _values_of(record.flatten(0, -2), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
             if fmt.rotation:  # decoded as one sum, and added as such
                 parts = rotated(_in_order(parts), fmt).unsqueeze(0)
             for peer, part in enumerate(parts):
@@ -104,9 +110,9 @@ def summer(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Call
 
 
 def recoder(
-    rows: Rows, fmt: RecordFormat, dtype: torch.dtype, outer: int, out: RecordFormat
+    rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat
 ) -> Callable[..., None] | None:
-    """A call ``(payload, message, seed)`` that sums the pieces and encodes the sums, which stay rotated if they are.
+    """A call ``(payload, message, seed, checksums)`` that sums the pieces and encodes the sums, rotated if they are.
 
     None for formats that are unlike.
     """
@@ -115,16 +121,52 @@ def recoder(
     coded = dtype if out.traits.plain else torch.float32
 
     @torch.no_grad()
-    def recode(payload: torch.Tensor, message: torch.Tensor, seed: int = 0) -> None:
+    def recode(payload: torch.Tensor, message: torch.Tensor, seed: int = 0, checksums: Any = None) -> None:
+        _check(payload, rows.parts, checksums)
         message.zero_()
-        summed = records_of(message, Rows.of(rows.chunks, (rows.inner,), outer=outer), out, coded)
-        for (index, record), (_, written) in zip(records_of(payload, rows, fmt, dtype), summed):
+        records = zip(records_of(payload, rows, fmt, dtype), records_of(message, summed, out, coded))
+        for (index, record), (_, written) in records:
             chunk = rows.chunks[index]
-            parts = _values_of(record.flatten(0, 1), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
+            parts = _values_of(record.flatten(0, -2), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
             total = _record_of(_in_order(parts).to(coded), out, "fp32", seed, _first_block(rows, out, index))
             written.copy_(total.view(written.shape))
+        _check(message, summed.parts)
 
     return recode
+
+
+def checksums(parts: torch.Tensor) -> torch.Tensor:
+    """Checksums of bytes: their words of 32 bits, each times a number for its place, added modulo 2**64.
+
+    The numbers of two places differ and none is 0. So the sum tells for certain if bits of one word have changed, or if two words
+    have changed places. Any other error that does not depend on the numbers goes unseen with a probability below 2**-31.
+
+    Args:
+        parts: uint8 ``[parts, bytes]``, contiguous but for its rows.
+
+    Returns:
+        int64 ``[parts]``.
+    """
+    sums = parts.new_zeros(len(parts), dtype=torch.int64)
+    for start in range(0, parts.shape[1], _SLICE):
+        some = parts[:, start : start + _SLICE]
+        words = pad(some, (0, -some.shape[1] % 4)).contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        places = torch.arange(start // 4 + 1, start // 4 + 1 + words.shape[1], device=parts.device)
+        sums += (words * mixed(places)).sum(1)
+    return sums
+
+
+def trailers(message: torch.Tensor, parts: int) -> torch.Tensor:
+    """View of the checksums behind the parts of a message, int64 ``[parts, 2]``: the sum, and what a hop adds."""
+    return message.view(torch.int64).view(parts, -1)[:, -CHECKSUM_BYTES // 8 :]
+
+
+def _check(message: torch.Tensor, parts: int, sums: torch.Tensor | None = None) -> None:
+    """Adds the checksums of a message's parts, if it has some, to those that it has, or to others."""
+    if parts:
+        (trailers(message, parts)[:, 0] if sums is None else sums).add_(
+            checksums(message.view(parts, -1)[:, :-CHECKSUM_BYTES])
+        )
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -171,13 +213,14 @@ def module_of(fmt: RecordFormat) -> Any:
 def records_of(
     payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each tensor that has elements, and a view ``[outer, inner, record]`` of its records."""
-    layout = layout_of(rows.chunks, fmt, dtype.itemsize)
-    pieces = payload.view(rows.outer, rows.inner * layout.row_bytes)
-    records = pieces.split([rows.inner * size for size in layout.record_bytes], dim=1)
+    """Each tensor that has elements, and a view ``[parts, pieces, rows, record]`` of its records."""
+    layout, parts = layout_of(rows.chunks, fmt, dtype.itemsize), max(rows.parts, 1)
+    shape = rows.outer // parts, rows.inner * layout.row_bytes
+    pieces = payload.view(parts, -1)[:, : math.prod(shape)].unflatten(1, shape)
+    records = pieces.split([rows.inner * size for size in layout.record_bytes], dim=2)
     for index, (record, size) in enumerate(zip(records, layout.record_bytes)):
         if size:
-            yield index, record.view(rows.outer, rows.inner, size)
+            yield index, record.unflatten(2, (rows.inner, size))
 
 
 def _first_block(rows: Rows, fmt: RecordFormat, index: int) -> int:
