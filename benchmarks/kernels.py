@@ -125,7 +125,7 @@ class Bucket:
         if kernel.operation == "decode":
             return Decoder(fmt, rows, dtype, False, backend), (payload,)
         # The same payload, taken as a message of one shard from each of four peers.
-        target = None if kernel.operation == "decode_sum" else (out, 1)
+        target = None if kernel.operation == "decode_sum" else (out, Rows.of(rows.chunks, (1,)))
         return Summer(fmt, rows, dtype, target, False, backend), (payload,)
 
 

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.profiler import record_function
 
-from hzero.codecs.codec import Codec
-from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
+from hzero.codecs.codec import Codec, checksums
+from hzero.codecs.formats import CHECKSUM_BYTES
+from hzero.comm.checksum import Arrived, Comparison, addressed, addresses
 from hzero.comm.lanes import Chain, DeviceStreams, Lanes, Steps
 from hzero.comm.peers import HopError, MissingPeerError, Peers
 from hzero.comm.wirelog import HopTimer, WireEntry, WireLog
@@ -142,7 +143,7 @@ class Collectives:
         return Collective(self, lane, kind, size, what, **how)
 
     def of_step(
-        self, step: Cross, bucket: Bucket, size: int, then: Callable[[torch.Tensor], torch.Tensor] | None
+        self, step: Cross, bucket: Bucket, size: int, then: Callable[[torch.Tensor], torch.Tensor] | None, **how: Any
     ) -> Collective:
         """The collective of a program's step for a message of so many bytes, which the wire log counts."""
         tier = step.tiers[0]
@@ -150,7 +151,7 @@ class Collectives:
         elements = step.rows * sum(bucket.chunks)
         raw = math.ceil(elements * bucket.dtype.itemsize * peers)
         counts = WireEntry(bucket.role, tier, step.codec.codec, 1, elements, size, round(size * peers), raw)
-        how: dict[str, Any] = {"algorithm": step.algorithms.of(size), "root": step.root, "counts": counts, "then": then}
+        how |= {"algorithm": step.algorithms.of(size), "root": step.root, "counts": counts, "then": then}
         what = _described(step, bucket)
         return self.prepare(self.lane(bucket, tier), step.kind, size, what, dtype=bucket.dtype, **how)
 
@@ -366,7 +367,14 @@ class Bound:
             last = index + 1 == len(steps)
             following = next((one for one in steps[index:] if isinstance(one, Cross)), None)
             salt = (1 + TIERS.index(following.tiers[0])) * _SALT if index and following is not None else 0
-            made = [one._replace(salt=salt) for one in makers[type(step)](step, dtype, device)]
+            parts = (
+                self._checked(index)
+                if isinstance(step, Cross)
+                else (self._checked(index - 1)[1], self._checked(index + 1)[0])
+            )
+            made = [one._replace(salt=salt) for one in makers[type(step)](step, dtype, device, parts)]
+            if parts[0] and not isinstance(step, Cross):
+                made[0] = made[0]._replace(run=partial(_compared, made[0].run))
             if last:
                 made[-1] = made[-1]._replace(room=None, last=True)
             ready += made
@@ -376,10 +384,29 @@ class Bound:
                 dtype = self.bucket.dtype
         return ready
 
+    def _checked(self, index: int) -> tuple[int, int]:
+        """Parts of a hop's message whose checksums the steps before and behind it write and read; 0: the hop does that.
+
+        The kernels of codecs with scales do it as they write or read the bytes. A message that passes, or whose codec has no
+        such kernel, is read once more.
+        """
+        before, cross, behind = (dict(enumerate(self._program.steps)).get(index + place) for place in (-1, 0, 1))
+        if not self._collectives.plan.checksum or not isinstance(cross, Cross) or not cross.codec.traits.codes:
+            return 0, 0
+        if cross.kind not in ("all_gather", "all_to_all"):
+            return 0, 0
+        sent = cross.ranks if cross.kind == "all_to_all" else 1
+        made = before.outer if isinstance(before, Encode | Sum) else 0
+        taken = behind.peers if isinstance(behind, Sum) else behind.outer if isinstance(behind, Decode) else 0
+        return (
+            sent if made and made % sent == 0 else 0,
+            cross.ranks if taken and taken % cross.ranks == 0 else 0,
+        )
+
     def _floats(self, dtype: torch.dtype, rows: int) -> Floats:
         return Floats(dtype, [rows * chunk for chunk in self.bucket.chunks])
 
-    def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device) -> list[_Step]:
+    def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         bucket, order, feedback, residual = self.bucket, step.order, self._collectives.feedback, step.residual
         codec = Codec.from_config(step.codec)
         made: list[_Step] = []
@@ -389,7 +416,13 @@ class Bound:
         if encoded != dtype:
             made.append(_Step(self._floats(encoded, order.rows), _copied))
         adds = "residuals" if feedback is not None and residual is not None else ""
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer, "adds": adds}
+        how: dict[str, Any] = {
+            "sizes": order.sizes,
+            "strides": order.strides,
+            "outer": step.outer,
+            "adds": adds,
+            "parts": parts[1],
+        }
         encode = codec.encoder(bucket.chunks, encoded, device, **how)
 
         def with_residuals(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, scale: float) -> Any:
@@ -418,7 +451,7 @@ class Bound:
 
         return [_Step(step.codec.format.message_bytes(self.bucket.chunks, world, self.bucket.dtype.itemsize), turn)]
 
-    def _crossing(self, step: Cross, _: torch.dtype, device: torch.device) -> list[_Step]:
+    def _crossing(self, step: Cross, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         if not step.codec.traits.fixed:
             return [_Step(None, collective=_Cut(self._collectives, self.bucket, step, device))]
         codec, bucket = Codec.from_config(step.codec), self.bucket
@@ -431,38 +464,55 @@ class Bound:
             return arrived
 
         size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
-        collective = self._collectives.of_step(step, bucket, size, noted if unfit else None)
+        how = dict(zip(("written", "read"), map(bool, parts)))
+        collective = self._collectives.of_step(step, bucket, size, noted if unfit else None, **how)
         return [_Step(collective.output_bytes or None, collective=collective, in_place=not collective.output_bytes)]
 
-    def _summing(self, step: Sum, _: torch.dtype, device: torch.device) -> list[_Step]:
+    def _summing(self, step: Sum, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         codec, chunks = Codec.from_config(step.codec), self.bucket.chunks
-        how: dict[str, Any] = {"inner": step.rows, "dtype": self.bucket.dtype, "device": device}
+        how: dict[str, Any] = {"inner": step.rows, "dtype": self.bucket.dtype, "device": device, "parts": parts}
         if step.target is not None:
             encode = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.outer, **how)
             return [_Step(encode.bytes, encode, 1)]
         room, new = self._floats(torch.float32, step.rows), codec.summer(step.peers, chunks, **how)
         if step is not self._program.steps[-1]:
-            return [_Step(room, new)]
+            return [_Step(room, lambda value, out, *checks: new(value, out, 0, *checks))]
         onto = codec.summer(step.peers, chunks, add=True, **how)
-        return [_Step(room, lambda value, sums: new(value) if sums is None else onto(value, sums))]
+        return [_Step(room, lambda value, sums, *checks: (new if sums is None else onto)(value, sums, 0, *checks))]
 
-    def _decoding(self, step: Decode, _: torch.dtype, device: torch.device) -> list[_Step]:
+    def _decoding(self, step: Decode, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         bucket, order = self.bucket, step.order
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer, "add": step.add}
+        how: dict[str, Any] = {
+            "sizes": order.sizes,
+            "strides": order.strides,
+            "outer": step.outer,
+            "add": step.add,
+            "parts": parts[0],
+        }
         decode = Codec.from_config(step.codec).decoder(bucket.chunks, bucket.dtype, device, **how)
         if order.table is None:
             return [_Step(self._floats(bucket.dtype, order.rows), decode)]
         shards, rows = _rows_of(order.table, device)
 
-        def in_order(message: torch.Tensor, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+        def in_order(
+            message: torch.Tensor, into: Sequence[torch.Tensor] | None, *checks: torch.Tensor
+        ) -> Sequence[torch.Tensor]:
             added = None
             if step.add:
                 assert into is not None, "there is nothing to add to"
                 added = [tensor.view(order.rows, -1)[shards].view(-1) for tensor in into]
-            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, added)]
+            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, added, *checks)]
             return whole if into is None else [place.view(-1).copy_(one) for place, one in zip(into, whole)]
 
         return [_Step(None, in_order)]
+
+
+def _compared(run: Callable[..., Any], arrived: Arrived, *arguments: Any) -> Any:
+    """The result of a call that adds up the checksums of the message that it reads."""
+    sums = arrived.message.new_zeros(arrived.parts, dtype=torch.int64)
+    made = run(arrived.message, *arguments, sums)
+    arrived.compare(sums)
+    return made
 
 
 def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
@@ -557,6 +607,8 @@ class Collective:
         dtype: Type of the elements that are summed.
         counts: What the wire log counts of each start; None: nothing.
         then: Makes the result of what has arrived; None: that is the result.
+        written: Whether messages come with the checksums of their bytes, if they have some.
+        read: Whether what takes the result compares them: that is an `Arrived`.
 
     Attributes:
         collectives: As given.
@@ -581,11 +633,13 @@ class Collective:
         dtype: torch.dtype = torch.uint8,
         counts: WireEntry | None = None,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        written: bool = False,
+        read: bool = False,
     ) -> None:
         self.collectives, self.peers, self.counts = collectives, collectives.peers[lane], counts
         self.checksum = collectives.plan.checksum
         self._lane, self._kind, self._size, self._what = lane, kind, size, what
-        self._root, self._dtype, self._then = root, dtype, then
+        self._root, self._dtype, self._then, self._written, self._read = root, dtype, then, written, read
         self._algorithm: Algorithm = algorithm if kind == "all_gather" else "library"
         self._label = f"hzero: {kind} {lane[1]}: {what}"
         ranks, reduces = len(self.peers.ranks), kind == "reduce_scatter"
@@ -630,7 +684,8 @@ class Collective:
             with record_function(self._label):
                 if self.checksum:
                     peers.messages += 1
-                    message = signed(message, self._parts, peers.messages, peers.coordinate)
+                    address = addresses(peers.messages, [peers.coordinate], range(self._parts), message.device)
+                    message = addressed(message, address, checked=self._written)
                 output = message if output is None else output
                 return Pending(self, self._start(output, message), (message, output), began)
         except HopError:  # of a round
@@ -672,7 +727,7 @@ class Collective:
             Pending(self, work, (held,)).end()
             distance *= 2
 
-    def _finish(self, output: torch.Tensor, number: int) -> torch.Tensor:
+    def _finish(self, output: torch.Tensor, number: int) -> torch.Tensor | Arrived:
         """What a message of this number on its lane has brought: in the order of coordinates, compared, and summed."""
         peers = self.peers
         if self._algorithm == "doubling":
@@ -680,10 +735,20 @@ class Collective:
         if self.checksum:
             here = peers.coordinate
             alone = {"broadcast": self._root, "send": here, "receive": 1 - here}.get(self._kind)
-            senders = list(range(len(peers.ranks))) if alone is None else [alone]
-            receiver = here if self._parts > 1 else 0
-            output, comparison = verified(output.view(-1), senders, number, receiver, peers.ranks, self.__str__)
-            self.collectives.compare(comparison)
+            senders = range(len(peers.ranks)) if alone is None else [alone]
+            parts, ranks = output.view(len(senders), -1), [peers.ranks[sender] for sender in senders]
+            address = addresses(number, senders, [here if self._parts > 1 else 0], output.device)
+            sent = parts[:, -CHECKSUM_BYTES:].clone().view(torch.int64)  # the buffer will have other bytes
+
+            def compare(sums: torch.Tensor) -> None:
+                arrived = torch.nn.functional.pad(sums.unsqueeze(1), (0, 1)) + address
+                self.collectives.compare(Comparison(sent, arrived, ranks, number, self.__str__))
+
+            if self._read:
+                return Arrived(output.view(-1), len(senders), compare)
+            bare = parts[:, :-CHECKSUM_BYTES]
+            compare(checksums(bare))
+            output = bare.reshape(-1)
         if self._sums:
             output = self._summed(output)
         return output if self._then is None else self._then(output)
@@ -745,7 +810,7 @@ class Pending:
             taken = time.monotonic() - self._began if isinstance(self._began, float) else self._began
             collective.collectives.wire_log.add(collective.counts, taken)
 
-    def wait(self, kept: bool = False) -> torch.Tensor:
+    def wait(self, kept: bool = False) -> Any:
         """Waits as `end` does, and returns what has arrived.
 
         On a device the buffers belong to the stream of the lane, which does not wait for the collective. They live until the
@@ -755,11 +820,12 @@ class Pending:
             HopError: Also if a message arrived changed, and the host can look at once.
         """
         self.end()
-        collective, arrived = self.collective, self.buffers[-1]
+        collective: Collective = self.collective
+        arrived: Any = self.buffers[-1]
         if collective.finish is not None:
             arrived = collective.finish(arrived, self._message)
         if collective.collectives.lanes.streams is not None and (not kept or collective.checksum):
-            for buffer in (*self.buffers, arrived):
+            for buffer in (*self.buffers, arrived.message if isinstance(arrived, Arrived) else arrived):
                 collective.collectives.used(buffer)
         return arrived
 

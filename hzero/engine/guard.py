@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from hzero.codecs.codec import Codec
+from hzero.codecs.codec import Codec, checksums
 from hzero.comm import Bucket, blaming
-from hzero.comm.checksum import checksums
 from hzero.config import GuardConfig, Role
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
@@ -171,9 +170,9 @@ class Guard:
             return
         copies = [self._collectives.used(param.resident) for param in resident if param.resident is not None]
         stale = torch.stack([self._weights.is_stale(param) for param in resident])
-        sums = torch.cat([checksums(copy.view(-1).view(torch.uint8), 1) for copy in copies])
+        sums = torch.cat([checksums(copy.view(1, -1).view(torch.uint8)) for copy in copies])
         # One sum of all sums first: those of each parameter, from each peer, would take a gigabyte of a large world.
-        both = torch.cat([stale, self._differing(checksums(sums.view(torch.uint8).view(-1), 1))]).to(torch.uint8)
+        both = torch.cat([stale, self._differing(checksums(sums.view(1, -1).view(torch.uint8)))]).to(torch.uint8)
         dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         parts = []
         if names := _marked(resident, both[:-1].tolist()):
@@ -194,7 +193,7 @@ class Guard:
             raise of_all_ranks(StaleWeightsError(f"guard before step {step} of this engine: {'; '.join(parts)}"))
 
     def _differing(self, sums: torch.Tensor) -> torch.Tensor:
-        """Which of the sums, int64 ``[n, 2]``, another rank with the same copies has otherwise; bool ``[n]``."""
+        """Which of the sums, int64 ``[n]``, another rank with the same copies has otherwise; bool ``[n]``."""
         differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
         collectives, message = self._collectives, sums.view(torch.uint8).view(-1)
         bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
@@ -204,7 +203,7 @@ class Guard:
                 collectives.lane(bucket, hop.tier), "all_gather", message.nbytes, "weights of an audit"
             )
             theirs = gather.start(message).wait().view(torch.int64)
-            differs |= (theirs.view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
+            differs |= (theirs.view(hop.size, -1) != sums).any(dim=0)
         return differs
 
     def _ratios_text(self) -> str:

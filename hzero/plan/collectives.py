@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from hzero.codecs.formats import chunk_numel
+from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
 from hzero.config import (
     DEFAULT_BLOCK_SIZE,
     NET_TIERS,
@@ -29,9 +29,6 @@ from hzero.config import (
 from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, StagePrograms, Sum
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-
-#: Bytes of a checksum, one for each message of a peer.
-CHECKSUM_BYTES = 16
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hzero.codecs.formats import chunk_numel
-from hzero.plan.collectives import CHECKSUM_BYTES, Scheme, chains_of
+from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
+from hzero.plan.collectives import Scheme, chains_of
 from hzero.plan.machine import Machine, Part, Phase
 from hzero.plan.memory import footprint
 from hzero.plan.program import IN_FLIGHT, Cross, Program

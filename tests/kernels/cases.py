@@ -47,7 +47,9 @@ class Calls:
 
     def decode_sum_encode(self, payload: Any, rows: Rows, fmt: RecordFormat, dtype: Any, *how: Any) -> torch.Tensor:
         outer, out, seed = how
-        return Summer(fmt, rows, dtype, (out, outer), False, self.backend)(payload, seed=seed)
+        return Summer(fmt, rows, dtype, (out, Rows.of(rows.chunks, (rows.inner,), outer=outer)), False, self.backend)(
+            payload, seed=seed
+        )
 
 
 REFERENCE = Calls()
