@@ -49,12 +49,16 @@ class Codec(NamedTuple):
         """Its properties, such as whether it is exact."""
         return self.format.traits
 
+    @property
+    def module(self) -> Any:
+        """The module of its records, which has what only this codec has."""
+        return reference.module_of(self.format)
+
     def error_bound(self, block_absmax: float, dtype: torch.dtype = torch.float32) -> float:
         """Largest absolute error of one round trip of a finite element.
 
         Args:
-            block_absmax: Largest magnitude in the element's block (codec ``bf16``: of the element itself; codec ``zfp``: of its
-                four).
+            block_absmax: Largest magnitude in the element's block, or of the element itself if the codec has no blocks.
             dtype: Target type; also the source type, unless that is wider and nothing exceeds the range of ``dtype``.
 
         Returns:
@@ -84,47 +88,12 @@ class Codec(NamedTuple):
         """
         if not self.traits.lost or not message.numel():
             return message.new_zeros((), dtype=torch.int64)
-        inner = message.numel() // self.message_bytes(chunks, outer, 2)
-        rows, fmt = Rows.of(chunks, (outer * inner,), outer=outer), self.format
-        records = [(own, chunks[index]) for index, own in reference.records_of(message, rows, fmt, torch.bfloat16)]
-        count: torch.Tensor = reference.module_of(fmt).lost(records, fmt)
+        fmt, dtype = self.format, DTYPES[self.traits.types[0]]
+        inner = message.numel() // self.message_bytes(chunks, outer, dtype.itemsize)
+        rows = Rows.of(chunks, (outer * inner,), outer=outer)
+        records = [(own, chunks[index]) for index, own in reference.records_of(message, rows, fmt, dtype)]
+        count: torch.Tensor = self.module.lost(records, fmt)
         return count
-
-    # ---- messages without a fixed size ------------------------------------------------------------------------------
-
-    def cut(self, message: torch.Tensor, parts: int, row_bytes: int) -> list[torch.Tensor]:
-        """The bytes that the records of each part of a message use, one after the other. The host waits for the device.
-
-        Args:
-            message: uint8 ``[parts][rows][row_bytes]``, of one tensor.
-            parts: Messages of one peer each.
-            row_bytes: Bytes of a record.
-        """
-        rows = message.view(parts, -1, row_bytes)
-        lengths = rows[..., :8].contiguous().view(torch.int64).view(parts, -1).tolist()
-        return [torch.cat([row[:length] for row, length in zip(part, used)]) for part, used in zip(rows, lengths)]
-
-    def whole(self, arrived: torch.Tensor, parts: int, rows: int, row_bytes: int) -> torch.Tensor:
-        """The message whose parts were `cut`, with zeros where they were. The host waits for the device.
-
-        Args:
-            arrived: uint8 ``[parts][length]``.
-            parts: Of the message.
-            rows: Of each part.
-            row_bytes: Bytes of a record.
-
-        Raises:
-            ValueError: A record has a length that no encoder writes.
-        """
-        message = arrived.new_zeros(parts, rows, row_bytes)
-        for part, sent in zip(message, arrived.view(parts, arrived.numel() // parts)):
-            for row in part:
-                length = int(sent[:8].view(torch.int64)) if len(sent) >= 8 else 0
-                if not 0 < length <= min(row_bytes, len(sent)) or length % 16:
-                    raise ValueError(f"found a record of {length} bytes, expected a multiple of 16 to {row_bytes}")
-                row[:length] = sent[:length]
-                sent = sent[length:]
-        return message.view(-1)
 
     # ---- prepared calls ---------------------------------------------------------------------------------------------
 

@@ -55,6 +55,48 @@ def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor
     return _more(left, fmt.dimension).view(torch.float32).view(rows, -1)[:, :numel]
 
 
+# ---- on the wire --------------------------------------------------------------------------------------------------------
+
+
+def cut(message: torch.Tensor, parts: int, row_bytes: int) -> list[torch.Tensor]:
+    """The bytes that the records of each part of a message use, one after the other. The host waits for the device.
+
+    Args:
+        message: uint8 ``[parts][rows][row_bytes]``, of one tensor.
+        parts: Messages of one peer each.
+        row_bytes: Bytes of a record.
+    """
+    rows = message.view(parts, -1, row_bytes)
+    lengths = rows[..., :8].contiguous().view(torch.int64).view(parts, -1).tolist()
+    return [torch.cat([row[:length] for row, length in zip(part, used)]) for part, used in zip(rows, lengths)]
+
+
+def whole(arrived: torch.Tensor, parts: int, rows: int, row_bytes: int) -> torch.Tensor:
+    """The message whose parts were `cut`, with zeros where they were. The host waits for the device.
+
+    Args:
+        arrived: uint8 ``[parts][length]``.
+        parts: Of the message.
+        rows: Of each part.
+        row_bytes: Bytes of a record.
+
+    Raises:
+        ValueError: A record has a length that no encoder writes.
+    """
+    message = arrived.new_zeros(parts, rows, row_bytes)
+    for part, sent in zip(message, arrived.view(parts, arrived.numel() // parts)):
+        for row in part:
+            length = int(sent[:8].view(torch.int64)) if len(sent) >= 8 else 0
+            if not 0 < length <= min(row_bytes, len(sent)) or length % 16:
+                raise ValueError(f"found a record of {length} bytes, expected a multiple of 16 to {row_bytes}")
+            row[:length] = sent[:length]
+            sent = sent[length:]
+    return message.view(-1)
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------------------------------
+
+
 def _less(words: torch.Tensor, distance: int) -> torch.Tensor:
     """Every word less the one ``distance`` before it in its chunk, int32 ``[.., 1024]``, which wraps."""
     left = words.clone()

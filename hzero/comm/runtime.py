@@ -559,7 +559,7 @@ class _Cut:
         step, bucket, what = self._step, self._bucket, _described(self._step, self._bucket)
         lane = self._collectives.lane(bucket, step.tiers[0])
         receives = self._collectives.receives(step)
-        used = [] if receives else self._codec.cut(message, self._parts, self._row_bytes)
+        used = [] if receives else self._codec.module.cut(message, self._parts, self._row_bytes)
         told = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
         asks: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
         asking = self._collectives.prepare(lane, asks, told.numel(), f"{what} (lengths)", root=step.root)
@@ -576,7 +576,8 @@ class _Cut:
             HopError: Bytes that the codec does not write.
         """
         try:
-            return self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
+            whole: torch.Tensor = self._codec.module.whole(arrived, self._senders, self._rows, self._row_bytes)
+            return whole
         except ValueError as error:
             raise HopError(f"hzero: {_described(self._step, self._bucket)}: {error}") from error
 

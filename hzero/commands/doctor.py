@@ -395,10 +395,12 @@ def check_codecs() -> Iterator[Finding]:
     import torch
 
     from hzero.codecs import backends
-    from hzero.codecs.formats import CODECS
+    from hzero.codecs.formats import TRAITS
 
-    settings: list[dict[str, Any]] = [{"codec": codec} for codec in CODECS]
-    settings += [{"codec": "int4", "block_size": 64, "rotation": 64}, {"codec": "zfp", "rate": 9}]
+    settings: list[dict[str, Any]] = [{"codec": codec} for codec in TRAITS]
+    for codec, traits in TRAITS.items():
+        settings += [{"codec": codec, "block_size": 64, "rotation": 64}] if traits.codes else []
+        settings += [{"codec": codec, key: 9} for key in traits.settings]
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         chosen, wrong = backends.choice(kind), []
         for one in settings:

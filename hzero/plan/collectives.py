@@ -221,7 +221,7 @@ def step_traffic(
                 found[:] = found[0] + wire * received, found[1] + raw * received, found[2] + times
     rows = []
     for (role, tier), found in sums.items():
-        codec = stage.codecs[role][tier].codec if stage else "none"
+        codec = stage.codecs[role][tier].codec if stage else PLAIN.codec
         checksum = CHECKSUM_BYTES * (grid.size(tier) - 1) if stage and stage.checksum else 0
         wire, raw, crossings = map(round, found)
         rows.append(TierTraffic(role, tier, codec, wire, raw, crossings, grid.size(tier) > 1, checksum))

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hzero.config import BASE_TIERS, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
+from hzero.config import BASE_TIERS, PLAIN, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
 from hzero.experiment import key_of
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Job, Quality, Scenario, buckets_of
@@ -220,12 +220,12 @@ def settings(scenario: Scenario) -> Iterator[Setting]:
     presets = {name: _keys(parse_config({"preset": name})) for name in PRESETS}
     weights, gradients = _CODECS[scenario.quality]
     for shard, codec, coded, inner in itertools.product(scopes, weights, gradients, (True, False)):
-        if not inner and (codec == coded == "none" or grid.nodes == 1):
+        if not inner and (codec == coded == PLAIN.codec or grid.nodes == 1):
             continue
         wanted: dict[str, str] = {}
         for role, scope, name in zip(ROLES, shard, (codec, coded)):
             wanted[f"shard.{role}"] = scope
-            wanted |= {f"codecs.{role}.{tier}": name if inner or tier == "node" else "none" for tier in BASE_TIERS}
+            wanted |= {f"codecs.{role}.{tier}": name if inner or tier == "node" else PLAIN.codec for tier in BASE_TIERS}
         changes = {
             name: {key: wanted[key] for key in keys if wanted[key] != keys[key]} for name, keys in presets.items()
         }

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hzero.codecs import mpc
 from hzero.codecs.codec import Codec
 from tests.codecs.samples import make, numbers, round_trip, same_bits
 
@@ -111,12 +112,12 @@ def test_messages_are_cut_and_made_whole() -> None:
     own, count = codec_of(), 1500
     source = torch.cat([numbers(kind, count, seed=5) for kind in (*KINDS, *KINDS)])
     message, size = own.encode([source], [count], sizes=[2 * len(KINDS)]), own.message_bytes([count], 1, 4)
-    parts = own.cut(message, 2, size)
+    parts = mpc.cut(message, 2, size)
     assert len(parts) == 2 and torch.equal(*parts) and parts[0].numel() < message.numel() // 2
     longer = torch.cat([torch.nn.functional.pad(part, (0, 48), value=7) for part in parts])
-    assert torch.equal(own.whole(longer, 2, len(KINDS), size), message)
+    assert torch.equal(mpc.whole(longer, 2, len(KINDS), size), message)
     for place, bad in ((0, 8), (0, 0), (6, 1), (1, 127)):  # no multiple of 16, nothing, more than there is
         broken = parts[0].clone()
         broken[place] = bad
         with pytest.raises(ValueError, match=rf"found a record of -?\d+ bytes, expected a multiple of 16 to {size}"):
-            own.whole(broken, 1, len(KINDS), size)
+            mpc.whole(broken, 1, len(KINDS), size)

@@ -11,9 +11,10 @@ import torch
 
 from hzero.codecs import backends, launchers, reference
 from hzero.codecs.backends import KernelBackend
-from hzero.codecs.codec import Codec, Encoder
-from hzero.codecs.formats import RecordFormat, Rows
+from hzero.codecs.codec import Codec, Decoder, Encoder, Summer
+from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows
 from hzero.codecs.launchers import AXES, TENSORS
+from hzero.codecs.reference import checksums, trailers
 from hzero.config import CodecConfig
 from tests.codecs import test_exponents as exponents
 from tests.codecs.samples import FLOATS, numbers, same
@@ -265,6 +266,72 @@ def test_a_graph_captures_the_calls() -> None:
     torch.cuda.synchronize()
     with backends.reference_instead():
         assert same(captured, everything())
+
+
+@pytest.mark.parametrize(
+    ("codec", "block_size", "rotation", "stochastic"),
+    [
+        ("int8", 128, 0, False),
+        ("int4", 128, 0, True),
+        ("int4", 16, 0, False),
+        ("int8", 48, 0, True),
+        ("int4", 64, 64, False),
+    ],
+)
+def test_checksums_are_of_the_bytes_behind_which_they_are(
+    target: tuple[Any, torch.device], codec: Any, block_size: int, rotation: int, stochastic: bool
+) -> None:
+    """As kernels write them, and as they read them: padding counts, so no bit of a message is left out."""
+    backend, device = target
+    fmt, dtype = RecordFormat.of(codec, block_size, rotation, stochastic), torch.bfloat16
+    chunks = (83,) if emulated(target) else (130, 64, 7, 0, 1)
+    for pieces, inner, parts in (
+        ((2, 1, 2), (2, 2, 1)) if emulated(target) else ((1, 1, 1), (5, 2, 5), (6, 3, 2), (3, 2, 1))
+    ):
+        rows = Rows.of(chunks, (pieces * inner,), outer=pieces)
+        checked = rows._replace(parts=parts)
+        source = [numbers("normal", rows.total * chunk, dtype, chunk).to(device) for chunk in chunks]
+        bare = Encoder(fmt, rows, dtype, "", backend)(source, seed=5)
+        message = Encoder(fmt, checked, dtype, "", backend)(source, seed=5)
+        assert torch.equal(message, _signed(bare, parts))
+        want = trailers(message, parts)[:, 0]
+
+        def read(call: Any, *arguments: Any, message: Any = message, parts: int = parts) -> list[Any]:
+            sums = torch.zeros(parts, dtype=torch.int64, device=device)
+            return [call(message, *arguments, sums), sums]
+
+        decoded, sums = read(Decoder(fmt, checked, dtype, False, backend), None)
+        assert torch.equal(sums, want) and same(decoded, Decoder(fmt, rows, dtype, False, backend)(bare))
+        if parts < pieces:
+            continue
+        totals, sums = read(Summer(fmt, checked, dtype, None, False, backend), None, 0)
+        assert torch.equal(sums, want) and same(totals, Summer(fmt, rows, dtype, None, False, backend)(bare))
+        for other in (block_size, 32):  # in one kernel, or in two
+            out, summed = (
+                RecordFormat.of("int8", other, rotation if other == block_size else 0),
+                Rows.of(chunks, (inner,)),
+            )
+            again, sums = read(Summer(fmt, checked, dtype, (out, summed._replace(parts=1)), False, backend), None, 7)
+            plain = Summer(fmt, rows, dtype, (out, summed), False, backend)(bare, None, 7)
+            assert torch.equal(sums, want) and torch.equal(again, _signed(plain, 1))
+
+
+def test_a_flipped_bit_anywhere_changes_what_a_kernel_reads(target: tuple[Any, torch.device]) -> None:
+    backend, device = target
+    fmt, rows = RecordFormat.of("int4", 64), Rows.of((70,), (2,), outer=2, parts=2)
+    message = Encoder(fmt, rows, torch.float32, "", backend)([torch.randn(140, device=device)])
+    decode, size = Decoder(fmt, rows, torch.float32, False, backend), message.numel() // 2 - CHECKSUM_BYTES
+    for byte in range(0, size, 16 if emulated(target) else 1):
+        changed, sums = message.clone(), torch.zeros(2, dtype=torch.int64, device=device)
+        changed[byte] ^= 1 << byte % 8
+        decode(changed, None, sums)
+        assert (sums == trailers(message, 2)[:, 0]).tolist() == [False, True], byte
+
+
+def _signed(message: torch.Tensor, parts: int) -> torch.Tensor:
+    bare = message.view(parts, -1)
+    sums = torch.nn.functional.pad(checksums(bare.cpu()).unsqueeze(1), (0, 1)).view(torch.uint8)
+    return torch.cat([bare, sums.to(message.device)], dim=1).view(-1)
 
 
 GUARD = 256

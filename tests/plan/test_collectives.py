@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs.formats import chunk_numel
-from hzero.comm.checksum import checksums
+from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
+from hzero.comm.checksum import addressed, addresses
 from hzero.config import BASE_TIERS, parse_config
 from hzero.plan.collectives import (
-    CHECKSUM_BYTES,
     Chains,
     Scheme,
     chains_of,
@@ -68,7 +67,8 @@ def test_checksums_add_sixteen_bytes_per_peer_and_hop() -> None:
         rows = step_traffic(plan, plan.grid, [1000])
         found = {row.tier: row.checksum_bytes for row in rows}
         assert found == ({"gcd": 16, "gpu": 0, "node": 48} if checksum else dict.fromkeys(BASE_TIERS, 0))
-    assert checksums(torch.zeros(64, dtype=torch.uint8), 4).nbytes == 4 * CHECKSUM_BYTES
+    signed = addressed(torch.zeros(64, dtype=torch.uint8), addresses(1, [0], range(4)), checked=False)
+    assert signed.nbytes == 64 + 4 * CHECKSUM_BYTES
 
 
 @settings(max_examples=40)
