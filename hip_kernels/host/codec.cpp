@@ -12,7 +12,6 @@ namespace hz {
 namespace HZ_ISA {
 
 constexpr uint32_t buffer = 4096;     // elements of blocks that are worked on together
-constexpr uint32_t batch = 16;        // blocks whose scales are computed together
 constexpr float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it keeps no fraction, rounded to nearest even
 
 // No templates of the standard library: one copy of each would serve all instruction sets.
@@ -21,18 +20,23 @@ HZ_INLINE int64_t between(int64_t low, int64_t x, int64_t high) { return x < low
 struct Record {
   uint8_t* codes;
   uint8_t* scales;
-  uint64_t* sum;   // checksum of its part; null: there is none
-  uint32_t place;  // in its part, in words of 32 bits
 };
 
-HZ_INLINE Record record_at(const hz_checks& checks, uint64_t payload, int64_t row_bytes, uint32_t inner, int64_t start,
-                           uint32_t bytes, uint32_t scales, uint32_t row) {
+// A record with the checksum of its part.
+struct Checked : Record {
+  uint64_t* sum;   // null: there is none
+  uint32_t place;  // of the record in its part, in words of 32 bits
+};
+
+HZ_INLINE Checked record_at(const hz_checks& checks, uint64_t payload, int64_t row_bytes, uint32_t inner, int64_t start,
+                            uint32_t bytes, uint32_t scales, uint32_t row) {
   const int64_t piece = row / inner, within = inner * start + row % inner * (int64_t)bytes;
   uint8_t* at = (uint8_t*)payload + piece * inner * row_bytes + within;
-  if (!checks.sums) return {at, at + scales, nullptr, 0};
+  if (!checks.sums) return {{at, at + scales}, nullptr, 0};
   const int64_t part = piece / checks.pieces;
   at += part * HZ_CHECKSUM_BYTES;
-  return {at, at + scales, (uint64_t*)(checks.sums + part * checks.step),
+  return {{at, at + scales},
+          (uint64_t*)(checks.sums + part * checks.step),
           (uint32_t)((piece % checks.pieces * inner * row_bytes + within) / 4)};
 }
 
@@ -178,8 +182,7 @@ static hz_u64 checksum(const hz_u8* bytes, hz_u64 count, hz_u32 place) {
 // Adds blocks `begin` to `end` of a record, which the first-level cache still has: codes and scales, and behind the
 // last ones the padding.
 template <int BITS>
-HZ_INLINE void check(Record record, uint32_t size, uint32_t begin, uint32_t end, uint32_t blocks) {
-  if (!record.sum) return;
+HZ_APART void check(Checked record, uint32_t size, uint32_t begin, uint32_t end, uint32_t blocks) {
   const uint32_t codes_end = end < blocks ? end * size * BITS / 8 : (uint32_t)(record.scales - record.codes);
   const uint32_t from = begin * size * BITS / 8, scales = record.place + (uint32_t)(record.scales - record.codes) / 4;
   uint64_t sum = checksum(record.codes + from, codes_end - from, record.place + from / 4);
@@ -194,10 +197,9 @@ HZ_INLINE void check(Record record, uint32_t size, uint32_t begin, uint32_t end,
 
 // The same of the records of all peers.
 template <int BITS>
-HZ_INLINE void check_peers(const hz_bucket& bucket, Record record, uint32_t begin, uint32_t end, uint32_t blocks) {
-  if (!record.sum) return;
+HZ_APART void check_peers(const hz_bucket& bucket, Checked record, const Span& span) {
   for (uint32_t peer = 0; peer < bucket.outer; ++peer) {
-    check<BITS>(record, bucket.block_size, begin, end, blocks);
+    check<BITS>(record, bucket.block_size, span.begin, span.end, span.blocks);
     record.codes += step_of(bucket), record.scales += step_of(bucket);
     record.sum = (uint64_t*)((uint8_t*)record.sum + bucket.checks.step);
   }
@@ -271,7 +273,7 @@ HZ_INLINE Rounding rounding_of(const hz_bucket& bucket, const hz_tensor& tensor,
 // a multiple of 16. Scales are found for all of them first, so that no block waits for the divisions of its own.
 template <class Type, int BITS>
 HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint32_t last, uint32_t block,
-                             uint32_t blocks, const hz_bucket& bucket, Rounding rounding, Record record,
+                             uint32_t blocks, const hz_bucket& bucket, Rounding rounding, Checked record,
                              float* scales) {
   typedef typename Type::type Element;
   const uint32_t size = bucket.block_size;
@@ -290,7 +292,7 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
     store_scale(record.scales, block + i, blocks, scales[i]);
   }
-  check<BITS>(record, size, block, block + count, blocks);
+  if (record.sum) check<BITS>(record, size, block, block + count, blocks);
 }
 
 // ---- residuals -----------------------------------------------------------------------------------------------------
@@ -326,8 +328,8 @@ static void encode(const hz_bucket& bucket, const Span& span) {
   const uint32_t size = bucket.block_size;
   const int64_t first = shard_of(bucket, span.row) * tensor.chunk;
   const int64_t present = between(0, tensor.numel - first, tensor.chunk);
-  const Record record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
-                                  tensor.record_bytes, tensor.scales, span.row);
+  const Checked record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                   tensor.record_bytes, tensor.scales, span.row);
   const Rounding rounding = rounding_of(bucket, tensor, span.row);
   alignas(64) Element padded[buffer];
   alignas(64) float sums[buffer], scales[batch];
@@ -383,14 +385,13 @@ template <class Type, int BITS>
 static void decode(const hz_bucket& bucket, const Span& span) {
   typedef typename Type::type Element;
   const hz_tensor& tensor = *span.tensor;
-  const Record record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
-                                  tensor.record_bytes, tensor.scales, span.row);
+  const Checked record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                   tensor.record_bytes, tensor.scales, span.row);
+  if (record.sum) check<BITS>(record, bucket.block_size, span.begin, span.end, span.blocks);
   Element* target = (Element*)tensor.data + shard_of(bucket, span.row) * tensor.chunk;
   alignas(64) Element padded[buffer];
   alignas(64) float values[buffer];
   for (uint32_t block = span.begin; block < span.end; ++block) {
-    if ((block - span.begin) % batch == 0)
-      check<BITS>(record, bucket.block_size, block, (uint32_t)between(0, block + batch, span.end), span.blocks);
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size), whole = count & ~15u;
     const uint8_t* codes = record.codes + at * BITS / 8;
@@ -483,9 +484,8 @@ HZ_INLINE void add_peers(Record first, int64_t step, uint32_t block, uint32_t si
 // Sums `count` elements of one block over the peers, in their order, or `adds` them to sums that are there. What
 // follows up to a multiple of 16 is zero, or NaN where the whole block is.
 template <int BITS>
-HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, uint32_t count, bool adds,
+HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, int64_t step, uint32_t block, uint32_t count, bool adds,
                          float* sums) {
-  const int64_t step = step_of(bucket);
   const uint32_t all = (count + 15) & ~15u, size = bucket.block_size;
   uint32_t peer = 0;
   // Four at a time, so that partial sums seldom go through memory.
@@ -498,12 +498,12 @@ HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, 
 template <int BITS>
 static void decode_sum(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
-  const Record first = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
-                                 tensor.record_bytes, tensor.scales, span.row);
+  const Checked first = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                  tensor.record_bytes, tensor.scales, span.row);
+  if (first.sum) check_peers<BITS>(bucket, first, span);
+  const int64_t step = step_of(bucket);
   alignas(64) float padded[buffer];
   for (uint32_t block = span.begin; block < span.end; ++block) {
-    if ((block - span.begin) % batch == 0)
-      check_peers<BITS>(bucket, first, block, (uint32_t)between(0, block + batch, span.end), span.blocks);
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size);
     const int64_t place = span.row * (int64_t)tensor.chunk + at;
@@ -511,14 +511,14 @@ static void decode_sum(const hz_bucket& bucket, const Span& span) {
     float* sums = count % 16 ? padded : target;
     const float* before = tensor.residual ? (const float*)tensor.residual + place : nullptr;
     if (bucket.rotation) {
-      sum_block<BITS>(bucket, first, block, count, false, padded);
+      sum_block<BITS>(bucket, first, step, block, count, false, padded);
       hadamard(bucket, padded, count, 1.0f);
       for (uint32_t i = 0; i < count; ++i) target[i] = before ? before[i] + padded[i] : padded[i];
       continue;
     }
     if (before && before != sums) std::memcpy(sums, before, count * sizeof(float));
     if (before) std::memset(sums + count, 0, (-count & 15) * sizeof(float));
-    sum_block<BITS>(bucket, first, block, count, before != nullptr, sums);
+    sum_block<BITS>(bucket, first, step, block, count, before != nullptr, sums);
     if (count % 16) std::memcpy(target, padded, count * sizeof(float));
   }
 }
@@ -527,21 +527,22 @@ template <int BITS, int OUT_BITS>
 static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
   const hz_tensor& tensor = *span.tensor;
   const uint32_t size = bucket.block_size;
-  const Record first = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
-                                 tensor.record_bytes, tensor.scales, span.row);
-  const Record record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
-                                  tensor.out_start, tensor.out_record_bytes, tensor.out_scales, span.row);
+  const Checked first = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
+                                  tensor.record_bytes, tensor.scales, span.row);
+  const Checked record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
+                                   tensor.out_start, tensor.out_record_bytes, tensor.out_scales, span.row);
+  if (first.sum) check_peers<BITS>(bucket, first, span);
+  const int64_t step = step_of(bucket);
   const Rounding rounding = rounding_of(bucket, tensor, span.row);
   alignas(64) float sums[buffer], scales[batch];
   uint32_t count;
   for (uint32_t block = span.begin; block < span.end; block += count) {
     count = (uint32_t)between(1, buffer / size, batch);
     count = (uint32_t)between(0, count, span.end - block);
-    check_peers<BITS>(bucket, first, block, block + count, span.blocks);
     uint32_t length = 0;
     for (uint32_t i = 0; i < count; ++i) {
       length = (uint32_t)between(0, tensor.chunk - (int64_t)(block + i) * size, size);
-      sum_block<BITS>(bucket, first, block + i, length, false, sums + i * size);
+      sum_block<BITS>(bucket, first, step, block + i, length, false, sums + i * size);
     }
     encode_blocks<Fp32, OUT_BITS>(sums, count, length, block, span.blocks, bucket, rounding, record, scales);
   }

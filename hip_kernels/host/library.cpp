@@ -71,7 +71,8 @@ static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u6
     const hz_u64 last = std::min(end, before + mine) - before;
     while (at < last) {
       const hz_u32 row = (hz_u32)(at / blocks), first = (hz_u32)(at % blocks);
-      const hz_u32 until = (hz_u32)std::min<hz_u64>(blocks, first + (last - at));
+      const hz_u32 most = bucket.checks.sums || bucket.out_checks.sums ? batch : blocks;
+      const hz_u32 until = (hz_u32)std::min<hz_u64>({blocks, first + (last - at), (hz_u64)first + most});
       kernel(bucket, Span{&tensor, row, first, until, blocks});
       at += until - first;
     }

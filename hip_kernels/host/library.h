@@ -41,6 +41,9 @@
 
 namespace hz {
 
+// Blocks whose scales are computed together, and those of which a span has at most if they are checked.
+constexpr hz_u32 batch = 16;
+
 // Successive blocks of one tensor's record in one row.
 struct Span {
   const hz_tensor* tensor;

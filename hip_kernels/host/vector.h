@@ -8,6 +8,7 @@
 #endif
 
 #define HZ_INLINE static inline __attribute__((always_inline))
+#define HZ_APART static __attribute__((noinline))  // what is seldom called takes no registers of a loop
 
 namespace hz {
 namespace HZ_ISA {
