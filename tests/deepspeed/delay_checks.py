@@ -129,7 +129,7 @@ def _cycle(
 
 def check_late_hops_change_no_bit() -> str:
     """Losses and masters after every step are those without delays; the ranks of a communicator start the same collectives."""
-    did, seeds = _Late(), itertools.count()
+    did, seeds = _Late(), itertools.count(int(os.environ.get("HZERO_FIRST_SCHEDULE", "0")))
     for index, (block, accumulation, of_model, more) in enumerate(CASES):
         ahead = PREFETCHED[index % len(PREFETCHED)]
         zero = {"stage": 3, "stage3_prefetch_bucket_size": ahead, "reduce_bucket_size": 700}
