@@ -18,7 +18,7 @@ from pydantic import Field
 from hzero.block import load, split
 from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
-from hzero.comm.lanes import Chain, shared_lanes
+from hzero.comm.lanes import shared_lanes
 from hzero.comm.peers import HopError, Peers, peers_of, unused_name, wires_of
 from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback
 from hzero.comm.wirelog import WireLog
@@ -205,14 +205,16 @@ class Communicator:
         self._channels: dict[Use, str] = {
             use: f"{name} {use}" for use in USES if use in uses
         }  # in one order on all ranks
-        own_backend = None if whole else backend
+        group_backend = None if whole else backend
         channels = [channel for use, channel in self._channels.items() if use != "messages"]
-        peers = peers_of(self.plan, timeout, channels=channels, ranks=ranks, backend=own_backend, streams=lanes.streams)
+        peers = peers_of(
+            self.plan, timeout, channels=channels, ranks=ranks, backend=group_backend, streams=lanes.streams
+        )
         feedback = ErrorFeedback() if settings.error_feedback else None
         self._collectives = Collectives(self.plan, peers, WireLog(), feedback, lanes, library_sums=False)
         if "messages" in uses and len(ranks) > 1:
             channel = self._channels["messages"]
-            self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, own_backend)
+            self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, group_backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
         self._narrow = next((hop.codec.codec for hop in (*copying, *reducing) if hop.codec.traits.narrow), None)
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
@@ -257,12 +259,12 @@ class Communicator:
         chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
         sums, copies = (self._bucket("all_reduce", tensor, chunk, use, key) for use in USES[:2])
         if not self._copying.steps or not flat.numel():
-            return _ended(self._run(copies, self._again, flat, then), async_op)
+            return self._run(copies, self._again, flat, then, async_op=async_op)
         same, mine = self._seeds()
         held: list[torch.Tensor] = []
         reduced = self._reduce(sums, flat, op, mine, held.append)
         how: dict[str, Any] = {"seed": same, "first_seed": mine, "after": [reduced]}
-        return _ended(self._run(copies, self._again, flat, then, read=lambda: [held.pop()], **how), async_op)
+        return self._run(copies, self._again, flat, then, read=lambda: [held.pop()], **how, async_op=async_op)
 
     @torch.compiler.disable
     def reduce_scatter(
@@ -283,12 +285,12 @@ class Communicator:
         self._check_sum("reduce_scatter", op, key)
         shape = self._part("reduce_scatter", tensor)
         bucket = self._bucket("reduce_scatter", tensor, math.prod(shape), "sums", key)
-        return _ended(self._reduce(bucket, flat, op, self._seeds()[1], self._shaped(tensor.dtype, shape)), async_op)
+        return self._reduce(bucket, flat, op, self._seeds()[1], self._shaped(tensor.dtype, shape), async_op=async_op)
 
     def _reduce(
         self, bucket: Bucket, flat: torch.Tensor, op: str, seed: int, then: Callable[[torch.Tensor], Any], **how: Any
-    ) -> Chain[Any]:
-        """A chain that ends with ``then`` of this rank's shard, float32."""
+    ) -> Any:
+        """`_run` of a reduction, which ends with ``then`` of this rank's shard, float32."""
         world, averaged = self.plan.grid.world_size, then
         if op == "mean" and flat.dtype == torch.float16:  # whose sums may overflow where they travel
             flat = flat / world
@@ -323,7 +325,7 @@ class Communicator:
         bucket = self._bucket("all_gather", tensor, flat.numel(), "copies")
         then = self._shaped(tensor.dtype, (rows * self.plan.grid.world_size, *rest))
         same, mine = self._seeds()
-        return _ended(self._run(bucket, self._copying, flat, then, seed=same, first_seed=mine), async_op)
+        return self._run(bucket, self._copying, flat, then, seed=same, first_seed=mine, async_op=async_op)
 
     @torch.compiler.disable
     def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
@@ -340,7 +342,7 @@ class Communicator:
         flat, part = self._flat("all_to_all", tensor), self._part("all_to_all", tensor)
         bucket = self._bucket("all_to_all", tensor, math.prod(part), "sums")
         program, then = self._program(all_to_all_program), self._shaped(tensor.dtype, tensor.shape)
-        return _ended(self._run(bucket, program, flat, then, seed=self._seeds()[1]), async_op)
+        return self._run(bucket, program, flat, then, seed=self._seeds()[1], async_op=async_op)
 
     @torch.compiler.disable
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -361,7 +363,7 @@ class Communicator:
         if src != self.plan.rank:
             read = _room(program, bucket, flat)
         then = self._shaped(tensor.dtype, tensor.shape)
-        return _ended(self._run(bucket, program, flat, then, read=read, seed=self._seeds()[0]), async_op)
+        return self._run(bucket, program, flat, then, read=read, seed=self._seeds()[0], async_op=async_op)
 
     # ---- point to point --------------------------------------------------------------------------------------
 
@@ -384,7 +386,7 @@ class Communicator:
         flat = self._flat("send", tensor)
         program, bucket = self._message("send", tensor, "dst", dst)
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        return _ended(self._run(bucket, program, flat, lambda _: None, seed=self._seed_of_rank(self._sent)), async_op)
+        return self._run(bucket, program, flat, lambda _: None, seed=self._seed_of_rank(self._sent), async_op=async_op)
 
     @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -401,7 +403,7 @@ class Communicator:
         flat = self._flat("recv", tensor)
         program, bucket = self._message("recv", tensor, "src", src)
         then = self._shaped(tensor.dtype, tensor.shape)
-        return _ended(self._run(bucket, program, flat, then, read=_room(program, bucket, flat)), async_op)
+        return self._run(bucket, program, flat, then, read=_room(program, bucket, flat), async_op=async_op)
 
     def _message(self, operation: str, tensor: torch.Tensor, argument: str, peer: int) -> tuple[Program, Bucket]:
         """The program of a message, and its bucket. Each direction has a lane: in a ring all ranks send before they receive."""
@@ -425,10 +427,10 @@ class Communicator:
         """On a GPU: compares all checksums until now, looks for blocks that a codec could not hold, and waits for them.
 
         Raises:
-            HopError: A message arrived changed, or lost a block.
+            HopError: A message arrived changed, or has blocks that its codec could not hold.
         """
         self._collectives.verify()
-        self._refuse_lost()
+        self._refuse_unfit()
 
     def _bucket(
         self, role: str, tensor: torch.Tensor, chunk: int, use: Use, key: int | None = None, direction: str = ""
@@ -448,13 +450,15 @@ class Communicator:
         then: Callable[[torch.Tensor], Any],
         *,
         read: Callable[[], Any] | None = None,
+        async_op: bool = True,
         **how: Any,
-    ) -> Chain[Any]:
-        """Starts a program that ends with ``then`` of its only tensor."""
+    ) -> Any:
+        """Starts a program that ends with ``then`` of its only tensor; returns its chain, or waits for it."""
         read = read or (lambda: [flat])
         if not program.steps or not flat.numel():  # nothing has to be sent
             program, read = _NOTHING, lambda: [self._collectives.used(flat).clone()]
-        return self._collectives.bind(program, bucket).run(read, lambda tensors: then(tensors[0]), **how)
+        chain = self._collectives.bind(program, bucket).run(read, lambda tensors: then(tensors[0]), **how)
+        return chain if async_op else chain.wait()
 
     def _shaped(self, dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes the result of an operation of the elements that it leaves, which may be float32, and more than there are.
@@ -465,14 +469,14 @@ class Communicator:
 
         def made(flat: torch.Tensor) -> torch.Tensor:
             if self.streams is None:  # on a device the host does not wait: `verify` tells
-                self._refuse_lost()
+                self._refuse_unfit()
             return flat.to(dtype)[:numel].view(shape)
 
         return made
 
-    def _refuse_lost(self) -> None:
-        if (lost := self._collectives.lost()) is not None:
-            raise HopError(f"hzero: {lost}; expected codec none, bf16 or int8 on this tier")
+    def _refuse_unfit(self) -> None:
+        if (unfit := self._collectives.unfit()) is not None:
+            raise HopError(f"hzero: {unfit}; expected codec none, bf16 or int8 on this tier")
 
     def _made(self, make: Callable[..., Program], *ranks: int) -> Program:
         """A program of this group."""
@@ -528,10 +532,6 @@ class Communicator:
         ranks = self.plan.grid.world_size
         if rank not in range(ranks):
             raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
-
-
-def _ended(chain: Chain[Any], async_op: bool) -> Any:
-    return chain if async_op else chain.wait()
 
 
 def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -382,18 +382,22 @@ class Lanes:
 
         All ranks call it between the same chains.
         """
-        if self.streams is not None and self.order == "strict":
-            self.streams.join()
+        if self.order == "strict":
+            self.join()
 
     # ---- waits --------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """On a device: makes the current stream wait for all hops submitted so far."""
+        if self.streams is not None:
+            self.streams.join()
 
     def drain(self) -> None:
         """Waits for all chains in flight, which all ranks must do, since a hop needs its peers. Raises the error of one.
 
         On a device the current stream waits: memory that is freed afterwards is used again behind them.
         """
-        if self.streams is not None:
-            self.streams.join()
+        self.join()
         while under_way := [chain for chain in list(self._running) if not chain.done]:
             for chain in under_way:
                 chain.wait()

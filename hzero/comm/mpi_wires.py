@@ -149,8 +149,8 @@ class MpiWork:
             expected = self._expected[index]
             if expected is not None and (count := status.Get_count(mpi.BYTE)) != expected:
                 raise DisagreementError(f"a message of {count:,} bytes has come, expected {expected:,}: ranks disagree")
-        left = [(request, size) for request, size in zip(self._requests, self._expected) if request]
-        self._requests, self._expected = [request for request, _ in left], [size for _, size in left]
+        running = [(request, size) for request, size in zip(self._requests, self._expected) if request]
+        self._requests, self._expected = [request for request, _ in running], [size for _, size in running]
         return bool(ended) and self._post()
 
     def _call(self, act: Callable[[], bool]) -> bool:
@@ -202,7 +202,7 @@ class MpiWires:
     def __init__(self, mpi: Any, comm: Any, timeout_s: float) -> None:
         self.mpi, self.comm, self.timeout_s = mpi, comm, timeout_s
         self.under_way: set[MpiWork] = set()
-        self._own, self._size = comm.Get_rank(), comm.Get_size()
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
 
     def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
         """As `TorchWires.all_gather`."""
@@ -217,8 +217,8 @@ class MpiWires:
 
     def _swap(self, output: torch.Tensor, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
         rows = output.view(self._size, -1)
-        rows[self._own].copy_(part(self._own))
-        places = [((self._own - i) % self._size, (self._own + i) % self._size) for i in range(1, self._size)]
+        rows[self._rank].copy_(part(self._rank))
+        places = [((self._rank - i) % self._size, (self._rank + i) % self._size) for i in range(1, self._size)]
         posts = (self._pair(rows[source], source, part(target), target) for source, target in places)
         return MpiWork(self, itertools.chain.from_iterable(posts), kept)
 
@@ -304,11 +304,11 @@ def world_of_mpi() -> Any:
     """
     mpi = import_mpi()
     world, where = mpi.COMM_WORLD, "transport: found 'mpi'"
-    own, ours = (world.Get_rank(), world.Get_size()), (dist.get_rank(), dist.get_world_size())
-    if own != ours:
+    of_mpi, of_torch = (world.Get_rank(), world.Get_size()), (dist.get_rank(), dist.get_world_size())
+    if of_mpi != of_torch:
         raise ConfigError(
-            f"{where}, but MPI has this process as rank {own[0]} of {own[1]}, and torch.distributed as rank {ours[0]} of "
-            f"{ours[1]}; start the ranks with mpiexec, or with srun and its --mpi; possible without: 'torch'"
+            f"{where}, but MPI has this process as rank {of_mpi[0]} of {of_mpi[1]}, and torch.distributed as rank "
+            f"{of_torch[0]} of {of_torch[1]}; start the ranks with mpiexec, or with srun and its --mpi; possible without: 'torch'"
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ConfigError(f"{where}, but MPI has been initialised without MPI_THREAD_MULTIPLE, mpi4py's default")

@@ -216,6 +216,6 @@ def blaming() -> Iterator[None]:
         if isinstance(error, PeerError) or not of_group or dist.group.WORLD is None:
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]
-        place = f"{own[-1].filename}:{own[-1].lineno} {own[-1].name}"
+        script = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]
+        place = f"{script[-1].filename}:{script[-1].lineno} {script[-1].name}"
         raise MissingPeerError.of(f"hzero: rank {dist.get_rank()}, a collective at {place}: ", error) from error

@@ -135,7 +135,7 @@ class Collectives:
         self._roles = roles or {}
         #: A program, ready for a bucket; the same object for the same ones.
         self.bind: Callable[[Program, Bucket], Bound] = functools.lru_cache(_BOUND)(partial(Bound, self))
-        self._lost: list[tuple[torch.Tensor, str, str]] = []
+        self._unfit: list[tuple[torch.Tensor, str, str]] = []
         self._unread: list[Comparison] = []
 
     def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
@@ -174,7 +174,7 @@ class Collectives:
     # ---- what arrives changed, or incomplete --------------------------------------------------------------------
 
     def note(self, blocks: torch.Tensor, what: str, why: str) -> None:
-        """Keeps the number of a message's blocks that its codec could not hold for `lost`, if there may be some.
+        """Keeps the number of a message's blocks that its codec could not hold for `unfit`, if there may be some.
 
         Args:
             blocks: int64 ``[]``.
@@ -183,16 +183,16 @@ class Collectives:
         """
         if self.lanes.streams is None and not int(blocks):
             return
-        self._lost.append((blocks, what, why))
-        if len(self._lost) > _UNREAD:  # one of the older ones tells as much
-            self._lost = [max(self._lost, key=lambda one: int(one[0]))]
+        self._unfit.append((blocks, what, why))
+        if len(self._unfit) > _UNREAD:  # one of the older ones tells as much
+            self._unfit = [max(self._unfit, key=lambda one: int(one[0]))]
 
-    def lost(self) -> str | None:
+    def unfit(self) -> str | None:
         """Which message since the last call had blocks that its codec could not hold; waits for the device."""
-        lost, self._lost = self._lost, []
-        if lost and self.lanes.streams is not None:
-            self.lanes.streams.join()
-        for blocks, what, why in lost:
+        unfit, self._unfit = self._unfit, []
+        if unfit:
+            self.lanes.join()
+        for blocks, what, why in unfit:
             if count := int(self.used(blocks)):
                 return f"{what}: {count} {why}"
         return None
@@ -873,7 +873,7 @@ class Room:
 class Arena:
     """Memory of messages, which a run of a program takes step by step and leaves to the next run.
 
-    What is left is used again at once on CPUs, where large buffers are not kept. On a device the stream that takes a buffer
+    A buffer is used again at once on CPUs, where large buffers are not kept. On a device the stream that takes a buffer
     waits for the event of its last use; until some are `_BEHIND`, a buffer that the device has passed or a new one is taken
     instead, so that programs overlap. Before it makes a new one it frees large ones that the device has passed.
 
@@ -927,7 +927,7 @@ class Arena:
 
 @dataclass
 class Residual:
-    """What one tier has lost of one parameter until now.
+    """What encodings on one tier have lost of one parameter until now.
 
     Attributes:
         values: The loss, bfloat16, flat; updated where it lies.

@@ -166,8 +166,8 @@ class Watchdog:
         """
         self._write()
         store, group = self._store(), range(self._world_size) if lane is None else lane.ranks
-        own, most = group.index(self._rank), max(_READ, _READ_BY_ALL // self._world_size)
-        ranks = [*group[own + 1 :], *group[:own]][:most]
+        place, most = group.index(self._rank), max(_READ, _READ_BY_ALL // self._world_size)
+        ranks = [*group[place + 1 :], *group[:place]][:most]
         keys = [f"hzero rank {rank}" for rank in ranks]
         before, began = [store.compare_set(key, "", "null") for key in keys], time.monotonic()
         found: Missing = self._error or ((), "")

@@ -208,11 +208,11 @@ class StageState(Engine):
         """The parameters that this engine gathers: no later engine has taken them over."""
         return cast("list[Managed]", list(self.weights.parameters.values()))
 
-    def lost(self) -> bool:
+    def unfit(self) -> bool:
         """As of `Engine`."""
-        if lost := super().lost():
+        if unfit := super().unfit():
             self.put_away_all()
-        return lost
+        return unfit
 
     def replaced(self) -> None:
         """As of `Engine`."""

@@ -98,7 +98,7 @@ class Traffic:
         device: Where the model is computed.
         accelerator: Makes streams and events of an asynchronous device: ``torch.cuda``, or an accelerator of DeepSpeed. None
             on CPUs.
-        own: Communicators of the front end itself.
+        communicators: Those of the front end itself.
 
     Attributes:
         config: The block, preset applied.
@@ -114,14 +114,14 @@ class Traffic:
         module: torch.nn.Module,
         device: torch.device,
         accelerator: Any = None,
-        own: Sequence[Communicator] = (),
+        communicators: Sequence[Communicator] = (),
     ) -> None:
         self.config, self.device, self.wire_log = config, device, WireLog()
         self.lanes = shared_lanes(accelerator, config.transport, config.order)
         self.on_settle: list[Callable[[], None]] = []
         limit_waits()
         # As long as the model holds them.
-        self._communicators = WeakSet([*_communicators_of(module, config), *own])
+        self._communicators = WeakSet([*_communicators_of(module, config), *communicators])
         for communicator in self._communicators:
             communicator.wire_log = self.wire_log
 
@@ -139,7 +139,7 @@ class Traffic:
             call()
 
     def verify(self) -> None:
-        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
+        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or an unfit block."""
         for communicator in self._communicators:
             communicator.verify()
 
@@ -227,17 +227,17 @@ class Engine(Traffic):
         self.lanes.before_others()
         self.guard.before_step(params, gradient_of)
 
-    def lost(self) -> bool:
+    def unfit(self) -> bool:
         """Whether a step has to be discarded since a codec could not hold weights, which are NaN then.
 
         From now on they travel without that codec.
         """
         if not self.weights.fallible:
             return False
-        what = self._collectives.lost()
-        lost = torch.tensor(int(what is not None), dtype=torch.uint8, device=self.device)
-        dist.all_reduce(lost, dist.ReduceOp.MAX, self.group)
-        if not int(lost):
+        what = self._collectives.unfit()
+        unfit = torch.tensor(int(what is not None), dtype=torch.uint8, device=self.device)
+        dist.all_reduce(unfit, dist.ReduceOp.MAX, self.group)
+        if not int(unfit):
             return False
         if speaks(self.group):
             logger.warning(

@@ -137,9 +137,9 @@ class Gradients:
         programs, bind = route.programs, self._collectives.bind
         # Shards are fewer than gradients. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3
         # if it is divided afterwards by what is no power of two. Sums of decoded messages are float32.
-        exact = self.divisor.bit_count() == 1 and dtype != torch.float16
+        divides = self.divisor.bit_count() == 1 and dtype != torch.float16
         micro, boundary = bind(programs.micro, bucket), bind(programs.boundary, bucket)
-        return _Layout(params, micro, boundary, route.sums_travel and not exact)
+        return _Layout(params, micro, boundary, route.sums_travel and not divides)
 
     def _accumulate(
         self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver

@@ -146,9 +146,9 @@ def routes_of(
                 f"taken; parameters of the model: {some(names, _NAMED)}"
             )
         if codec not in routes:
-            own = plan.with_codec(codec)
-            same = (own.gather_hops(), own.reduce_hops()) == (plan.gather_hops(), plan.reduce_hops())
-            routes[codec] = usual if same else Route(own, 1 + at)
+            excepted = plan.with_codec(codec)
+            same = (excepted.gather_hops(), excepted.reduce_hops()) == (plan.gather_hops(), plan.reduce_hops())
+            routes[codec] = usual if same else Route(excepted, 1 + at)
     found = {
         param: routes[plan.exceptions[taken[param]][1]] if param in taken else usual for param in module.parameters()
     }

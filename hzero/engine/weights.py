@@ -67,8 +67,7 @@ class Weights:
 
     def before_change(self) -> None:
         """Makes the current stream, which is about to write primary shards, wait until they have been encoded."""
-        if self.collectives.lanes.streams is not None:
-            self.collectives.lanes.streams.join()
+        self.collectives.lanes.join()
 
     def note_change(self) -> None:
         """Primary shards change on the current stream; what encodes them on another one waits for this point."""
@@ -216,7 +215,7 @@ class Weights:
 
     def _difference(self, params: Sequence[Parameter], bucket: Bucket, seed: int) -> torch.Tensor:
         """A message of what is new in this rank's shards, against the copy that all ranks hold."""
-        row = self.plan.rank if self.plan.decoded else self.plan.own_row
+        row = self.plan.rank if self.plan.decoded else self.plan.rank_row
         shards = self._shards(params, bucket)
         copies = [self._copy(param)[row, : shard.numel()] for param, shard in zip(params, shards)]
         codec = Codec.from_config(params[0].route.plan.refresh_hops()[0].codec)
@@ -336,10 +335,10 @@ class Weights:
                 fresh = Codec.from_config(target).encode(decoded, chunks)
         if plan.decoded:
             (fresh,) = Codec.from_config(codecs[-1]).decode(fresh, chunks, dtype=param.dtype)
-            own = copy.view(-1, param.chunk)[plan.rank]
+            held = copy.view(-1, param.chunk)[plan.rank]
         else:
-            own = copy.view(plan.resident_rows, -1)[plan.own_row]
-        return (own.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
+            held = copy.view(plan.resident_rows, -1)[plan.rank_row]
+        return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
 
 
 def _resident(param: Parameter) -> torch.Tensor:

@@ -295,7 +295,7 @@ class ShardPlan:
         return unshard[0].codec if unshard else self.refresh_hops()[-1].codec
 
     @property
-    def own_row(self) -> int:
+    def rank_row(self) -> int:
         """Row of this rank's shard among its `resident_rows`."""
         place, row = self.grid.coordinates(self.rank), 0
         for hop in self.refresh_hops()[::-1]:

@@ -107,7 +107,7 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
             own = hzero.state(engine).weights
             (kept,) = (param.resident for param in own.up_to_date() if param.name == "down.weight")
             rows = kept.view(own.plan.resident_rows, -1).view(torch.uint8)
-            rows[own.plan.own_row - 1, 0] ^= 1
+            rows[own.plan.rank_row - 1, 0] ^= 1
         with pytest.raises(hzero.StaleWeightsError) as caught:
             engine.step()
         text = str(caught.value)
