@@ -346,10 +346,6 @@ class Experiment:
         self.sequence = parsed.sequence if parsed is not None else None
         if self.sequence is not None:
             key = "zero.sequence.parallel"
-            if self.tensor > 1:
-                raise ConfigError(
-                    f"zero.sequence: found with tensor groups of {self.tensor} ranks; expected one of them"
-                )
             self.grid.of_neighbours(self.sequence.parallel, key)
             if (heads := self.architecture.heads) % self.sequence.parallel:
                 raise ConfigError(

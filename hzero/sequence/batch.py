@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
-from hzero.comm import Communicator, for_dimension
+from hzero.comm import for_dimension
 from hzero.config import HZeroConfig, SequenceConfig
 from hzero.topology import Grid
 from hzero.validation import ConfigError
@@ -50,107 +51,79 @@ def attach(model: torch.nn.Module, config: HZeroConfig, world: Grid, where: str 
         members, _ = dist.new_subgroups(settings.parallel)
         group = for_dimension("sequence", config, members, grid=world, uses=["sums"])
     patched = patch(model, settings, group)
-    model.forward = _WholeBatches(model, settings, patched, group).wrapper()
+    stock, names = model.forward, list(inspect.signature(model.forward).parameters)
+
+    @functools.wraps(stock)  # clients read its signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        batch = {**dict(zip(names, args)), **kwargs}
+        return stock(*args, **kwargs) if batch.get("labels") is None else _shared(patched, settings, batch)
+
+    forward.patched = patched  # type: ignore[attr-defined]
+    model.forward = forward
     return patched.layers
 
 
 def detach(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Undoes `attach`, if it has been called. Returns the layers that it had given."""
-    whole = getattr(model.forward, "whole", None)
-    if whole is None:
+    patched = getattr(model.forward, "patched", None)
+    if patched is None:
         return []
-    model.forward = whole.stock
-    whole.patched.remove()
-    return whole.patched.layers  # type: ignore[no-any-return]
+    model.forward = model.forward.__wrapped__  # type: ignore[union-attr,attr-defined]
+    patched.remove()
+    return patched.layers  # type: ignore[no-any-return]
 
 
-class _WholeBatches:
-    """The forward of a model whose batches are divided.
-
-    Args:
-        model: The model.
-        settings: The key ``sequence``.
-        patched: Computes a rank's part.
-        group: The ranks that share a sequence; None: this one alone.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, settings: SequenceConfig, patched: Any, group: Communicator | None
-    ) -> None:
-        self.stock, self.patched, self._settings = model.forward, patched, settings
-        self._names = list(inspect.signature(model.forward).parameters)
-        self._group, self._index = group, dist.get_rank() % settings.parallel
-
-    def wrapper(self) -> Any:
-        """A function with the signature of the model's own, which clients read."""
-
-        @functools.wraps(self.stock)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            batch = {**dict(zip(self._names, args)), **kwargs}
-            return self.stock(*args, **kwargs) if batch.get("labels") is None else self._forward(batch)
-
-        forward.whole = self  # type: ignore[attr-defined]
-        return forward
-
-    def _forward(self, batch: dict[str, Any]) -> Any:
-        for name in _REFUSED:
-            if batch.pop(name, None) is not None:
-                raise ConfigError(
-                    f"hzero.sequence: the batch has {name}; expected input_ids and labels of whole sequences"
-                )
-        ids, labels = batch.pop("input_ids"), batch.pop("labels")
-        mask, positions = batch.pop("attention_mask", None), batch.pop("position_ids", None)
-        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
-        counted = self._agree(ids, targets, mask)
-        natural = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        positions, documents = natural if positions is None else positions.expand_as(ids), None
-        if not torch.equal(positions, natural):  # packed
-            documents = self._padded(positions.diff(prepend=positions[:, :1] - 1).ne(1).cumsum(-1), -1)
-        parts = [self._part(self._padded(ids, 0)), self._part(self._padded(positions, 0))]
-        items = batch.pop("num_items_in_batch", None)
-        output = self.patched.forward(*parts, self._part(self._padded(targets, NO_LABEL)), documents, **batch)
-        if items is not None:  # Trainer's labels of a whole step, in which it counts those of every rank
-            output.loss = output.loss * self._settings.parallel / items
-            return output
-        loss, whole = output.loss * (dist.get_world_size() / counted), output.loss.detach().clone()
-        dist.all_reduce(whole)
-        output.loss = loss + (whole / counted - loss.detach())
+def _shared(patched: Any, settings: SequenceConfig, batch: dict[str, Any]) -> Any:
+    """The output of a whole batch, of which this rank computes its part."""
+    if wrong := [name for name in _REFUSED if batch.pop(name, None) is not None]:
+        raise ConfigError(f"hzero.sequence: the batch has {wrong[0]}; expected input_ids and labels of whole sequences")
+    ids, mask, positions, items = (
+        batch.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids", "num_items_in_batch")
+    )
+    targets = pad(batch.pop("labels")[:, 1:], (0, 1), value=NO_LABEL)
+    counted = _agree(settings.parallel, ids, targets, mask)
+    missing = (0, -ids.shape[1] % settings.parallel)
+    natural, documents = torch.arange(ids.shape[1] + missing[1], device=ids.device).expand(len(ids), -1), None
+    positions = natural if positions is None else pad(positions.expand_as(ids), missing)
+    if not torch.equal(positions[:, : ids.shape[1]], natural[:, : ids.shape[1]]):  # packed
+        documents = positions.diff(prepend=positions[:, :1] - 1).ne(1).cumsum(-1)
+    parts = (_part(one, settings) for one in (pad(ids, missing), positions, pad(targets, missing, value=NO_LABEL)))
+    output = patched.forward(*parts, documents, **batch)
+    if items is not None:  # Trainer's labels of a whole step, in which it counts those of every rank
+        output.loss = output.loss * settings.parallel / items
         return output
+    loss, whole = output.loss * (dist.get_world_size() / counted), output.loss.detach().clone()
+    dist.all_reduce(whole)
+    output.loss = loss + (whole / counted - loss.detach())
+    return output
 
-    def _agree(self, ids: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """Labels of all batches of the world. Raises `ConfigError` on all ranks for a batch that one of them cannot share."""
-        inside = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        if inside.shape != ids.shape:
-            raise ConfigError(f"attention_mask: found shape {list(inside.shape)}; expected one number for each token")
-        read = torch.cat([ids.reshape(-1), targets.reshape(-1)]).long()
-        mixed = ((read + 1) * (2 * torch.arange(read.numel(), device=ids.device) + 1)).sum()
-        parallel, valid = self._settings.parallel, targets != NO_LABEL
-        # The numbers of a group's ranks cancel if all have the same.
-        numbers = [
-            mixed * (-1 if self._index else parallel - 1),
-            (inside[:, 1:] > inside[:, :-1]).any() | (valid & ~inside).any(),
-        ]
-        agreed = torch.stack([valid.sum(), *(one.long() for one in numbers)])
-        dist.all_reduce(agreed)
-        counted, differs, padded = agreed.tolist()
-        if differs:
-            raise ConfigError(
-                f"hzero.sequence: the {parallel} ranks of a group have other samples; expected the same: give the sampler "
-                f"num_replicas=world_size // {parallel} and rank=rank // {parallel}"
-            )
-        if padded:
-            raise ConfigError(
-                "attention_mask: found padding on the left or inside; expected it on the right, without labels"
-            )
-        return max(counted // parallel, 1)
 
-    def _padded(self, tokens: torch.Tensor, value: int) -> torch.Tensor:
-        """Tokens up to a multiple of the ranks. -1 repeats the last."""
-        missing = -tokens.shape[1] % self._settings.parallel
-        fill = tokens[:, -1:].expand(-1, missing) if value == -1 else tokens.new_full((len(tokens), missing), value)
-        return torch.cat([tokens, fill], dim=1)
+def _agree(parallel: int, ids: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """Labels of all batches of the world. Raises `ConfigError` on all ranks for a batch that one of them cannot share."""
+    inside = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if inside.shape != ids.shape:
+        raise ConfigError(f"attention_mask: found shape {list(inside.shape)}; expected one number for each token")
+    read = torch.cat([ids.reshape(-1), targets.reshape(-1)]).long()
+    mixed = ((read + 1) * (2 * torch.arange(read.numel(), device=ids.device) + 1)).sum()
+    valid = targets != NO_LABEL
+    # The numbers of a group's ranks cancel if all have the same.
+    differs = mixed * (-1 if dist.get_rank() % parallel else parallel - 1)
+    padded = (inside[:, 1:] > inside[:, :-1]).any() | (valid & ~inside).any()
+    agreed = torch.stack([valid.sum(), differs, padded.long()])
+    dist.all_reduce(agreed)
+    if agreed[1]:
+        raise ConfigError(
+            f"hzero.sequence: the {parallel} ranks of a group have other samples; expected the same: give the sampler "
+            f"num_replicas=world_size // {parallel} and rank=rank // {parallel}"
+        )
+    if agreed[2]:
+        raise ConfigError(
+            "attention_mask: found padding on the left or inside; expected it on the right, without labels"
+        )
+    return max(int(agreed[0]) // parallel, 1)
 
-    def _part(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's part of every chunk."""
-        chunks = tokens.split(self._settings.chunk * self._settings.parallel, dim=1)
-        return torch.cat([chunk.chunk(self._settings.parallel, dim=1)[self._index] for chunk in chunks], dim=1)
+
+def _part(tokens: torch.Tensor, settings: SequenceConfig) -> torch.Tensor:
+    """This rank's part of every chunk."""
+    index, chunks = dist.get_rank() % settings.parallel, tokens.split(settings.chunk * settings.parallel, dim=1)
+    return torch.cat([chunk.chunk(settings.parallel, dim=1)[index] for chunk in chunks], dim=1)

@@ -97,10 +97,6 @@ def test_a_global_batch_counts_a_group_once(capsys: pytest.CaptureFixture[str]) 
             "zero.sequence.parallel: found 128; expected a divisor of the model's 64 heads",
         ),
         (("zero.sequence.chunks=5",), "zero.sequence: unknown key 'chunks'; did you mean 'chunk'"),
-        (
-            ("zero.sequence.parallel=2", "deepspeed.tensor_parallel.autotp_size=2"),
-            "zero.sequence: found with tensor groups",
-        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

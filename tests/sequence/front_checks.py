@@ -81,6 +81,13 @@ def check_deepspeed_trains_as_one_rank_does() -> None:
         )
         ids = _batch(9, [0])["input_ids"]
         torch.testing.assert_close(engine(input_ids=ids).logits, alone(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+        # Two documents in a row: as each on its own, by their labels.
+        documents = ids[:, :10], ids[:, 10:]
+        losses = [alone(input_ids=one, labels=one).loss * (one.shape[1] - 1) for one in documents]
+        positions = torch.cat([torch.arange(one.shape[1]) for one in documents])[None]
+        labels = ids.where(positions > 0, -100)
+        packed = engine(input_ids=ids, labels=labels, position_ids=positions).loss
+        torch.testing.assert_close(packed, sum(losses) / (LENGTH - 2), rtol=1e-5, atol=1e-6)
     received = {
         row["tier"]: row["wire_bytes"] for row in hzero.state(engine).wire_log.as_dicts() if row["role"] == "sequence"
     }

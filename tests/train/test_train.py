@@ -21,8 +21,12 @@ from typing import Any
 import pytest
 
 from hzero import cli
+from hzero.config import UNCODED
 from hzero.experiment import compose
 from hzero.plan.collectives import step_traffic
+from hzero.plan.scenario import Job
+from hzero.plan.sequence import exchanged
+from hzero.validation import ConfigError
 from tests.forks import Command, fork, join, torchrun
 from tests.ranks import LONG, ROOT, environment, mpiexec
 
@@ -242,18 +246,25 @@ def test_a_multirun_of_stock_and_stage(place: Path) -> None:
     assert not (place / "runs" / "sweep-0-stock" / "model").exists()
 
 
-def test_tensor_groups_of_autotp(place: Path) -> None:
-    """Losses are those of half as many ranks without them, and bytes those of ZeRO-3 between the groups' ranks."""
+def test_groups_that_share_samples(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor groups of AutoTP, and sequence groups: losses are those of half as many ranks without them."""
     keys = ("zero=zero3", "topology=single_node", "train.steps=2", "checkpoint.every=0", "checkpoint.model=false")
     split = ("topology.gcds_per_gpu=4", "deepspeed.tensor_parallel.autotp_size=2")
-    for name, ranks in (("whole", ("topology.gcds_per_gpu=2",)), ("split", split)):
+    shared = ("topology.gcds_per_gpu=4", "zero.sequence.parallel=2", "zero.sequence.chunk=5")
+    for name, ranks in (("whole", ("topology.gcds_per_gpu=2",)), ("split", split), ("shared", shared)):
         done = train(place, *keys, *ranks, f"run.name={name}")
         assert done.status == 0, done.out + done.err
-    whole, split_run = (summary(place / "runs" / name) for name in ("whole", "split"))
-    assert split_run["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert split_run["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
-    received = [sum(row["received"] for row in split_run[key]) for key in ("bytes_per_step", "zero3_bytes_per_step")]
+    whole, *groups = (summary(place / "runs" / name) for name in ("whole", "split", "shared"))
+    for found in groups:
+        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert found["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    received = [sum(row["received"] for row in groups[0][key]) for key in ("bytes_per_step", "zero3_bytes_per_step")]
     assert received[0] == pytest.approx(received[1], rel=1e-3)
+    monkeypatch.chdir(place)
+    experiment = compose(overrides(*keys, *shared))
+    exchanges = exchanged(Job.of(experiment, ConfigError("no profile")), experiment.grid, UNCODED)
+    sent = {row["tier"]: row["received"] for row in groups[1]["bytes_per_step"] if row["role"] == "sequence"}
+    assert sent == {tier: 4 * size for tier, size in exchanges.items()}
 
 
 def test_a_stopped_run_goes_on(place: Path) -> None:
