@@ -461,7 +461,7 @@ class HZeroConfig(Block):
             ``torch.nn.Embedding`` with ``max_norm`` does.
         unit: Parameters in one gather of forward or backward: all of a `layer`, or of each `module` in it, such as a linear, as
             in stock DeepSpeed. Layers are the classes in the model's `_no_split_modules`; without these, modules of one class
-            in a `ModuleList` or `Sequential`. DeepSpeed's hooks and leaf modules stay. Set `module` for layers with many
+            in a `ModuleList` or `Sequential`. DeepSpeed's leaf modules stay. Set `module` for layers with many
             experts of which a forward uses few.
         unit_numel: Max elements of a layer that is gathered as a whole; a larger one is divided into its children. It limits
             the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a limit too.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY
@@ -46,6 +46,42 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
         self.hzero = StageState(module, config, group, bucket_numel, self._max_available_parameters_in_numel)
+        for unit in set(self.hzero.units.of.values()):
+            self.backward_hooks.append(unit.layer.register_forward_pre_hook(_by_keyword, with_kwargs=True))
+
+    # DeepSpeed's hooks before and after every module take more time than all that hzero does in a step. So they do nothing
+    # inside a layer that DeepSpeed has as a whole.
+
+    def pre_sub_module_forward_function(self, sub_module: torch.nn.Module) -> None:
+        """Stock, except inside a layer; the layer is held."""
+        units = self.hzero.units
+        if units.inside(sub_module):
+            FWD_MODULE_STACK.append(sub_module)  # from which stock's hook takes it
+            return
+        units.use(sub_module)
+        super().pre_sub_module_forward_function(sub_module)
+        units.held.add(sub_module)
+
+    @torch.compiler.disable  # as stock's hooks before a forward are
+    def post_sub_module_forward_function(self, sub_module: torch.nn.Module) -> None:
+        """Stock, except inside a layer."""
+        if not self.hzero.units.inside(sub_module):
+            self.hzero.units.held.discard(sub_module)
+            super().post_sub_module_forward_function(sub_module)
+
+    def pre_sub_module_backward_function(self, sub_module: torch.nn.Module) -> None:
+        """Stock, except inside a layer; the layer is held."""
+        units = self.hzero.units
+        if not units.inside(sub_module):
+            units.use(sub_module)
+            super().pre_sub_module_backward_function(sub_module)
+            units.held.add(sub_module)
+
+    def post_sub_module_backward_function(self, sub_module: torch.nn.Module) -> None:
+        """Stock, except inside a layer."""
+        if not self.hzero.units.inside(sub_module):
+            self.hzero.units.held.discard(sub_module)
+            super().post_sub_module_backward_function(sub_module)
 
     def partition_all_parameters(self) -> None:
         """Stock; then nothing of a layer is kept."""
@@ -64,6 +100,18 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         """Stock; then the engine's."""
         super().destroy()
         self.hzero.destroy()
+
+
+@torch.compiler.disable
+def _by_keyword(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Before a forward of a layer: stock finds the end of its backward by its input, but only among positional arguments."""
+    if layer.ds_grads_remaining:
+        return args, kwargs
+    follow = layer.post_bwd_fn.apply
+    return args, {
+        key: follow(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+        for key, value in kwargs.items()
+    }
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------------------

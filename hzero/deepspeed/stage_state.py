@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param, register_external_parameter
 from deepspeed.utils import z3_leaf_module
 
 from hzero.comm import lasting
@@ -48,6 +48,7 @@ class Managed(Parameter):
         decoded: Whether ``param.data``, while it is available, came through a codec.
         unit: The layer that it is gathered with; None: it is gathered when it is requested.
         part: The gathered parameter, until a handle takes it or the unit's turn is over.
+        layers: Modules that request it with their other parameters, though it is a parameter of a module inside.
     """
 
     param: ZeroParameter
@@ -56,6 +57,7 @@ class Managed(Parameter):
     decoded: bool = False
     unit: Unit | None = None
     part: Part | None = None
+    layers: list[torch.nn.Module] = field(default_factory=list)
 
     def attach(self, owner: StageState) -> None:
         """Puts functions in the place of DeepSpeed's."""
@@ -73,6 +75,8 @@ class Managed(Parameter):
         for name, function in self.stock.items():
             setattr(self.param, name, function)
         del self.param.hzero_managed
+        for layer in self.layers:
+            layer._external_params.pop(id(self.param), None)  # type: ignore[operator, union-attr]
         if self.unit is not None:
             self.unit.members.remove(self)
 
@@ -184,7 +188,7 @@ class StageState(Engine):
         # Weights that are whole on every device need no gather.
         layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
         self.units = units = Units()
-        form_units(module, layers)
+        form_units(units, module, layers)
         # Functions that hold nothing else, so that a copy of the model copies no engine.
         self._hooks = [
             module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop())),
@@ -350,7 +354,7 @@ class StageState(Engine):
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
                 managed.forget()
                 self.weights.mark_edited(managed)
-        self.units.turn_to(wanted, waiting=False)
+        self.units.request(wanted)
         missing = self.units.widened(wanted)
         for brought, wait in self.weights.unshard(missing) if missing else ():
             gathering = Gathering(wait, self.lanes.streams is not None)
@@ -360,7 +364,7 @@ class StageState(Engine):
         for managed in wanted:
             managed.param.ds_status = ZeroParamStatus.INFLIGHT
             managed.decoded = managed.route.lossy
-        return GatherHandle(wanted, self.units)
+        return GatherHandle(wanted)
 
     def gather_kept_whole(self) -> None:
         """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
@@ -459,17 +463,19 @@ class Unit:
     from.
 
     Args:
+        layer: The layer.
         members: The parameters.
 
     Attributes:
-        members: The same.
+        layer: As given.
+        members: As given.
         waiting: Those that a gather brings and DeepSpeed has not requested yet.
         out: Those that DeepSpeed has.
         used: Whether DeepSpeed has had one.
     """
 
-    def __init__(self, members: list[Managed]) -> None:
-        self.members = members
+    def __init__(self, layer: torch.nn.Module, members: list[Managed]) -> None:
+        self.layer, self.members = layer, members
         self.waiting: set[Managed] = set()
         self.out: set[Managed] = set()
         self.used = False
@@ -495,10 +501,22 @@ class Unit:
 
 
 class Units:
-    """The units that are gathered, and when their turn is over: all ranks decide alike, by what DeepSpeed requests."""
+    """The units that are gathered, and when their turn is over: all ranks decide alike, by what DeepSpeed requests.
+
+    Attributes:
+        of: The unit of a layer, and of the modules in it whose parameters are all the unit's.
+        held: Layers that DeepSpeed has as a whole, for a forward or backward.
+    """
 
     def __init__(self) -> None:
         self._gathered: dict[Unit, None] = {}
+        self.of: dict[torch.nn.Module, Unit] = {}
+        self.held: set[torch.nn.Module] = set()
+
+    def inside(self, module: torch.nn.Module) -> bool:
+        """Whether a module is inside a layer that is held: then DeepSpeed has nothing to request and nothing to give back."""
+        unit = self.of.get(module)
+        return unit is not None and unit.layer in self.held and module is not unit.layer
 
     def widened(self, wanted: Iterable[Managed]) -> list[Managed]:
         """Parameters to gather for a request: those that are not there yet, with the others of their units, by id."""
@@ -515,23 +533,29 @@ class Units:
             self._gathered[managed.unit] = None
             managed.unit.waiting.add(managed)
 
-    def turn_to(self, requested: Collection[Managed], *, waiting: bool) -> None:
-        """Lets go of units whose turn is over, when parameters are requested, or ``waiting`` when they are used.
+    def request(self, requested: Collection[Managed]) -> None:
+        """Parameters are requested: lets go of complete units of which there are none among them."""
+        now = {managed.unit for managed in requested}
+        self._drop(unit for unit in self._gathered if unit not in now and unit.complete)
 
-        A complete unit goes at the next request for anything else, an incomplete one, of which a module was skipped or is
-        kept by DeepSpeed for its next use, when another one is used. One that was only gathered ahead stays.
+    def use(self, module: torch.nn.Module) -> None:
+        """A module is about to be used: if it has a unit, lets go of other ones.
+
+        Incomplete units go too, of which a module was skipped or is kept by DeepSpeed for its next use. One that was only
+        gathered ahead stays. Handles do not decide this, since ranks wait for them in different orders.
         """
-        now = {managed.unit for managed in requested} - {None}
-        self._drop(
-            unit for unit in self._gathered if unit not in now and (unit.complete or (waiting and now and unit.used))
-        )
+        now = self.of.get(module)
+        if now is not None:
+            self._drop(unit for unit in self._gathered if unit is not now and unit.used)
 
     def end(self) -> None:
         """At the end of a forward or backward: lets go of what has been used."""
+        self.held.clear()
         self._drop(unit for unit in self._gathered if unit.used)
 
     def drop(self) -> None:
         """Lets go of everything."""
+        self.held.clear()
         self._drop(self._gathered)
 
     def _drop(self, units: Iterable[Unit]) -> None:
@@ -572,8 +596,11 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
     return list(found(module))
 
 
-def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
-    """Makes a unit of each layer, without parameters that another part of the model shares or that are kept whole."""
+def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
+    """Makes a unit of each layer, without parameters that another part of the model shares or that are kept whole.
+
+    From now on DeepSpeed requests all of them when the layer's forward or backward begins.
+    """
     users: dict[torch.nn.Parameter, set[int]] = {}
     inside = {one: number for number, layer in enumerate(layers) for one in layer.modules()}
     for one in module.modules():
@@ -581,10 +608,16 @@ def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> No
             if param is not None:
                 users.setdefault(param, set()).add(inside.get(one, -1))
     for number, layer in enumerate(layers):
-        params: list[ZeroParameter] = list(layer.parameters())
-        unit = Unit(managed_of(param for param in params if users[param] == {number} and not param.ds_persist))
+        inner: list[ZeroParameter] = [param for param in layer.parameters() if users[param] == {number}]
+        unit = Unit(layer, managed_of(param for param in inner if not param.ds_persist))
         for member in unit.members:
             member.unit = unit
+        for param in inner:
+            register_external_parameter(layer, param)
+            param.hzero_managed.layers.append(layer)
+        covered = set(inner)
+        units.of.update((one, unit) for one in layer.modules() if covered.issuperset(one.parameters(recurse=False)))
+        units.of[layer] = unit
 
 
 # ---- handles -------------------------------------------------------------------------------------------------------------
@@ -626,8 +659,8 @@ class Part:
 class GatherHandle:
     """Handle of parameters that gathers bring, as DeepSpeed's coordinator waits on it."""
 
-    def __init__(self, managed: Sequence[Managed], units: Units) -> None:
-        self._managed, self._units = managed, units
+    def __init__(self, managed: Sequence[Managed]) -> None:
+        self._managed = managed
         self._parts = [one.part for one in managed]
         for one in managed:
             if one.unit is None:
@@ -641,7 +674,6 @@ class GatherHandle:
         """
         if not self._parts:
             return
-        self._units.turn_to(self._managed, waiting=True)
         for gathering in dict.fromkeys(part.gathering for part in self._parts if part is not None):
             gathering.wait()
         with lasting():
