@@ -106,12 +106,6 @@ class PipelineState(Traffic):
         weights = sum(flat.nbytes for flat in optimizer.bit16_groups_flat)
         return {"weights": weights, "optimizer": optimizer_bytes(optimizer)}
 
-    def forget(self) -> None:
-        """Drops what error feedback keeps, after a load: it belongs to the old weights, and checkpoints have none."""
-        self.gradients.forget()
-        if self.config.error_feedback and is_rank_0():
-            logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
-
 
 # ---- messages between stages ------------------------------------------------------------------------------------------
 
@@ -278,9 +272,11 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
                 flat.copy_(before)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Stock; then drops what error feedback keeps, which belongs to the old weights."""
+        """Stock; then drops what error feedback keeps: it belongs to the old weights, and checkpoints have none."""
         super().load_state_dict(*args, **kwargs)
-        self.hzero.forget()
+        self.hzero.gradients.forget()
+        if self.hzero.config.error_feedback and is_rank_0():
+            logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
 
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
