@@ -222,7 +222,8 @@ class Communicator:
         if copying and copying[0].tier in settings.error_feedback:
             # The second half of an all-reduce encodes once more, what this rank owns of the sums.
             self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
-        self._program = functools.cache(self._made)
+        plan = self.plan  # the programs of this group are made once; they do not keep it alive
+        self._program = functools.cache(lambda make, *peers: make(plan, *peers) if copying else _NOTHING)
         self._calls = self._sent = 0
 
     @property
@@ -477,10 +478,6 @@ class Communicator:
     def _refuse_unfit(self) -> None:
         if (unfit := self._collectives.unfit()) is not None:
             raise HopError(f"hzero: {unfit}; expected codec none, bf16 or int8 on this tier")
-
-    def _made(self, make: Callable[..., Program], *ranks: int) -> Program:
-        """A program of this group."""
-        return make(self.plan, *ranks) if self._copying.steps else _NOTHING
 
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""

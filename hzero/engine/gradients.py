@@ -44,6 +44,21 @@ class _Layout(NamedTuple):
         return self.micro.bucket.keys
 
 
+def _layouts_of(
+    collectives: Collectives, dtype: torch.dtype, params: tuple[Parameter, ...], _: tuple[int, ...], divisor: int
+) -> list[_Layout]:
+    """One layout for each route."""
+    # Shards are fewer than gradients. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3 if it
+    # is divided afterwards by what is no power of two. Sums of decoded messages are float32.
+    divides_later = divisor.bit_count() == 1 and dtype != torch.float16
+    layouts: list[_Layout] = []
+    for same in alike(params):
+        route, bucket = same[0].route, bucket_of(same, dtype, "gradients")
+        micro, boundary = (collectives.bind(one, bucket) for one in (route.programs.micro, route.programs.boundary))
+        layouts.append(_Layout(same, micro, boundary, route.sums_travel and not divides_later))
+    return layouts
+
+
 class Gradients:
     """Reduces gradients tier by tier and, if their scope is smaller than the world, accumulates partial sums.
 
@@ -77,7 +92,7 @@ class Gradients:
         # Each holds its message twice; a bucket is one chain for each route.
         self._most = IN_FLIGHT * routes
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
-        self._layouts = functools.lru_cache(LAYOUTS)(self._layouts_of)
+        self._layouts = functools.lru_cache(LAYOUTS)(partial(_layouts_of, collectives))
         self._sums: dict[int, torch.Tensor] = {}  # the accumulators, float32, by key
         self._bytes = 0  # of them
         self._waiting: dict[int, Parameter] = {}
@@ -121,25 +136,16 @@ class Gradients:
         self._check()
         gradient_of = dict(zip((param.key for param in params), gradients))
         with self.all_or_nothing():
-            for layout in self._layouts(dtype, tuple(params), tuple([param.numel for param in params])):
+            for layout in self._layouts_now(params, dtype):
                 self._accumulate(layout, [gradient_of[key] for key in layout.keys], scale, last, deliver)
             self._accumulates |= not last
             # A window of one micro-step has no accumulators: without a limit all its sums would be in memory at once.
             if last and not self._accumulates:
                 self._limit_crossings()
 
-    def _layouts_of(self, dtype: torch.dtype, params: tuple[Parameter, ...], _: tuple[int, ...]) -> list[_Layout]:
-        """The layouts of gradients that come together, one for each route, while their sizes are the same."""
-        return [self._layout(same, dtype) for same in alike(params)]
-
-    def _layout(self, params: list[Parameter], dtype: torch.dtype) -> _Layout:
-        route, bucket = params[0].route, bucket_of(params, dtype, "gradients")
-        programs, bind = route.programs, self._collectives.bind
-        # Shards are fewer than gradients. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3
-        # if it is divided afterwards by what is no power of two. Sums of decoded messages are float32.
-        divides = self.divisor.bit_count() == 1 and dtype != torch.float16
-        micro, boundary = bind(programs.micro, bucket), bind(programs.boundary, bucket)
-        return _Layout(params, micro, boundary, route.sums_travel and not divides)
+    def _layouts_now(self, params: Sequence[Parameter], dtype: torch.dtype) -> list[_Layout]:
+        """The layouts of gradients that come together, made once for parameters of the same sizes."""
+        return self._layouts(dtype, tuple(params), tuple([param.numel for param in params]), self.divisor)
 
     def _accumulate(
         self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver
@@ -232,7 +238,7 @@ class Gradients:
             rest = [self._waiting[key] for key in sorted(self._sums)]
             for same in alike(rest):
                 for params in in_buckets(((param, param.numel) for param in same), self.bucket_numel):
-                    (layout,) = self._layouts(dtype, tuple(params), tuple([param.numel for param in params]))
+                    (layout,) = self._layouts_now(params, dtype)
                     sums = [total for total in self._take(layout.keys) if total is not None]
                     self._submit_crossing(layout, scale, partial(list, sums))
                     self._limit_crossings()

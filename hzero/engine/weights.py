@@ -31,8 +31,6 @@ from hzero.plan.program import IN_FLIGHT, Program
 
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
 Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
-#: Parameters that are gathered in one message, the program, and what gives its input.
-_Gather: TypeAlias = tuple[list[Parameter], Bound, Callable[[], Any]]
 
 
 class Weights:
@@ -58,7 +56,8 @@ class Weights:
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
-        self._gathers = functools.lru_cache(LAYOUTS)(self._gathers_of)  # a layer is gathered again
+        self._gathers = functools.lru_cache(LAYOUTS)(partial(_gathers_of, collectives))  # a layer is gathered again
+        self._resident = self.plan.resident
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self._mark(self.parameters.values())
         self.note_change()
@@ -102,7 +101,7 @@ class Weights:
         self.note_change()
 
     def _mark(self, params: Iterable[Parameter]) -> None:
-        for bucket in self._in_buckets(params) if self.plan.resident else ():
+        for bucket in self._in_buckets(params) if self._resident else ():
             self._stale.update((param.key, bucket) for param in bucket)
 
     def remove(self, param: Parameter) -> None:
@@ -170,7 +169,7 @@ class Weights:
         params = [param for param in together if self._stale.get(param.key) is together]
         route, differs = params[0].route, params[0].differs
         if differs:
-            refresh = self._bind(route.programs.difference, params)
+            refresh = _bound(self.collectives, route.programs.difference, params)
             chain = refresh.run(
                 partial(self._difference, params, refresh.bucket, self.version),
                 partial(self._add_difference, params),
@@ -180,7 +179,9 @@ class Weights:
                 after=_chains(params),
             )
         else:
-            refresh = self._bind(route.programs.uncoded if route.plan.differences else route.programs.refresh, params)
+            refresh = _bound(
+                self.collectives, route.programs.uncoded if route.plan.differences else route.programs.refresh, params
+            )
             keep = partial(self._keep, params, refresh.bucket)
             chain = refresh.run(partial(self._shards, params, refresh.bucket), keep, seed=self.version)
         for param, chunk in zip(params, refresh.bucket.chunks):
@@ -256,7 +257,8 @@ class Weights:
         if self.plan.decoded:
             return [(list(params), partial(_wait_whole, params, into))]
         started: list[tuple[list[Parameter], Unsharded]] = []
-        for same, gather, read in self._gathers(tuple(params)):
+        for same, gather in self._gathers(tuple(params)):
+            read = partial(self._payloads, same) if self._resident else partial(self._shards, same, gather.bucket)
             targets = None if into is None else partial(_targets, same, into)
             after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
             started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
@@ -270,18 +272,6 @@ class Weights:
         if self._stale and any(param.key in self._stale for param in params):  # else those that nobody uses would stay
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
-
-    def _gathers_of(self, params: tuple[Parameter, ...]) -> list[_Gather]:
-        """The messages of an unshard, one for each type and route, ready to run."""
-        gathers: list[_Gather] = []
-        for same in alike(params, lambda param: (str(param.dtype), param.route.number)):
-            bound = self._bind(same[0].route.programs.unshard, same)
-            read = partial(self._payloads, same) if self.plan.resident else partial(self._shards, same, bound.bucket)
-            gathers.append((same, bound, read))
-        return gathers
-
-    def _bind(self, program: Program, params: list[Parameter]) -> Bound:
-        return self.collectives.bind(program, bucket_of(params, params[0].dtype, "weights"))
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
         """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
@@ -339,6 +329,16 @@ class Weights:
         else:
             held = copy.view(plan.resident_rows, -1)[plan.rank_row]
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
+
+
+def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[tuple[list[Parameter], Bound]]:
+    """The messages of an unshard, one for each type and route, and their parameters; ready to run."""
+    kinds = alike(params, lambda param: (str(param.dtype), param.route.number))
+    return [(same, _bound(collectives, same[0].route.programs.unshard, same)) for same in kinds]
+
+
+def _bound(collectives: Collectives, program: Program, params: list[Parameter]) -> Bound:
+    return collectives.bind(program, bucket_of(params, params[0].dtype, "weights"))
 
 
 def _resident(param: Parameter) -> torch.Tensor:
