@@ -582,6 +582,7 @@ class _Cut:
             raise HopError(f"hzero: {_described(self._step, self._bucket)}: {error}") from error
 
 
+@dataclass(eq=False)
 class Collective:
     """A collective over the k ranks of a lane, with all that does not change from one start to the next.
 
@@ -597,7 +598,7 @@ class Collective:
     the messages that a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message
     to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
 
-    Args:
+    Attributes:
         collectives: Have the lane.
         lane: The lane.
         kind: The collective, the same on all ranks.
@@ -610,39 +611,32 @@ class Collective:
         then: Makes the result of what has arrived; None: that is the result.
         written: Whether messages come with the checksums of their bytes, if they have some.
         read: Whether what takes the result compares them: that is an `Arrived`.
-
-    Attributes:
-        collectives: As given.
         peers: The ranks of the lane.
         output_bytes: Bytes of the buffer that it fills; 0 where it fills the message itself.
         checksum: Whether its messages have checksums.
-        counts: As given.
         finish: Makes the result of the bytes that have arrived and the number of the message on its lane. None: they are the
             result.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        lane: Lane,
-        kind: Kind,
-        size: int,
-        what: str,
-        *,
-        algorithm: Algorithm = "library",
-        root: int = 0,
-        dtype: torch.dtype = torch.uint8,
-        counts: WireEntry | None = None,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        written: bool = False,
-        read: bool = False,
-    ) -> None:
-        self.collectives, self.peers, self.counts = collectives, collectives.peers[lane], counts
-        self.checksum = collectives.plan.checksum
-        self._lane, self._kind, self._size, self._what = lane, kind, size, what
-        self._root, self._dtype, self._then, self._written, self._read = root, dtype, then, written, read
-        self._algorithm: Algorithm = algorithm if kind == "all_gather" else "library"
-        self._label = f"hzero: {kind} {lane[1]}: {what}"
+    collectives: Collectives
+    lane: Lane
+    kind: Kind
+    size: int
+    what: str
+    algorithm: Algorithm = "library"
+    root: int = 0
+    dtype: torch.dtype = torch.uint8
+    counts: WireEntry | None = None
+    then: Callable[[torch.Tensor], torch.Tensor] | None = None
+    written: bool = False
+    read: bool = False
+
+    def __post_init__(self) -> None:
+        collectives, kind, size = self.collectives, self.kind, self.size
+        self.peers, self.checksum = collectives.peers[self.lane], collectives.plan.checksum
+        if kind != "all_gather":
+            self.algorithm = "library"
+        self._label = f"hzero: {kind} {self.lane[1]}: {self.what}"
         ranks, reduces = len(self.peers.ranks), kind == "reduce_scatter"
         self._parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
         library_sums = self.peers.wires.library_sums and collectives.library_sums and not self.checksum
@@ -651,17 +645,17 @@ class Collective:
         in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
         elsewhere = {"all_gather": in_flight * ranks, "broadcast": 0, "send": 0, "receive": 0}
         self.output_bytes = elsewhere.get(kind, size // ranks if reduces and library_sums else in_flight)
-        finishes = self._algorithm == "doubling" or self.checksum or self._sums or then is not None
+        finishes = self.algorithm == "doubling" or self.checksum or self._sums or self.then is not None
         self.finish = self._finish if finishes else None
 
     def __str__(self) -> str:
-        ranks, place, what = self.peers.ranks, self.peers.coordinate, self._what
-        if self._kind in ("send", "receive"):
-            way = f"{'to' if self._kind == 'send' else 'from'} rank {ranks[1 - place]}"
-            return f"hzero: {what} {way} (rank {ranks[place]}, {self._size:,} bytes)"
+        ranks, place, what = self.peers.ranks, self.peers.coordinate, self.what
+        if self.kind in ("send", "receive"):
+            way = f"{'to' if self.kind == 'send' else 'from'} rank {ranks[1 - place]}"
+            return f"hzero: {what} {way} (rank {ranks[place]}, {self.size:,} bytes)"
         shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
-        where = f"on tier {self._lane[1]!r} (rank {ranks[place]} among {shown}, {self._size:,} bytes)"
-        return f"hzero: {self._kind.replace('_', '-')} of {what} {where}"
+        where = f"on tier {self.lane[1]!r} (rank {ranks[place]} among {shown}, {self.size:,} bytes)"
+        return f"hzero: {self.kind.replace('_', '-')} of {what} {where}"
 
     def start(self, message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:
         """Starts the collective.
@@ -686,7 +680,7 @@ class Collective:
                 if self.checksum:
                     peers.messages += 1
                     address = addresses(peers.messages, [peers.coordinate], range(self._parts), message.device)
-                    message = addressed(message, address, checked=self._written)
+                    message = addressed(message, address, checked=self.written)
                 output = message if output is None else output
                 return Pending(self, self._start(output, message), (message, output), began)
         except HopError:  # of a round
@@ -697,17 +691,17 @@ class Collective:
     def _starter(self) -> Callable[[torch.Tensor, torch.Tensor], Work]:
         """What starts the messages, of an output and a message."""
         wires = self.peers.wires
-        if self._kind == "broadcast":
-            return lambda output, _: wires.broadcast(output, self._root)
-        if self._kind in ("send", "receive"):
-            return lambda output, _: wires.message(output, self._root, sends=self._kind == "send")
-        if self._kind == "reduce_scatter" and not self._sums:
-            return lambda output, message: wires.reduce_scatter(output.view(self._dtype), message.view(self._dtype))
-        if self._algorithm == "pairs":
+        if self.kind == "broadcast":
+            return lambda output, _: wires.broadcast(output, self.root)
+        if self.kind in ("send", "receive"):
+            return lambda output, _: wires.message(output, self.root, sends=self.kind == "send")
+        if self.kind == "reduce_scatter" and not self._sums:
+            return lambda output, message: wires.reduce_scatter(output.view(self.dtype), message.view(self.dtype))
+        if self.algorithm == "pairs":
             return lambda output, message: wires.all_to_all(output, message.repeat(len(self.peers.ranks)))
-        if self._algorithm == "doubling":
+        if self.algorithm == "doubling":
             return self._doubling
-        return wires.all_gather if self._kind == "all_gather" else wires.all_to_all  # type: ignore[no-any-return]
+        return wires.all_gather if self.kind == "all_gather" else wires.all_to_all  # type: ignore[no-any-return]
 
     def _doubling(self, output: torch.Tensor, message: torch.Tensor) -> Work:
         """Makes all rounds but the last one, which it starts. Rank i then holds the messages of i, i + 1, .. (modulo k).
@@ -731,11 +725,11 @@ class Collective:
     def _finish(self, output: torch.Tensor, number: int) -> torch.Tensor | Arrived:
         """What a message of this number on its lane has brought: in the order of coordinates, compared, and summed."""
         peers = self.peers
-        if self._algorithm == "doubling":
+        if self.algorithm == "doubling":
             output = output.view(len(peers.ranks), -1).roll(peers.coordinate, 0).view(-1)
         if self.checksum:
             here = peers.coordinate
-            alone = {"broadcast": self._root, "send": here, "receive": 1 - here}.get(self._kind)
+            alone = {"broadcast": self.root, "send": here, "receive": 1 - here}.get(self.kind)
             senders = range(len(peers.ranks)) if alone is None else [alone]
             parts, ranks = output.view(len(senders), -1), [peers.ranks[sender] for sender in senders]
             address = addresses(number, senders, [here if self._parts > 1 else 0], output.device)
@@ -745,18 +739,18 @@ class Collective:
                 arrived = torch.nn.functional.pad(sums.unsqueeze(1), (0, 1)) + address
                 self.collectives.compare(Comparison(sent, arrived, ranks, number, self.__str__))
 
-            if self._read:
+            if self.read:
                 return Arrived(output.view(-1), len(senders), compare)
             bare = parts[:, :-CHECKSUM_BYTES]
             compare(checksums(bare))
             output = bare.reshape(-1)
         if self._sums:
             output = self._summed(output)
-        return output if self._then is None else self._then(output)
+        return output if self.then is None else self.then(output)
 
     def _summed(self, output: torch.Tensor) -> torch.Tensor:
         """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of the elements, which are overwritten."""
-        first, *others = output.view(self._dtype).view(len(self.peers.ranks), -1)
+        first, *others = output.view(self.dtype).view(len(self.peers.ranks), -1)
         if len(others) == 1:  # one addition rounds once in any type
             return first.add_(others[0]).view(torch.uint8)
         total = first.to(torch.float32)
