@@ -57,7 +57,7 @@ class Chunked:
             device_token=2 * (hidden + model.rotary) * size + kept * (not job.sequence.offload),
             host_token=kept * job.sequence.offload,
             layer_chunk=chunk * (16 * hidden + 6 * model.intermediate) * size,  # measured for a gated MLP
-            loss_chunk=12 * chunk * model.vocab_size,
+            loss_chunk=12 * max(min(4 * chunk * hidden, chunk * model.vocab_size), model.vocab_size),
             to_host=job.micro_batch * (layers * copied_out + ends) * job.sequence.offload,
             to_device=job.micro_batch * (layers * copied_back + ends) * job.sequence.offload,
             flops=4.0 * job.tokens * (2.0 * (sum(model.numels) - model.idle) + 2.0 * job.seq_length * model.attention),

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from itertools import chain, pairwise
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -26,6 +27,9 @@ from hzero.sequence.host import HostMemory
 
 #: Queries, keys and values, ``[batch, heads, tokens, size]``.
 Projected: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: Waits for what is under way, and returns it.
+_Exchange: TypeAlias = Callable[[], Sequence[torch.Tensor]]
+T = TypeVar("T")
 _aten = torch.ops.aten
 
 
@@ -81,11 +85,7 @@ class Attention:
         return [slice(start, min(start + self.chunk, tokens)) for start in range(0, tokens, self.chunk)]
 
     def forward(
-        self,
-        projected: Iterable[Projected],
-        scale: float,
-        finish: Callable[[int, torch.Tensor], Any],
-        keep: bool,
+        self, projected: Iterable[Projected], scale: float, finish: Callable[[int, torch.Tensor], Any], keep: bool
     ) -> list[torch.Tensor]:
         """Attends from the first chunk to the last.
 
@@ -99,15 +99,19 @@ class Attention:
         Returns:
             For `backward`, five tensors of every chunk, as `HostMemory` keeps them; without ``keep`` nothing.
         """
-        following = iter(projected)
-        stored: list[list[torch.Tensor]] = []
         kept: list[torch.Tensor] = []
-        finishing: Callable[[], Any] | None = None
-        ahead = self._to_heads(next(following))
-        while ahead is not None:
-            at, (query, key, value) = len(stored), ahead()
-            ahead = self._to_heads(next(following, None))
-            *before, _ = self._seen(at)
+        # While a chunk computes, the exchanges of the next chunk's queries and of the last one's results are under way.
+        for at, arrived in _one_ahead(self._attended(projected, scale, kept if keep else None)):
+            finish(at, *arrived())
+        self.memory.settle()
+        return kept
+
+    def _attended(
+        self, projected: Iterable[Projected], scale: float, kept: list[torch.Tensor] | None
+    ) -> Iterator[tuple[int, _Exchange]]:
+        stored: list[list[torch.Tensor]] = []
+        for at, heads in enumerate(_one_ahead(map(self._to_heads, projected))):
+            (query, key, value), (*before, _) = heads(), self._seen(at)
             fetched = self.memory.fetch([stored[one] for one in before])
             stored.append(self.memory.store(key, value))
             mask = self._mask(at, at, query.dtype)
@@ -117,22 +121,14 @@ class Attention:
             for one, (key, value) in zip(before, fetched):
                 more, its_weight = _attend(query, key, value, scale, self._mask(at, one, query.dtype), False)
                 both = torch.logaddexp(weight, its_weight)
-                out = out.mul_((weight - both).exp_().unsqueeze(-1)).add_(
-                    more * (its_weight - both).exp_().unsqueeze(-1)
-                )
+                out.mul_((weight - both).exp_().unsqueeze(-1))
+                out.add_(more * (its_weight - both).exp_().unsqueeze(-1))
                 weight = both
                 del key, value, more, its_weight
             out = out.to(query.dtype)
-            if keep:
+            if kept is not None:
                 kept += [*self.memory.store(query, out, weight), *stored[at]]
-            back = self._to_tokens([out])
-            if finishing is not None:  # of the chunk before: its exchange was under way while this one has computed
-                finishing()
-            finishing = partial(_finish, finish, at, back)
-        if finishing is not None:
-            finishing()
-        self.memory.settle()
-        return kept
+            yield at, self._to_tokens([out])
 
     def backward(
         self,
@@ -149,44 +145,42 @@ class Attention:
             scale: As there.
             finish: Is called with the gradients of a chunk's queries, keys and values, in the shapes of ``projected`` there.
         """
-        following = iter(gradients)
         rows = [kept[first : first + 5] for first in range(0, len(kept), 5)]
+        for at, arrived in _one_ahead(self._pulled(rows, gradients, scale)):
+            finish(at, *arrived())
+        self.memory.settle()
+
+    def _pulled(
+        self, rows: Sequence[Sequence[torch.Tensor]], gradients: Iterable[torch.Tensor], scale: float
+    ) -> Iterator[tuple[int, _Exchange]]:
         sums: dict[int, list[torch.Tensor]] = {}
-        finishing: Callable[[], Any] | None = None
-        own = self.memory.fetch(row[:3] for row in reversed(rows))
-        ahead = self._to_heads([next(following)])
-        for at, (query, out, weight) in zip(reversed(range(len(rows))), own):
-            assert ahead is not None
-            (incoming,) = ahead()
-            after = next(following, None)
-            ahead = self._to_heads(None if after is None else [after])
-            of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-            seen = self._seen(at)
-            # Sums are looked up only when the chunk's turn comes, since the chunk of queries before has changed them.
-            fetched = self.memory.fetch([*rows[one][3:], *sums.get(one, ())] for one in seen)
-            for one, (key, value, *summed) in zip(seen, fetched):
+        order = list(reversed(range(len(rows))))
+        queries = self.memory.fetch(rows[at][:3] for at in order)
+        # Sums are looked up one block ahead, when the chunk of queries before has changed them.
+        blocks = self.memory.fetch([*rows[one][3:], *sums.get(one, ())] for at in order for one in self._seen(at))
+        incoming = _one_ahead(self._to_heads([one]) for one in gradients)
+        for at, (query, out, weight), heads in zip(order, queries, incoming):
+            (gradient,), of_query = heads(), torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+            for one in self._seen(at):
+                key, value, *summed = next(blocks)
                 mask = self._mask(at, one, query.dtype)
-                causal = at == one and mask is None
-                part, *parts = _attend_backward(incoming, query, key, value, out, weight, scale, mask, causal)
+                tensors = query, key, value, out, weight
+                part, *parts = _attend_backward(gradient, tensors, scale, mask, at == one and mask is None)
                 of_query += part
                 pair = [new.float() for new in parts]
                 for new, old in zip(pair, summed):
                     new += old
-                del key, value, part, parts, summed
+                del key, value, tensors, part, parts, summed
                 if one < at:
                     sums[one] = self.memory.store(*pair, into=sums.get(one))
-            back = self._to_tokens([whole.to(query.dtype) for whole in (of_query, *pair)])
-            if finishing is not None:
-                finishing()
-            finishing = partial(_finish, finish, at, back)
-        if finishing is not None:
-            finishing()
-        self.memory.settle()
+            yield at, self._to_tokens([whole.to(query.dtype) for whole in (of_query, *pair)])
 
-    def for_ranks(self, heads: torch.Tensor) -> torch.Tensor:
-        """Keys or values, repeated if they have fewer heads than there are ranks, so that each rank gets one."""
-        ranks = 1 if self.group is None else self.group.plan.grid.world_size
-        return heads.repeat_interleave(ranks // heads.shape[1], 1) if heads.shape[1] < ranks else heads
+    def for_ranks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Projected:
+        """Of one type, which a rotary embedding may have changed; heads of keys and values are repeated to the ranks."""
+        times = (1 if self.group is None else self.group.plan.grid.world_size) // key.shape[1]
+        if times > 1:
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        return query.to(value.dtype), key.to(value.dtype), value
 
     def _seen(self, at: int) -> list[int]:
         return list(range(at + 1)) if self.documents is None else self.documents.seen(at)
@@ -194,29 +188,29 @@ class Attention:
     def _mask(self, at: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
         return None if self.documents is None else self.documents.mask(at, keys, dtype)
 
-    def _to_heads(self, tensors: Sequence[torch.Tensor] | None) -> Callable[[], Sequence[torch.Tensor]] | None:
+    def _to_heads(self, tensors: Sequence[torch.Tensor]) -> _Exchange:
         """From some tokens of all heads to all tokens of some heads. Under way until the result is called."""
-        if tensors is None:
-            return None
         if self.group is None:
             return lambda: tensors
         ranks = self.group.plan.grid.world_size
         parts = torch.cat([one.unflatten(1, (ranks, -1)) for one in tensors], 2).movedim(1, 0)
-        chain, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] // ranks for one in tensors]
-        return lambda: chain.wait().movedim(0, 2).flatten(2, 3).split(sizes, 1)
+        hops, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] // ranks for one in tensors]
+        return lambda: hops.wait().movedim(0, 2).flatten(2, 3).split(sizes, 1)
 
-    def _to_tokens(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+    def _to_tokens(self, tensors: Sequence[torch.Tensor]) -> _Exchange:
         """The way back of `_to_heads`."""
         if self.group is None:
             return lambda: tensors
         ranks = self.group.plan.grid.world_size
         parts = torch.cat([one.unflatten(2, (ranks, -1)) for one in tensors], 1).movedim(2, 0)
-        chain, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] for one in tensors]
-        return lambda: [one.flatten(1, 2) for one in chain.wait().movedim(0, 1).split(sizes, 2)]
+        hops, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] for one in tensors]
+        return lambda: [one.flatten(1, 2) for one in hops.wait().movedim(0, 1).split(sizes, 2)]
 
 
-def _finish(finish: Callable[..., Any], at: int, arrived: Callable[[], Sequence[torch.Tensor]]) -> None:
-    finish(at, *arrived())
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Each item when the next one is there, too."""
+    for before, _ in pairwise(chain(items, [None])):
+        yield before  # type: ignore[misc]
 
 
 def _once(gradient: torch.Tensor, heads: int) -> torch.Tensor:
@@ -237,16 +231,13 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What queries attend to, and the log-sum-exps of their scores, float32."""
     if query.device.type == "cpu":
-        out, weight = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        attend_to = _aten._scaled_dot_product_flash_attention_for_cpu
+        out, weight = attend_to(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     elif _flash(query, mask):
         out, weight, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     else:
-        key, value, bias = _widened(query, key, value, mask)
-        out, weight, *_ = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, 0.0, causal, scale=scale
-        )
+        attend_to = _aten._scaled_dot_product_efficient_attention
+        out, weight, *_ = attend_to(query, *_widened(query, key, value, mask), True, 0.0, causal, scale=scale)
         weight = weight[..., : query.shape[2]]  # it has rows up to a multiple of 32
     if mask is not None:  # kernels differ in what they leave for a query that sees none of these keys
         sees = (mask > -torch.inf).any(-1)
@@ -255,34 +246,32 @@ def _attend(
 
 
 def _attend_backward(
-    incoming: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    weight: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-    causal: bool,
+    gradient: torch.Tensor, of: Sequence[torch.Tensor], scale: float, mask: torch.Tensor | None, causal: bool
 ) -> Sequence[torch.Tensor]:
-    """Gradients of queries, keys and values, from the output and the log-sum-exps over all keys."""
-    incoming = incoming.contiguous()
+    """Gradients of queries, keys and values.
+
+    Args:
+        gradient: Of the results over all keys.
+        of: Queries, keys, values, and the results and log-sum-exps over all keys.
+        scale: Of the scores.
+        mask: Is added to the scores.
+        causal: Whether queries see no later keys.
+    """
+    (query, key, value, out, weight), gradient = of, gradient.contiguous()
+    how: dict[str, Any] = {"scale": scale}
     if query.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-            incoming, query, key, value, out, weight, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(gradient, *of, 0.0, causal, attn_mask=mask, **how)  # type: ignore[no-any-return]
     if _flash(query, mask):
+        backward, lengths = _aten._scaled_dot_product_flash_attention_backward, (query.shape[2], key.shape[2])
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
-        return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-            incoming, query, key, value, out, weight, None, None, query.shape[2], key.shape[2], 0.0, causal, seed, seed,
-            scale=scale,
-        )  # fmt: skip
-    heads = key.shape[1]
+        return backward(gradient, *of, None, None, *lengths, 0.0, causal, seed, seed, **how)  # type: ignore[no-any-return]
+    heads, seed = key.shape[1], torch.zeros((), dtype=torch.int64, device=query.device)
     key, value, bias = _widened(query, key, value, mask)
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)
     weight = pad(weight, (0, -weight.shape[-1] % 32), value=torch.inf)
-    of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        incoming, query, key, value, bias, out, weight, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    backward, wanted = _aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
+    of_query, of_key, of_value, _ = backward(
+        gradient, query, key, value, bias, out, weight, seed, seed, 0.0, wanted, causal, **how
     )
     return of_query, _once(of_key, heads), _once(of_value, heads)
 
@@ -314,10 +303,7 @@ class Pieces:
         kind = of.device.type
         self.cast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self._parameters = parameters
-
-    def start(self) -> None:
-        """Begins a backward."""
-        self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._sums: list[torch.Tensor | None] = [None] * len(parameters)
 
     def pull(self, piece: Callable[..., Any], inputs: Sequence[Any], needed: int, gradients: Any) -> list[torch.Tensor]:
         """Runs a piece again, and returns the gradients of its first ``needed`` inputs."""
@@ -328,12 +314,13 @@ class Pieces:
         for at, new in enumerate(found[needed:]):
             if new is not None:
                 old = self._sums[at]
-                self._sums[at] = new.float() if old is None else old.add_(new)
+                self._sums[at] = new.to(torch.float32, copy=True) if old is None else old.add_(new)
         return list(found[:needed])
 
     def sums(self) -> list[torch.Tensor | None]:
-        """Gradients of the parameters; None for one that no piece has used."""
-        return [one if one is None else one.to(like.dtype) for one, like in zip(self._sums, self._parameters)]
+        """Gradients of the parameters, None for one that no piece has used; the next ones begin at none."""
+        sums, self._sums = self._sums, [None] * len(self._sums)
+        return [one if one is None else one.to(like.dtype) for one, like in zip(sums, self._parameters)]
 
 
 @dataclass(frozen=True)
@@ -361,9 +348,8 @@ class Layer:
         return result
 
     def begin(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
-        """`before`, with heads for all ranks."""
-        query, key, value = self.before(states, cos, sin)
-        return query, self.attention.for_ranks(key), self.attention.for_ranks(value)
+        """`before`, for all ranks."""
+        return self.attention.for_ranks(*self.before(states, cos, sin))
 
     def end(self, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """`after`, from ``[batch, heads, tokens, size]``."""
@@ -405,7 +391,6 @@ class _Layer(torch.autograd.Function):
                 projected, layer.scale, lambda _, one: attended.extend(memory.store(one)), keep=True
             )
         result, in_use = torch.empty_like(gradient), dict[int, torch.Tensor]()
-        pieces.start()
 
         def incoming() -> Iterator[torch.Tensor]:
             pairs = memory.fetch(reversed(list(zip(stored, attended))))
@@ -471,8 +456,8 @@ def attend(
     Returns:
         ``[batch, tokens, heads, size]``.
     """
-    key, value = attention.for_ranks(key), attention.for_ranks(value)
-    result: torch.Tensor = _Attended.apply(attention, scale, torch.is_grad_enabled(), query, key, value)
+    whole = attention.for_ranks(query, key, value)
+    result: torch.Tensor = _Attended.apply(attention, scale, torch.is_grad_enabled(), *whole)
     return result
 
 
@@ -500,7 +485,6 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         labels, *stored = ctx.saved_tensors
-        ctx.pieces.start()
         results = None
         for part, (states,) in zip(ctx.attention.slices(gradient.shape[1]), ctx.attention.memory.fetch(zip(stored))):
             inputs = states, None if labels is None else labels[:, part]

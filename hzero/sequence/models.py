@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -113,7 +113,8 @@ class Patched:
     def __init__(self, model: Any, settings: SequenceConfig, group: Communicator | None) -> None:
         self._model, self._group, self._chunk = model, group, settings.chunk
         self._ranks = 1 if group is None else group.plan.grid.world_size
-        self._memory = HostMemory(settings.offload)
+        streams = None if group is None else group.streams
+        self._memory = HostMemory(settings.offload, None if streams is None else streams.device)
         self._stock_attention = model.config._attn_implementation
         self.layers: list[nn.Module] = []
         known = next((cls for cls in type(model).__mro__ if cls.__name__ in KINDS), None)
@@ -121,7 +122,8 @@ class Patched:
         _check(model, self._ranks, self._known)
         self._changed: dict[nn.Module, Callable[..., Any]] = {}
         if known is None:
-            _register()
+            ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
             model.config._attn_implementation = NAME
             return
         kind, base, rotate = KINDS[known.__name__], model.base_model, sys.modules[known.__module__].apply_rotary_pos_emb
@@ -196,7 +198,9 @@ class Patched:
             logits = stock(part).flatten(0, 1).float()
             return cross_entropy(logits, following.flatten(), reduction="none").view(following.shape)
 
-        return tiled(_running, losses, _trained(head), states, labels)
+        # Logits of a chunk would need several times as much memory as its MLP.
+        tile = max(4 * self._chunk * states.shape[2] // self._model.config.vocab_size, 1)
+        return tiled(replace(_running, chunk=min(tile, self._chunk)), losses, _trained(head), states, labels)
 
 
 def patch(model: Any, settings: SequenceConfig, group: Communicator | None) -> Patched:
@@ -228,10 +232,14 @@ def _check(model: Any, ranks: int, known: bool) -> None:
             f"sequence.parallel: found {ranks}; {name} has {heads} attention heads and {keys} of keys; expected one of "
             f"{', '.join(map(str, possible))}"
         )
-    for key in ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "dropout"):
-        if getattr(config, key, 0):
-            raise ConfigError(f"sequence: found {name} with {key} {getattr(config, key)}; expected 0")
-    window = next((one.sliding_window for one in model.modules() if getattr(one, "sliding_window", None)), None)
+    rates = {key: getattr(config, key, 0) for key in ("attention_dropout", "attn_pdrop")}
+    if known:  # its layers run twice, and would draw twice
+        rates |= {key: one.p for key, one in model.named_modules() if isinstance(one, nn.Dropout)}
+    for key, rate in rates.items():
+        if rate:
+            raise ConfigError(f"sequence: found {name} with {key} {rate}; expected 0")
+    windows = (getattr(one, "sliding_window", None) for one in (config, *model.modules()))
+    window = next(filter(None, windows), None)
     if window is not None:
         raise ConfigError(f"sequence: found {name} with a sliding window of {window} tokens; expected full attention")
     if known:
@@ -248,11 +256,6 @@ def _check(model: Any, ranks: int, known: bool) -> None:
 _running: Attention | None = None
 #: How each attention module has attended last. Its activation checkpoint asks in backward, when no forward runs.
 _last: WeakKeyDictionary[nn.Module, Attention] = WeakKeyDictionary()
-
-
-def _register() -> None:
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -275,9 +278,9 @@ def _attention(
     if how is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)  # type: ignore[no-any-return]
     _last[module] = how
-    asked = {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")} | {"dropout": dropout}
-    if wrong := [f"{name} {value}" for name, value in asked.items() if value]:
-        raise ConfigError(f"sequence: found attention with {', '.join(wrong)}; expected plain causal attention")
+    wrong = [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]
+    if wrong or dropout:
+        raise ConfigError(f"sequence: found attention with {wrong or 'dropout'}; expected plain causal attention")
     if not getattr(module, "is_causal", True) or query.shape[2] != key.shape[2] or query.shape[3] != value.shape[3]:
         raise ConfigError(
             f"sequence: found attention of {type(module).__name__} from queries {list(query.shape)} to values "

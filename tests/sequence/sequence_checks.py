@@ -1,0 +1,175 @@
+"""Sequences over 1, 2 and 4 ranks against one rank without hzero. Run by test_sequence.py on 4 ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from hzero.comm import Communicator, for_dimension, shared_lanes
+from hzero.config import SequenceConfig, parse_config
+from hzero.plan.sequence import exchanged
+from hzero.sequence.host import HostMemory
+from hzero.sequence.models import patch
+from hzero.topology import resolve_grid
+from tests.deepspeed.race_detector import Trace, _Work, recording
+from tests.sequence.planned import job
+from tests.sequence.training import KINDS, batch_of, documents_of, furthest, gradients, model_of, parts_of, stock
+
+#: Tokens of a rank in a chunk.
+CHUNK = 4
+TOPOLOGY = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
+
+
+def _block(codec: str) -> dict[str, Any]:
+    return {"preset": "lossless", "topology": TOPOLOGY, "codecs": {"sequence": codec}}
+
+
+def _group(ranks: int, codec: str = "none") -> Communicator | None:
+    """The group of this rank. Collective."""
+    members, _ = dist.new_subgroups(ranks)
+    config = {"zero_optimization": {"stage": 3, "hzero": _block(codec)}}
+    made = for_dimension("sequence", config, members, uses=("sums",))
+    return made if ranks > 1 else None
+
+
+def _shared(
+    model: Any,
+    batch: dict[str, torch.Tensor],
+    ranks: int,
+    group: Communicator | None,
+    packed: bool = False,
+    **settings: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The sum of a batch's losses, and its gradients, over a group."""
+    model.zero_grad()
+    patched = patch(model, SequenceConfig(parallel=ranks, **{"chunk": CHUNK, **settings}), group)
+    parts = parts_of(batch, patched._chunk, dist.get_rank() % ranks, ranks)
+    loss = patched.forward(**parts, documents=documents_of(batch) if packed else None).loss
+    loss.backward()
+    patched.remove()
+    total, sums = loss.detach().clone(), gradients(model)
+    for one in (total, *sums):  # all groups have the same samples
+        dist.all_reduce(one)
+        one /= dist.get_world_size() // ranks
+    return total, sums
+
+
+def check_losses_and_gradients_are_those_of_one_rank() -> str:
+    """Four models, sequences that fill the last chunk or not, documents, offloading or not."""
+    seen = []
+    alone: dict[tuple[str, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    for ranks in (1, 2, 4):
+        group = _group(ranks)
+        for kind in KINDS:
+            model = model_of(kind)
+            for length, packed, offload in ((48, False, False), (44, False, True), (52, True, True))[-ranks:]:
+                batch = batch_of(length, packed)
+                if (kind, length) not in alone:
+                    alone[kind, length] = stock(model, batch)
+                loss, expected = alone[kind, length]
+                found, sums = _shared(model, batch, ranks, group, packed, offload=offload)
+                case = f"{kind} on {ranks} ranks, {length} tokens"
+                torch.testing.assert_close(found, loss, rtol=1e-5, atol=0, msg=case)
+                seen.append(furthest(sums, expected))
+                assert seen[-1] < 1e-5, f"{case}: {seen[-1]}"
+    return f"gradients within {max(seen):.1e}"
+
+
+def check_checkpoints_of_other_models_attend_again() -> None:
+    """A model that gets the attention alone, with activation checkpointing, whose layers run again in backward."""
+    group, model, batch = _group(2), model_of("mistral"), batch_of(44, packed=True)
+    model.activation_checkpointing_enable()
+    _, expected = stock(model, batch)
+    _, sums = _shared(model, batch, 2, group, packed=True)
+    assert furthest(sums, expected) < 1e-5
+
+
+def check_bf16_is_as_good_as_stock() -> None:
+    """Partial results are merged, and gradients summed, in float32: no worse than one rank, with autocast or narrow weights."""
+    model, batch, group = model_of("llama"), batch_of(48), _group(4)
+    _, exact = stock(model, batch)
+    for trained, cast in ((model, True), (copy.deepcopy(model).bfloat16(), False)):
+        with torch.autocast("cpu", torch.bfloat16, cast):
+            _, alone = stock(trained, batch)
+            _, sums = _shared(trained, batch, 4, group)
+        mine, its = (furthest([one.float() for one in ones], exact) for ones in (sums, alone))
+        assert mine < 1.5 * its, (cast, mine, its)
+
+
+def check_bytes_of_the_exchanges_are_those_of_the_plan() -> None:
+    """On each tier, in a forward and its backward, with heads that are repeated and a last chunk that is short."""
+    for ranks, codec in ((2, "none"), (4, "none"), (4, "int8")):
+        group, model, length = _group(ranks, codec), model_of("llama"), 13 * ranks
+        assert group is not None
+        group.wire_log.reset()
+        _shared(model, batch_of(length), ranks, group)
+        counted = {entry.tier: entry.wire_bytes for entry in group.wire_log.entries()}
+        planned = job(model.config, length, SequenceConfig(parallel=ranks, chunk=CHUNK), batch=2)
+        world, codecs = resolve_grid(parse_config(_block(codec)).topology, 4), group.config.codecs
+        assert counted == exchanged(planned, world, codecs), counted
+
+
+def check_int8_exchanges_train_as_well() -> str:
+    """The last losses are within 0.3 % of those with exact exchanges."""
+    last = {}
+    for codec in ("none", "int8"):
+        group, model = _group(4, codec), model_of("llama", keys=4)
+        optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+        losses = []
+        for _ in range(12):
+            loss, sums = _shared(model, batch_of(48), 4, group)
+            for parameter, gradient in zip(model.parameters(), sums):
+                parameter.grad = gradient / 96
+            optimizer.step()
+            losses.append(float(loss) / 88)
+        assert losses[-1] < 0.9 * losses[0]
+        last[codec] = sum(losses[-5:]) / 5
+    difference = abs(last["int8"] / last["none"] - 1)
+    assert 0 < difference < 0.003, last
+    return f"{difference:.2e} of the loss"
+
+
+# ---- copies to the host and back, beside what computes ----------------------------------------------------------------
+
+
+def _recorded() -> Trace:
+    """A forward and its backward on a device, whose copies have a stream."""
+    with recording() as trace:
+        shared_lanes(get_accelerator())
+        _shared(model_of("llama", keys=4), batch_of(48), 2, _group(2))
+    return trace
+
+
+def check_copies_run_beside_attention_without_a_race() -> str:
+    """The next chunk is on its way to the device while a chunk attends."""
+    trace = _recorded()
+    if dist.get_rank():
+        return ""
+    races = trace.races()
+    assert not races, f"{len(races)} races\n" + "\n".join(races[:6])
+    copies, beside = 0, 0
+    waiting: tuple[int, int] | None = None  # the last copy to the device: its stream, and when it was
+    for entry, clocks in trace._clocked():
+        if not isinstance(entry, _Work):
+            continue
+        if "_copy < " in entry.site and "_start" in entry.site:
+            waiting = entry.stream, clocks[entry.stream][entry.stream]
+            copies += 1
+        elif waiting is not None and ("_attend" in entry.site.split(" < ")[0]):
+            # Unordered: the attention that the host starts next does not wait for the copy.
+            beside += clocks[entry.stream].get(waiting[0], 0) < waiting[1]
+            waiting = None
+    assert beside >= 90, (copies, beside)  # of two layers, which attend three times to 6 chunks
+    return f"{beside} of {copies} copies beside attention"
+
+
+def check_copies_without_a_wait_have_races() -> None:
+    """The detector sees the copies: without their waits it finds races."""
+    with mock.patch.object(HostMemory, "_wait"):
+        trace = _recorded()
+    assert dist.get_rank() or trace.races()

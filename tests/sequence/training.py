@@ -1,0 +1,81 @@
+"""Small models of the three kinds that run in chunks, and what they give on one rank without hzero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+#: Models whose layers run in chunks, and one that gets the attention alone.
+CHUNKED = ("llama", "neox", "qwen3")
+KINDS = (*CHUNKED, "mistral")
+
+
+def model_of(kind: str, width: int = 32, vocabulary: int = 67, layers: int = 2, heads: int = 8, keys: int = 2) -> Any:
+    """A model with the same weights on all ranks. Heads of keys are fewer than those of queries, except in GPT-NeoX."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": vocabulary}
+    shape |= {"num_hidden_layers": layers, "num_attention_heads": heads, "attn_implementation": "sdpa"}
+    if kind == "neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, rotary_pct=0.5, use_parallel_residual=layers % 2 == 0))
+    shape |= {"num_key_value_heads": keys, "head_dim": width // heads}
+    if kind == "mistral":
+        return MistralForCausalLM(MistralConfig(**shape, sliding_window=None))
+    return LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**shape))
+
+
+def batch_of(length: int, packed: bool = False, vocabulary: int = 67) -> dict[str, torch.Tensor]:
+    """Two whole sequences, with labels that follow each token. A packed one has documents, some longer than a chunk."""
+    ids = torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(length))
+    labels = pad(ids[:, 1:], (0, 1), value=-100)
+    labels[:, 3:5] = -100
+    positions = torch.arange(length).repeat(2, 1)
+    if packed:
+        for row, starts in enumerate(((length // 5, length // 2, length // 2 + 3), (length - 7,))):
+            for start in starts:
+                positions[row, start:] = torch.arange(length - start)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def documents_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The number of each token's document."""
+    positions = batch["position_ids"]
+    return positions.diff(prepend=positions[:, :1] - 1).ne(1).cumsum(-1)
+
+
+def parts_of(batch: dict[str, torch.Tensor], chunk: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """The tokens of one rank: its part of every chunk."""
+    chunks = {name: whole.split(chunk * ranks, 1) for name, whole in batch.items()}
+    return {name: torch.cat([one.chunk(ranks, 1)[rank] for one in of], 1) for name, of in chunks.items()}
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Of all parameters."""
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def stock(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The sum of a batch's losses, and its gradients, by transformers."""
+    model.zero_grad()
+    labels = batch["labels"]
+    loss = model(**batch, shift_labels=labels, num_items_in_batch=1, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def furthest(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """The largest difference of two lists of gradients, relative to the norm of each."""
+    assert len(ones) == len(others)
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(ones, others) if other.norm() > 0)
