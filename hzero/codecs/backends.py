@@ -276,7 +276,6 @@ class Launch:
         seed: int = 0,
         added: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
-        left: Sequence[torch.Tensor] = (),
         out_payload: torch.Tensor | None = None,
         checksums: Sequence[torch.Tensor] = (),
     ) -> None:
@@ -286,15 +285,14 @@ class Launch:
             payload: uint8 payload to read or write.
             tensors: The source, or the output of decoding; none where a sum is encoded again.
             seed: Of stochastic rounding.
-            added: Tensors to add, like ``tensors``; an empty one adds nothing.
+            added: Tensors to add, like ``tensors``; new residuals go where the old ones are.
             factors: Factors of residuals.
-            left: Outputs for the new residuals.
             out_payload: A second payload, to write.
             checksums: One tensor, to which the checksums of the payload are added if it is read.
         """
         messages = [payload.data_ptr(), 0 if out_payload is None else out_payload.data_ptr()]
         messages += _sums_of(payload, self._rows, *checksums) + _sums_of(out_payload, self._summed)
-        addresses = {"data": tensors, "residual": added, "left": left}
+        addresses = {"data": tensors, "residual": added, "left": added}
         for template, places, some, workgroups in self._buckets:
             words = template.copy()
             values = [*messages]
@@ -305,11 +303,11 @@ class Launch:
                     of = addresses[field]
                     values += [of[index].data_ptr() if of[index].numel() else 0 for index in some]
             words[places] = values
-            if self._stochastic or left:
+            if self._stochastic or factors:
                 bucket = words.view(BUCKET)[0]
                 bucket["key"] = noise_key(seed)
-                if left:
-                    bucket["kept_bytes"] = left[0].element_size()
+                if factors:
+                    bucket["kept_bytes"] = added[0].element_size()
                     bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
             bucket = words.view(_BYTES).reshape(())
             self._launcher.launch(*self._kernel, bucket, workgroups, payload.device)

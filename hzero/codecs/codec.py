@@ -15,7 +15,7 @@ import torch
 from hzero.codecs import backends, reference
 from hzero.codecs.formats import ALIGNMENT, RecordFormat, Rows, Traits
 from hzero.codecs.reference import DTYPES, NAMES, Adds
-from hzero.config import CodecConfig, CodecName
+from hzero.config import CodecConfig
 
 #: Types that codecs take.
 FLOATS = tuple(NAMES)
@@ -38,11 +38,6 @@ class Codec(NamedTuple):
         """The codec of one tier and role."""
         stochastic = config.rounding == "stochastic" and config.traits.codes is not None
         return Codec(config.format._replace(stochastic=stochastic))
-
-    @property
-    def name(self) -> CodecName:
-        """Name of the codec."""
-        return self.format.codec
 
     @property
     def traits(self) -> Traits:
@@ -113,7 +108,7 @@ class Codec(NamedTuple):
             dtype: Type of the tensors, one of the codec's (`Traits.types`); codec ``none``: also uint8, bytes of any type.
             device: Of the tensors.
             layout: The rows of the message, its pieces and its parts: the other arguments of `Rows.of`.
-            adds: ``residuals`` encodes ``source + factor * residual``, product and sum rounded to float32 each, and gives the
+            adds: ``residuals`` encodes ``source + factor * residual``, product and sum rounded to float32 each, and keeps the
                 loss; ``base`` encodes ``source - base``, a float32 difference rounded once.
 
         Raises:
@@ -223,7 +218,6 @@ class Encoder:
         seed: int = 0,
         added: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
-        left: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Encodes one bucket.
 
@@ -232,12 +226,10 @@ class Encoder:
                 missing elements are encoded as zero.
             out: uint8 ``[bytes]`` to write, at a multiple of 16 bytes; None makes it.
             seed: Seed of stochastic rounding.
-            added: The residuals, float32 or bfloat16, or the base, of the sources' dtype; of as many elements as the sources. An
-                empty residual adds nothing.
+            added: The base, of the sources' dtype, or the residuals, float32 or bfloat16; of as many elements as the sources.
+                Residuals are overwritten by the sums minus what the message decodes to, zero in blocks that are not finite.
+                With a rotation it is the difference of the rotated numbers, rotated back.
             factors: One for each residual.
-            left: Outputs like the sources, of the residuals' type: the sums minus what the message decodes to, zero in blocks
-                that are not finite. With a rotation it is the difference of the rotated numbers, rotated back. They may be the
-                residuals themselves.
 
         Returns:
             The message.
@@ -257,16 +249,14 @@ class Encoder:
         if self._adds == "residuals":
             if not len(added) == len(factors) == len(source):
                 raise ValueError(f"residuals: found {len(added)} with {len(factors)} factors for {len(source)} sources")
-            kept = torch.bfloat16 if left[0].dtype == torch.bfloat16 else torch.float32
-            _check_tensors("left", left, kept, device, numels)
-            some = [numel if residual.numel() else 0 for residual, numel in zip(added, numels)]
-            _check_tensors("residuals", added, kept, device, some)
+            kept = torch.bfloat16 if added[0].dtype == torch.bfloat16 else torch.float32
+            _check_tensors("residuals", added, kept, device, numels)
         elif self._adds:
             _check_tensors("base", added, self._dtype, device, numels)
         if self._widens:
             source = [tensor.to(torch.float32) for tensor in source]
         out = _written(source[0], out, self.bytes)
-        self._run(out, source, seed, added, factors, left)
+        self._run(out, source, seed, added, factors)
         return out
 
 

@@ -35,14 +35,14 @@ _SLICE = 1 << 22
 
 
 def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
-    """A call ``(payload, source, seed, added, factors, left)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
+    """A call ``(payload, source, seed, added, factors)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
     if not fmt.traits.reference and not adds:
         return _Elements(rows, fmt, dtype).encode
     # Sums with residuals, and differences that a codec rounds, are float32.
     coded = dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
 
     @torch.no_grad()
-    def encode(payload: Any, source: Any, seed: int = 0, added: Any = (), factors: Any = (), left: Any = ()) -> None:
+    def encode(payload: Any, source: Any, seed: int = 0, added: Any = (), factors: Any = ()) -> None:
         payload.zero_()
         for index, record in records_of(payload, rows, fmt, coded):
             values, chunk = source[index].view(-1), rows.chunks[index]
@@ -50,7 +50,7 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
                 values = values.float()
             if adds == "base":
                 values = (values - added[index].view(-1)).to(coded)
-            elif adds and added[index].numel():
+            elif adds:
                 # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
                 values = values + added[index].view(-1).float() * factors[index]
             flat = pad(values, (0, rows.total * chunk - values.numel()))
@@ -59,13 +59,13 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
             shards = rotated(shards, fmt, 1 / max(fmt.rotation, 1))
             written = _record_of(shards, fmt, NAMES.get(coded, ""), seed, _first_block(rows, fmt, index))
             record.copy_(written.view(record.shape))
-            if left:
+            if adds == "residuals":
                 # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
                 lost = (shards - _values_of(written, chunk, fmt, coded)).nan_to_num_(0.0, 0.0, 0.0)
                 lost = rotated(lost, fmt).nan_to_num_(0.0, 0.0, 0.0)  # here a sum of finite numbers may overflow
                 found = flat.new_empty(flat.numel())
                 _shards(found, chunk, rows).copy_(lost.view(*rows.sizes, chunk))
-                left[index].view(-1).copy_(found[: values.numel()])
+                added[index].view(-1).copy_(found[: values.numel()])
         _check(payload, rows.parts)
 
     return encode

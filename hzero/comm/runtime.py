@@ -428,7 +428,7 @@ class Bound:
         def with_residuals(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, scale: float) -> Any:
             assert feedback is not None and residual is not None
             residuals, factors = feedback.of(residual, bucket.keys, tensors, scale)
-            return encode(tensors, out, seed, residuals, factors, residuals)
+            return encode(tensors, out, seed, residuals, factors)
 
         return [*made, _Step(encode.bytes, with_residuals, 2) if adds else _Step(encode.bytes, encode, 1)]
 

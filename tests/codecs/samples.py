@@ -26,9 +26,9 @@ def encode_feedback(
     codec: Codec, source: Sequence[Tensor], residuals: Any, factors: Any, chunks: Any, *, seed: int = 0, **layout: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """The message, and what it lost."""
-    left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source]
+    left = [residual.clone() for residual in residuals]
     encoder = codec.encoder(chunks, source[0].dtype, source[0].device, **layout, adds="residuals")
-    return encoder(source, seed=seed, added=residuals, factors=factors, left=left), left
+    return encoder(source, seed=seed, added=left, factors=factors), left
 
 
 def encode_difference(codec: Codec, source: Sequence[Tensor], base: Any, chunks: Any, *, rows: int) -> Tensor:

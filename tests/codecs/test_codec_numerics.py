@@ -59,7 +59,7 @@ def test_bound_holds_anywhere(values: list[float], dtype: torch.dtype, own: Code
             worst, bound = float(errors.max()), own.error_bound(float(part.abs().max()), target)
             # Overflow only where the bound says so, which without a rotation only codec bf16 does.
             assert worst <= bound or (math.isnan(worst) and bound == math.inf), (worst, bound)
-            assert math.isfinite(bound) or own.name == "bf16" or own.format.rotation
+            assert math.isfinite(bound) or own.format.codec == "bf16" or own.format.rotation
 
 
 # ---- signal and noise -----------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_difference_is_rounded_once_where_it_is_added() -> None:
         copy = base.clone()
         decode_onto(own, message, [copy], [100], sizes=[2])
         exact = new.float() - base.float()
-        meant = exact.bfloat16() if own.name == "none" else exact
+        meant = exact.bfloat16() if own.format.codec == "none" else exact
         assert torch.equal(message, own.encode([meant], [100], sizes=[2]))
         (added,) = own.decode(message, [100], dtype=meant.dtype)
         assert torch.equal(copy, (base.float() + added.float()).bfloat16())

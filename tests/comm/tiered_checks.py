@@ -89,7 +89,7 @@ def _add_gathered(collectives: Collectives) -> None:
     before = [torch.cat([t, t.new_zeros(WORLD * chunk - t.numel())]) for t, chunk in zip(copies, bucket.chunks)]
     after = [tensor.clone() for tensor in before]
     codec = Codec.from_config(hops[0].codec)
-    decoded = bucket if codec.name == "none" else dataclasses.replace(bucket, dtype=torch.float32)
+    decoded = bucket if codec.format.codec == "none" else dataclasses.replace(bucket, dtype=torch.float32)
 
     program = gather_program(collectives.plan, hops, result=hops[-1].codec)
     decode = gather_program(collectives.plan, hops).steps[-1]

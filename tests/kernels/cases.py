@@ -26,12 +26,12 @@ class Calls:
     backend: Any = reference
 
     def encode(self, source: Any, rows: Rows, fmt: RecordFormat, seed: int = 0, **feedback: Any) -> torch.Tensor:
-        adds = "" if not feedback else "residuals" if "left" in feedback else "base"
+        adds = "" if not feedback else "residuals" if "factors" in feedback else "base"
         return Encoder(fmt, rows, source[0].dtype, adds, self.backend)(source, seed=seed, **feedback)
 
     def encode_feedback(self, source: Any, residuals: Any, factors: Any, *how: Any) -> list[torch.Tensor]:
-        left = [tensor.new_empty(tensor.numel(), dtype=residuals[0].dtype) for tensor in source]
-        return [self.encode(source, *how, added=residuals, factors=factors, left=left), *left]
+        left = [residual.clone() for residual in residuals]
+        return [self.encode(source, *how, added=left, factors=factors), *left]
 
     def encode_difference(self, source: Any, base: Any, *how: Any) -> torch.Tensor:
         return self.encode(source, *how, added=base)
@@ -115,7 +115,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     source, rows, fmt, seed = source_of(case), case.rows, case.fmt, case.seed
     yield from compare("encode", source, rows, fmt, seed)
     if fmt.codec in SUMMED:  # of the others nothing is lost that could be fed back
-        residuals = [numbers("normal", t.numel() * (i % 3 != 2), seed=7) for i, t in enumerate(source)]
+        residuals = [numbers("normal", t.numel(), seed=7) for t in source]
         factors = [(1.0, 0.5, 1.0 / 3.0)[index % 3] for index in range(len(source))]
         for kept in (torch.float32, torch.bfloat16):
             residuals = [residual.to(kept) for residual in residuals]
