@@ -347,7 +347,7 @@ class Experiment:
         if self.sequence is not None:
             key = "zero.sequence.parallel"
             self.grid.of_neighbours(self.sequence.parallel, key)
-            if (heads := self.architecture.heads) % self.sequence.parallel:
+            if not (heads := self.architecture.heads) or heads % self.sequence.parallel:
                 raise ConfigError(
                     f"{key}: found {self.sequence.parallel}; expected a divisor of the model's {heads} heads"
                 )
