@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from hzero.codecs.codec import Codec, checksums
 from hzero.codecs.formats import CHECKSUM_BYTES
+from hzero.codecs.reference import Adds
 from hzero.comm.checksum import Arrived, Comparison, addressed, addresses
 from hzero.comm.lanes import Chain, DeviceStreams, Lanes, Steps
 from hzero.comm.peers import HopError, MissingPeerError, Peers
@@ -367,13 +368,10 @@ class Bound:
             last = index + 1 == len(steps)
             following = next((one for one in steps[index:] if isinstance(one, Cross)), None)
             salt = (1 + TIERS.index(following.tiers[0])) * _SALT if index and following is not None else 0
-            parts = (
-                self._checked(index)
-                if isinstance(step, Cross)
-                else (self._checked(index - 1)[1], self._checked(index + 1)[0])
-            )
+            crosses = isinstance(step, Cross)
+            parts = self._checked(index) if crosses else (self._checked(index - 1)[1], self._checked(index + 1)[0])
             made = [one._replace(salt=salt) for one in makers[type(step)](step, dtype, device, parts)]
-            if parts[0] and not isinstance(step, Cross):
+            if parts[0] and not crosses:
                 made[0] = made[0]._replace(run=partial(_compared, made[0].run))
             if last:
                 made[-1] = made[-1]._replace(room=None, last=True)
@@ -398,10 +396,8 @@ class Bound:
         sent = cross.ranks if cross.kind == "all_to_all" else 1
         made = before.outer if isinstance(before, Encode | Sum) else 0
         taken = behind.peers if isinstance(behind, Sum) else behind.outer if isinstance(behind, Decode) else 0
-        return (
-            sent if made and made % sent == 0 else 0,
-            cross.ranks if taken and taken % cross.ranks == 0 else 0,
-        )
+        received = cross.ranks if taken and taken % cross.ranks == 0 else 0
+        return sent if made and made % sent == 0 else 0, received
 
     def _floats(self, dtype: torch.dtype, rows: int) -> Floats:
         return Floats(dtype, [rows * chunk for chunk in self.bucket.chunks])
@@ -415,15 +411,9 @@ class Bound:
             made.append(_Step(None, partial(self._in_table, _rows_of(order.table, device)[0])))
         if encoded != dtype:
             made.append(_Step(self._floats(encoded, order.rows), _copied))
-        adds = "residuals" if feedback is not None and residual is not None else ""
-        how: dict[str, Any] = {
-            "sizes": order.sizes,
-            "strides": order.strides,
-            "outer": step.outer,
-            "adds": adds,
-            "parts": parts[1],
-        }
-        encode = codec.encoder(bucket.chunks, encoded, device, **how)
+        adds: Adds = "residuals" if feedback is not None and residual is not None else ""
+        layout: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer}
+        encode = codec.encoder(bucket.chunks, encoded, device, adds=adds, parts=parts[1], **layout)
 
         def with_residuals(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, scale: float) -> Any:
             assert feedback is not None and residual is not None
@@ -482,14 +472,9 @@ class Bound:
 
     def _decoding(self, step: Decode, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         bucket, order = self.bucket, step.order
-        how: dict[str, Any] = {
-            "sizes": order.sizes,
-            "strides": order.strides,
-            "outer": step.outer,
-            "add": step.add,
-            "parts": parts[0],
-        }
-        decode = Codec.from_config(step.codec).decoder(bucket.chunks, bucket.dtype, device, **how)
+        codec = Codec.from_config(step.codec)
+        layout: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer}
+        decode = codec.decoder(bucket.chunks, bucket.dtype, device, add=step.add, parts=parts[0], **layout)
         if order.table is None:
             return [_Step(self._floats(bucket.dtype, order.rows), decode)]
         shards, rows = _rows_of(order.table, device)
