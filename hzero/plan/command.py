@@ -308,7 +308,8 @@ def _show_sequences(found: dict[str, Any]) -> None:
         seconds = f", {found['exchange_s'][tier]:.3g} s" if tier in found["exchange_s"] else ""
         _say(f"exchanges of sequences in a micro-step, {tier}: {size_text(size)} received per device{seconds}")
     if "host_s" in found:
-        _say(f"copies need {found['host_s']:.3g} s where compute needs {found['compute_s']:.3g} s, which can hide them")
+        hides = "can" if found["host_s"] <= found["compute_s"] else "cannot"
+        _say(f"copies need {found['host_s']:.3g} s, and compute {found['compute_s']:.3g} s, which {hides} hide them")
         longest, without = found["longest"], found["longest_without"]
         _say(f"longest sequence that fits: {longest:,} tokens; with activation checkpointing alone {without:,}")
 
