@@ -73,27 +73,28 @@ class Attention:
         memory: Where chunks lie that do not compute.
         chunk: Tokens of a chunk on this rank; the last one may be shorter.
         documents: None if all tokens of a sequence are of one document.
+        scale: Of the scores; None: one over the root of a head's size.
     """
 
     group: Communicator | None
     memory: HostMemory
     chunk: int
     documents: Documents | None = None
+    scale: float | None = None
 
     def slices(self, tokens: int) -> list[slice]:
         """The chunks of this rank's tokens."""
         return [slice(start, min(start + self.chunk, tokens)) for start in range(0, tokens, self.chunk)]
 
     def forward(
-        self, projected: Iterable[Projected], scale: float, finish: Callable[[int, torch.Tensor], Any], keep: bool
+        self, projected: Iterable[Projected], finish: Callable[[int, torch.Tensor], Any], keep: bool
     ) -> list[torch.Tensor]:
         """Attends from the first chunk to the last.
 
         Args:
             projected: Queries, keys and values of all heads, for this rank's tokens of one chunk after the other. Read one
                 ahead of the chunk that computes. Heads are a multiple of the ranks (`for_ranks`).
-            scale: Of the scores.
-            finish: Is called with what a chunk's tokens of this rank have attended to, ``[batch, heads, tokens, size]``.
+            finish: Is called with a chunk and what its tokens of this rank have attended to, ``[batch, heads, tokens, size]``.
             keep: Whether backward follows.
 
         Returns:
@@ -101,13 +102,13 @@ class Attention:
         """
         kept: list[torch.Tensor] = []
         # While a chunk computes, the exchanges of the next chunk's queries and of the last one's results are under way.
-        for at, arrived in _one_ahead(self._attended(projected, scale, kept if keep else None)):
+        for at, arrived in _one_ahead(self._attended(projected, kept if keep else None)):
             finish(at, *arrived())
         self.memory.settle()
         return kept
 
     def _attended(
-        self, projected: Iterable[Projected], scale: float, kept: list[torch.Tensor] | None
+        self, projected: Iterable[Projected], kept: list[torch.Tensor] | None
     ) -> Iterator[tuple[int, _Exchange]]:
         stored: list[list[torch.Tensor]] = []
         for at, heads in enumerate(_one_ahead(map(self._to_heads, projected))):
@@ -115,11 +116,12 @@ class Attention:
             fetched = self.memory.fetch([stored[one] for one in before])
             stored.append(self.memory.store(key, value))
             mask = self._mask(at, at, query.dtype)
-            out, weight = _attend(query, key, value, scale, mask, mask is None)
+            out, weight = _attend((query, key, value), self.scale, mask, mask is None)
             out = out.float()
             del key, value
             for one, (key, value) in zip(before, fetched):
-                more, its_weight = _attend(query, key, value, scale, self._mask(at, one, query.dtype), False)
+                mask = self._mask(at, one, query.dtype)
+                more, its_weight = _attend((query, key, value), self.scale, mask, False)
                 both = torch.logaddexp(weight, its_weight)
                 out.mul_((weight - both).exp_().unsqueeze(-1))
                 out.add_(more * (its_weight - both).exp_().unsqueeze(-1))
@@ -131,27 +133,23 @@ class Attention:
             yield at, self._to_tokens([out])
 
     def backward(
-        self,
-        kept: Sequence[torch.Tensor],
-        gradients: Iterable[torch.Tensor],
-        scale: float,
-        finish: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Any],
+        self, kept: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor], finish: Callable[..., Any]
     ) -> None:
         """Makes gradients from the last chunk to the first.
 
         Args:
             kept: From `forward`.
             gradients: Of what ``finish`` got there, in the same shapes, from the last chunk to the first. Read one ahead.
-            scale: As there.
-            finish: Is called with the gradients of a chunk's queries, keys and values, in the shapes of ``projected`` there.
+            finish: Is called with a chunk, and the gradients of its queries, keys and values, in the shapes that they had in
+                ``projected``.
         """
         rows = [kept[first : first + 5] for first in range(0, len(kept), 5)]
-        for at, arrived in _one_ahead(self._pulled(rows, gradients, scale)):
+        for at, arrived in _one_ahead(self._pulled(rows, gradients)):
             finish(at, *arrived())
         self.memory.settle()
 
     def _pulled(
-        self, rows: Sequence[Sequence[torch.Tensor]], gradients: Iterable[torch.Tensor], scale: float
+        self, rows: Sequence[Sequence[torch.Tensor]], gradients: Iterable[torch.Tensor]
     ) -> Iterator[tuple[int, _Exchange]]:
         sums: dict[int, list[torch.Tensor]] = {}
         order = list(reversed(range(len(rows))))
@@ -165,7 +163,7 @@ class Attention:
                 key, value, *summed = next(blocks)
                 mask = self._mask(at, one, query.dtype)
                 tensors = query, key, value, out, weight
-                part, *parts = _attend_backward(gradient, tensors, scale, mask, at == one and mask is None)
+                part, *parts = _attend_backward(gradient, tensors, self.scale, mask, at == one and mask is None)
                 of_query += part
                 pair = [new.float() for new in parts]
                 for new, old in zip(pair, summed):
@@ -227,14 +225,15 @@ def _flash(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool
+    of: Sequence[torch.Tensor], scale: float | None, mask: torch.Tensor | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries attend to, and the log-sum-exps of their scores, float32."""
+    """What queries attend to, and the log-sum-exps of their scores, float32; ``of`` are queries, keys and values."""
+    query, key, value = of
     if query.device.type == "cpu":
         attend_to = _aten._scaled_dot_product_flash_attention_for_cpu
-        out, weight = attend_to(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        out, weight = attend_to(*of, 0.0, causal, attn_mask=mask, scale=scale)
     elif _flash(query, mask):
-        out, weight, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+        out, weight, *_ = _aten._scaled_dot_product_flash_attention(*of, 0.0, causal, scale=scale)
     else:
         attend_to = _aten._scaled_dot_product_efficient_attention
         out, weight, *_ = attend_to(query, *_widened(query, key, value, mask), True, 0.0, causal, scale=scale)
@@ -246,7 +245,7 @@ def _attend(
 
 
 def _attend_backward(
-    gradient: torch.Tensor, of: Sequence[torch.Tensor], scale: float, mask: torch.Tensor | None, causal: bool
+    gradient: torch.Tensor, of: Sequence[torch.Tensor], scale: float | None, mask: torch.Tensor | None, causal: bool
 ) -> Sequence[torch.Tensor]:
     """Gradients of queries, keys and values.
 
@@ -329,19 +328,16 @@ class Layer:
 
     Attributes:
         attention: Between the two.
-        scale: Of its scores.
         before: From tokens, and cosines and sines of their positions, to queries, keys and values.
         after: From tokens and what they have attended to, ``[batch, tokens, heads * size]``, to the layer's result.
         parameters: Those of the layer that need a gradient.
     """
 
     attention: Attention
-    scale: float
     before: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Projected]
     after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     parameters: Sequence[torch.Tensor]
 
-    @torch.compiler.disable
     def run(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Runs the layer on this rank's tokens, ``[batch, tokens, width]``."""
         result: torch.Tensor = _Layer.apply(self, torch.is_grad_enabled(), states, cos, sin, *self.parameters)
@@ -371,7 +367,7 @@ class _Layer(torch.autograd.Function):
                 stored.extend(memory.store(part))
 
         projected = (layer.begin(states[:, part], cos[:, part], sin[:, part]) for part in slices)
-        layer.attention.forward(projected, layer.scale, finish, keep=False)
+        layer.attention.forward(projected, finish, keep=False)
         ctx.layer, ctx.pieces = layer, Pieces(layer.parameters, states)
         ctx.save_for_backward(cos, sin, *stored)
         return out
@@ -387,9 +383,7 @@ class _Layer(torch.autograd.Function):
         with pieces.cast():
             states = memory.fetch([one] for one in stored)
             projected = (layer.begin(one, *place) for (one,), place in zip(states, places))
-            kept = attention.forward(
-                projected, layer.scale, lambda _, one: attended.extend(memory.store(one)), keep=True
-            )
+            kept = attention.forward(projected, lambda _, one: attended.extend(memory.store(one)), keep=True)
         result, in_use = torch.empty_like(gradient), dict[int, torch.Tensor]()
 
         def incoming() -> Iterator[torch.Tensor]:
@@ -403,15 +397,20 @@ class _Layer(torch.autograd.Function):
             inputs = in_use.pop(at), *places[at]
             result[:, slices[at]] += pieces.pull(layer.begin, inputs, 1, (of_query, *rest))[0]
 
-        attention.backward(kept, incoming(), layer.scale, finish)
+        attention.backward(kept, incoming(), finish)
         return None, None, result, None, None, *pieces.sums()
 
 
-class _Attended(torch.autograd.Function):
-    """Attention alone, of whole queries, keys and values."""
+class Attended(torch.autograd.Function):
+    """Attention alone.
+
+    Call ``apply`` with an `Attention`; whether gradients are needed; and queries, keys and values
+    ``[batch, heads, tokens, size]`` as `Attention.for_ranks` returns them. The result is ``[batch, tokens, heads, size]``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, attention: Attention, scale: float, training: bool, *whole: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, attention: Attention, training: bool, *whole: torch.Tensor) -> torch.Tensor:
+        """Runs the chunks."""
         query, key, value = whole
         slices = attention.slices(query.shape[2])
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
@@ -420,14 +419,15 @@ class _Attended(torch.autograd.Function):
             out[:, slices[at]] = attended.transpose(1, 2)
 
         projected = ((query[:, :, part], key[:, :, part], value[:, :, part]) for part in slices)
-        kept = attention.forward(projected, scale, finish, keep=training)
-        ctx.attention, ctx.scale, ctx.shapes = attention, scale, [one.shape for one in whole]
+        kept = attention.forward(projected, finish, keep=training)
+        ctx.attention, ctx.shapes = attention, [one.shape for one in whole]
         ctx.save_for_backward(*kept)
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Goes back through the chunks."""
         slices = ctx.attention.slices(gradient.shape[1])
         results = [gradient.new_empty(shape) for shape in ctx.shapes]
 
@@ -436,38 +436,26 @@ class _Attended(torch.autograd.Function):
                 result[:, :, slices[at]] = part
 
         incoming = (gradient[:, part].transpose(1, 2) for part in reversed(slices))
-        ctx.attention.backward(ctx.saved_tensors, incoming, ctx.scale, finish)
-        return None, None, None, *results
+        ctx.attention.backward(ctx.saved_tensors, incoming, finish)
+        return None, None, *results
 
 
-@torch.compiler.disable
-def attend(
-    attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention of this rank's tokens, from queries, keys and values of all heads.
+class Tiled(torch.autograd.Function):
+    """A module that needs no other tokens, chunk by chunk, and again in backward.
 
-    Args:
-        attention: How.
-        query: ``[batch, heads, tokens, size]``.
-        key: The same, with as many heads or fewer.
-        value: As ``key``.
-        scale: Of the scores.
+    DeepSpeed's `TiledMLP` and `TiledFusedLogitsLoss` do the same for ZeRO, but write gradients into parameters past the
+    graph, which FSDP2 does not see.
 
-    Returns:
-        ``[batch, tokens, heads, size]``.
+    Call ``apply`` with an `Attention`, which gives the chunks and where they lie until backward; with a function from tokens
+    and their labels to a result for each; with whether gradients are needed; and with tokens ``[batch, tokens, width]``,
+    labels ``[batch, tokens]`` or None, and the module's parameters that need a gradient.
     """
-    whole = attention.for_ranks(query, key, value)
-    result: torch.Tensor = _Attended.apply(attention, scale, torch.is_grad_enabled(), *whole)
-    return result
-
-
-class _Tiled(torch.autograd.Function):
-    """A module that needs no other tokens, and runs again in backward."""
 
     @staticmethod
     def forward(
         ctx: Any, attention: Attention, piece: Any, training: bool, states: torch.Tensor, labels: Any, *parameters: Any
     ) -> torch.Tensor:
+        """Runs the chunks."""
         slices, stored, results = attention.slices(states.shape[1]), list[torch.Tensor](), None
         for part in slices:
             one = piece(states[:, part], None if labels is None else labels[:, part])
@@ -484,6 +472,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Goes back through the chunks."""
         labels, *stored = ctx.saved_tensors
         results = None
         for part, (states,) in zip(ctx.attention.slices(gradient.shape[1]), ctx.attention.memory.fetch(zip(stored))):
@@ -493,27 +482,3 @@ class _Tiled(torch.autograd.Function):
                 results = one.new_empty(*gradient.shape[:2], *one.shape[2:])
             results[:, part] = one
         return None, None, None, results, None, *ctx.pieces.sums()
-
-
-@torch.compiler.disable
-def tiled(
-    attention: Attention,
-    piece: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-    states: torch.Tensor,
-    labels: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Runs a module chunk by chunk, so that what it needs in between has the size of a chunk.
-
-    DeepSpeed's `TiledMLP` and `TiledFusedLogitsLoss` do the same for ZeRO, but write gradients into parameters past the
-    graph, which FSDP2 does not see.
-
-    Args:
-        attention: Gives the chunks, and where they lie until backward.
-        piece: From tokens, and their labels, to a result for each.
-        parameters: Those of the module that need a gradient.
-        states: ``[batch, tokens, width]``.
-        labels: ``[batch, tokens]``; None if there are none.
-    """
-    result: torch.Tensor = _Tiled.apply(attention, piece, torch.is_grad_enabled(), states, labels, *parameters)
-    return result

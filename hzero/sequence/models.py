@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hzero.comm.communicator import Communicator
 from hzero.config import SequenceConfig
-from hzero.sequence.attention import Attention, Documents, Layer, Projected, attend, tiled
+from hzero.sequence.attention import Attended, Attention, Documents, Layer, Projected, Tiled
 from hzero.sequence.host import HostMemory
 from hzero.validation import ConfigError
 
@@ -74,23 +74,21 @@ class _Kind:
     """A known decoder layer.
 
     Attributes:
-        attention: The name of its attention.
         norm: The name of the norm after the last layer.
         before: From its tokens to queries, keys and values.
         after: From its tokens and what they have attended to, to its result.
     """
 
-    attention: str
     norm: str
     before: Callable[..., Projected]
     after: Callable[..., torch.Tensor]
 
 
-_LLAMA = _Kind("self_attn", "norm", _before_llama, _after_llama)
+_LLAMA = _Kind("norm", _before_llama, _after_llama)
 KINDS = {
     "LlamaForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
-    "GPTNeoXForCausalLM": _Kind("attention", "final_layer_norm", _before_neox, _after_neox),
+    "GPTNeoXForCausalLM": _Kind("final_layer_norm", _before_neox, _after_neox),
 }
 
 
@@ -141,6 +139,7 @@ class Patched:
             del module.forward
         self._changed.clear()
 
+    @torch.compiler.disable
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -179,14 +178,14 @@ class Patched:
         if _running is None:
             return type(layer).forward(layer, states, *args, **kwargs)
         before, after = partial(kind.before, layer, rotate), partial(kind.after, layer)
-        scale = getattr(layer, kind.attention).scaling
-        return Layer(_running, scale, before, after, _trained(layer)).run(states, *kwargs["position_embeddings"])
+        return Layer(_running, before, after, _trained(layer)).run(states, *kwargs["position_embeddings"])
 
     def _norm(self, norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
         stock = partial(type(norm).forward, norm)
         if _running is None:
             return stock(states)  # type: ignore[no-any-return]
-        return tiled(_running, lambda part, _: stock(part), _trained(norm), states)
+        how = _running, lambda part, _: stock(part), torch.is_grad_enabled()
+        return Tiled.apply(*how, states, None, *_trained(norm))  # type: ignore[no-any-return]
 
     def _head(self, head: nn.Module, states: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         stock = partial(type(head).forward, head)
@@ -200,7 +199,8 @@ class Patched:
 
         # Logits of a chunk would need several times as much memory as its MLP.
         tile = max(4 * self._chunk * states.shape[2] // self._model.config.vocab_size, 1)
-        return tiled(replace(_running, chunk=min(tile, self._chunk)), losses, _trained(head), states, labels)
+        tiles = replace(_running, chunk=min(tile, self._chunk))
+        return Tiled.apply(tiles, losses, torch.is_grad_enabled(), states, labels, *_trained(head))  # type: ignore[no-any-return]
 
 
 def patch(model: Any, settings: SequenceConfig, group: Communicator | None) -> Patched:
@@ -262,6 +262,7 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if _running is not None else sdpa_mask(*args, **kwargs)
 
 
+@torch.compiler.disable
 def _attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -286,4 +287,5 @@ def _attention(
             f"sequence: found attention of {type(module).__name__} from queries {list(query.shape)} to values "
             f"{list(value.shape)}; expected causal attention of a sequence to itself, with heads of one size"
         )
-    return attend(how, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    how = replace(how, scale=scaling)
+    return Attended.apply(how, torch.is_grad_enabled(), *how.for_ranks(query, key, value)), None
