@@ -261,13 +261,17 @@ def _attend_backward(
     if query.device.type == "cpu":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(gradient, *of, 0.0, causal, attn_mask=mask, **how)  # type: ignore[no-any-return]
-    if _flash(query, mask):
+    # Numbers of dropout, which there is none of. CUDA's flash kernel has two in one tensor.
+    flash, hip = _flash(query, mask), torch.version.hip is not None
+    shape, dtype = ((2,), torch.uint64) if flash and not hip else ((), torch.int64)
+    seed = torch.zeros(shape, dtype=dtype, device=query.device)
+    if flash:
         backward, lengths = _aten._scaled_dot_product_flash_attention_backward, (query.shape[2], key.shape[2])
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
         return backward(gradient, *of, None, None, *lengths, 0.0, causal, seed, seed, **how)  # type: ignore[no-any-return]
-    heads, seed = key.shape[1], torch.zeros((), dtype=torch.int64, device=query.device)
+    heads = key.shape[1]
     key, value, bias = _widened(query, key, value, mask)
-    weight = pad(weight, (0, -weight.shape[-1] % 32), value=torch.inf)
+    if not hip:  # CUDA's kernel reads log-sum-exps in groups of 32
+        weight = pad(weight, (0, -weight.shape[-1] % 32), value=torch.inf)
     backward, wanted = _aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
     of_query, of_key, of_value, _ = backward(
         gradient, query, key, value, bias, out, weight, seed, seed, 0.0, wanted, causal, **how

@@ -15,6 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from hzero.config import SequenceConfig
 from hzero.plan.sequence import Chunked
+from hzero.sequence.attention import Attended, Attention
+from hzero.sequence.host import HostMemory
 from hzero.sequence.models import patch
 from hzero.validation import ConfigError
 from tests.ranks import on_ranks
@@ -97,6 +99,17 @@ def test_longer_sequences_in_the_same_memory() -> None:
     chunked = _bytes_a_token("llama", _chunked)["device"]
     assert _bytes_a_token("llama", _checkpointed, 128)["device"] >= 16 * chunked
     assert _bytes_a_token("llama", _tiled)["device"] >= 2 * chunked
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_devices_take_what_attention_gives_them(dtype: torch.dtype) -> None:
+    """Shapes and types only: on no device. bfloat16 is the flash kernel's, float32 the memory-efficient one's."""
+    shapes = (2, 8, 21, 16), (2, 2, 21, 16), (2, 2, 21, 16)
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes]
+    out = Attended.apply(Attention(None, HostMemory(offload=False), chunk=8), True, *tensors)
+    out.backward(torch.empty_like(out))
+    assert out.shape == (2, 21, 8, 16) and out.dtype == dtype
+    assert [(one.grad.shape, one.grad.dtype) for one in tensors] == [(shape, dtype) for shape in shapes]
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
