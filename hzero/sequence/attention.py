@@ -326,67 +326,53 @@ class Pieces:
         return [one if one is None else one.to(like.dtype) for one, like in zip(sums, self._parameters)]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A decoder layer around its attention: two functions of tokens, each of which needs no other tokens.
+class Layer(torch.autograd.Function):
+    """A decoder layer, which keeps nothing but its input and attends again in backward: its own activation checkpoint.
 
-    Attributes:
-        attention: Between the two.
-        before: From tokens, and cosines and sines of their positions, to queries, keys and values.
-        after: From tokens and what they have attended to, ``[batch, tokens, heads * size]``, to the layer's result.
-        parameters: Those of the layer that need a gradient.
+    Call ``apply`` with an `Attention`; a function from tokens, and cosines and sines of their positions, to queries, keys and
+    values; one from tokens and what they have attended to, ``[batch, heads, tokens, size]``, to the layer's result; whether
+    gradients are needed; and tokens ``[batch, tokens, width]``, their cosines and sines, and the parameters that need a
+    gradient. Neither function needs other tokens.
     """
 
-    attention: Attention
-    before: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Projected]
-    after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    parameters: Sequence[torch.Tensor]
-
-    def run(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Runs the layer on this rank's tokens, ``[batch, tokens, width]``."""
-        result: torch.Tensor = _Layer.apply(self, torch.is_grad_enabled(), states, cos, sin, *self.parameters)
-        return result
-
-    def begin(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
-        """`before`, for all ranks."""
-        return self.attention.for_ranks(*self.before(states, cos, sin))
-
-    def end(self, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """`after`, from ``[batch, heads, tokens, size]``."""
-        return self.after(states, attended.transpose(1, 2).flatten(2))
-
-
-class _Layer(torch.autograd.Function):
-    """Keeps nothing but the layer's input, and attends again in backward: the layer is its own activation checkpoint."""
-
     @staticmethod
-    def forward(ctx: Any, layer: Layer, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
-        (states, cos, sin), memory = tensors[:3], layer.attention.memory
-        slices, stored, out = layer.attention.slices(states.shape[1]), [], torch.empty_like(states)
+    def forward(
+        ctx: Any, attention: Attention, before: Any, after: Any, training: bool, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs the chunks."""
+        states, cos, sin, *parameters = tensors
+        slices, stored, out = attention.slices(states.shape[1]), list[torch.Tensor](), torch.empty_like(states)
 
         def finish(at: int, attended: torch.Tensor) -> None:
             part = states[:, slices[at]]
-            out[:, slices[at]] = layer.end(part, attended)
+            out[:, slices[at]] = after(part, attended)
             if training:
-                stored.extend(memory.store(part))
+                stored.extend(attention.memory.store(part))
 
-        projected = (layer.begin(states[:, part], cos[:, part], sin[:, part]) for part in slices)
-        layer.attention.forward(projected, finish, keep=False)
-        ctx.layer, ctx.pieces = layer, Pieces(layer.parameters, states)
+        def begin(*inputs: torch.Tensor) -> Projected:
+            return attention.for_ranks(*before(*inputs))
+
+        attention.forward((begin(states[:, part], cos[:, part], sin[:, part]) for part in slices), finish, keep=False)
+        ctx.attention, ctx.begin, ctx.after, ctx.pieces = attention, begin, after, Pieces(parameters, states)
         ctx.save_for_backward(cos, sin, *stored)
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        layer, pieces, (cos, sin, *stored) = ctx.layer, ctx.pieces, ctx.saved_tensors
-        attention, memory = layer.attention, layer.attention.memory
+        """Attends again, and goes back through the chunks."""
+        attention, pieces, memory, (cos, sin, *stored) = (
+            ctx.attention,
+            ctx.pieces,
+            ctx.attention.memory,
+            ctx.saved_tensors,
+        )
         slices = attention.slices(gradient.shape[1])
         places = [(cos[:, part], sin[:, part]) for part in slices]
         attended: list[torch.Tensor] = []
         with pieces.cast():
             states = memory.fetch([one] for one in stored)
-            projected = (layer.begin(one, *place) for (one,), place in zip(states, places))
+            projected = (ctx.begin(one, *place) for (one,), place in zip(states, places))
             kept = attention.forward(projected, lambda _, one: attended.extend(memory.store(one)), keep=True)
         result, in_use = torch.empty_like(gradient), dict[int, torch.Tensor]()
 
@@ -394,15 +380,15 @@ class _Layer(torch.autograd.Function):
             pairs = memory.fetch(reversed(list(zip(stored, attended))))
             for at, pair in zip(reversed(range(len(slices))), pairs):
                 in_use[at] = pair[0]
-                result[:, slices[at]], of_attended = pieces.pull(layer.end, pair, 2, gradient[:, slices[at]])
+                result[:, slices[at]], of_attended = pieces.pull(ctx.after, pair, 2, gradient[:, slices[at]])
                 yield of_attended
 
-        def finish(at: int, of_query: torch.Tensor, *rest: torch.Tensor) -> None:
+        def finish(at: int, *gradients: torch.Tensor) -> None:
             inputs = in_use.pop(at), *places[at]
-            result[:, slices[at]] += pieces.pull(layer.begin, inputs, 1, (of_query, *rest))[0]
+            result[:, slices[at]] += pieces.pull(ctx.begin, inputs, 1, gradients)[0]
 
         attention.backward(kept, incoming(), finish)
-        return None, None, result, None, None, *pieces.sums()
+        return None, None, None, None, result, None, None, *pieces.sums()
 
 
 class Attended(torch.autograd.Function):

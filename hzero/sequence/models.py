@@ -50,7 +50,7 @@ def _before_llama(
 
 
 def _after_llama(layer: Any, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    states = states + layer.self_attn.o_proj(attended)
+    states = states + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
     return states + layer.mlp(layer.post_attention_layernorm(states))  # type: ignore[no-any-return]
 
 
@@ -64,7 +64,7 @@ def _before_neox(
 
 
 def _after_neox(layer: Any, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    attended = layer.attention.dense(attended)
+    attended = layer.attention.dense(attended.transpose(1, 2).flatten(2))
     mlp_input = states if layer.use_parallel_residual else states + attended
     return layer.mlp(layer.post_attention_layernorm(mlp_input)) + attended + states  # type: ignore[no-any-return]
 
@@ -178,7 +178,8 @@ class Patched:
         if _running is None:
             return type(layer).forward(layer, states, *args, **kwargs)
         before, after = partial(kind.before, layer, rotate), partial(kind.after, layer)
-        return Layer(_running, before, after, _trained(layer)).run(states, *kwargs["position_embeddings"])
+        how = _running, before, after, torch.is_grad_enabled()
+        return Layer.apply(*how, states, *kwargs["position_embeddings"], *_trained(layer))
 
     def _norm(self, norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
         stock = partial(type(norm).forward, norm)
