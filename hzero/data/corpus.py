@@ -138,8 +138,8 @@ def files_of(path: str | None, limit: int | None) -> tuple[Path, list[Path]]:
 
 def identified(job: Job, files: Sequence[Path], tokenizer: Any) -> tuple[Job, dict[str, Any]]:
     """The job with its key, and what the key is a hash of: all that the content of the shards depends on."""
-    identity = {
-        "data.format": job.dtype or "arrow",
+    identity: dict[str, Any] = {
+        "data.format": "megatron" if job.dtype else "arrow",
         "data.shard_bytes": job.limit,
         "model.seq_length": job.length,
         "tokenizer": _hash([tokenizer.backend_tokenizer.to_str(), job.end]),

@@ -30,8 +30,7 @@ from hzero.data.corpus import claim, complete, files_of, identified, read_tokeni
 from hzero.data.shards import Job, Piece
 from hzero.experiment import Name, composed
 from hzero.files import expanded
-from hzero.launch import rank_variables
-from hzero.validation import ConfigError, Frozen, Parser, one_of, printable, validated
+from hzero.validation import ConfigError, Frozen, Parser, on_all_ranks, one_of, printable, validated
 
 
 class DataGroup(Frozen):
@@ -63,14 +62,11 @@ def run_data(arguments: Sequence[str]) -> int:
     parser = Parser("hzero data", __doc__)
     parser.add_argument("action", metavar="prepare", help="what to do")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of conf/prepare.yaml")
-    try:
+    with on_all_ranks():
         parsed = parser.parse_args(arguments)
         if parsed.action != "prepare":
             raise one_of("hzero data", parsed.action, ["prepare"], "action")
         settings = settings_of(parsed.overrides)
-    except ConfigError as error:
-        error.elsewhere = rank_variables(visible=0).get("RANK", "0") != "0"
-        raise
     output = expanded(settings.data.output).absolute()
     try:
         with cluster(settings.data.workers) as client:
@@ -93,23 +89,18 @@ def prepare(settings: Settings, client: Client) -> None:
         ConfigError: The input cannot be read, the output cannot be written or belongs to another job, or a shard ends its
             workers.
     """
-    data = settings.data
+    data, length = settings.data, settings.model.seq_length
     source, output = (expanded(path).resolve() for path in (data.path, data.output))
     if output == source or source in output.parents:
         raise ConfigError(f"data.output: found {data.output!r} inside data.path; expected another folder")
     tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"tokenizer: found no eos_token in {settings.tokenizer!r}; expected one, which ends documents"
-        )
+    end, dtype = tokenizer.eos_token_id, None
+    if end is None:
+        raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
+    if data.format == "megatron":
+        dtype = "uint16" if len(tokenizer) < 65_500 else "int32"  # as Megatron itself chooses
     source, files = files_of(str(source), None)
     work = shards.cut(source, files, data.shard_bytes)
-    megatron = "uint16" if len(tokenizer) < 65_500 else "int32"  # as Megatron itself chooses
-    dtype, end, length = (
-        megatron if data.format == "megatron" else None,
-        tokenizer.eos_token_id,
-        settings.model.seq_length,
-    )
     job = Job("", source, output, "data.output", end, length, data.shard_bytes, len(work), dtype)
     job, identity = identified(job, files, tokenizer)
     sweep(output)
@@ -118,19 +109,18 @@ def prepare(settings: Settings, client: Client) -> None:
     if done:
         _say(f"{len(done):,} of {len(work):,} shards are complete")
     totals = complete(job, itertools.chain(done.values(), _written(job, work, done, client)))
-    new = totals["documents"] - sum(counts["documents"] for counts in done.values())
-    rate = f"{new / (time.monotonic() - began):,.0f} documents/s"
-    _say(f"{totals['documents']:,} documents, {totals['tokens']:,} tokens, {job.count:,} shards in {output}; {rate}")
-    if totals["empty"]:
-        file, at = totals["empty"][0]
-        _say(f"{len(totals['empty']):,} empty texts are left out, such as that at {shards.place(source / file, at)}")
-    if job.dtype is None:
-        left = totals["tokens"] - totals["rows"] * job.length
+    documents, tokens, rows, empty = (totals[key] for key in ("documents", "tokens", "rows", "empty"))
+    rate = (documents - sum(counts["documents"] for counts in done.values())) / (time.monotonic() - began)
+    _say(f"{documents:,} documents, {tokens:,} tokens, {len(work):,} shards in {output}; {rate:,.0f} documents/s")
+    if empty:
         _say(
-            f"{totals['rows']:,} sequences of {job.length:,} tokens; {left:,} tokens at the ends of shards are left out"
+            f"{len(empty):,} empty texts are left out, such as that at {shards.place(source / empty[0][0], empty[0][1])}"
         )
-        if not totals["rows"]:
-            raise ConfigError(f"data.path: {data.path!r} is too short for model.seq_length {job.length}")
+    if dtype is None:
+        left = tokens - rows * length
+        _say(f"{rows:,} sequences of {length:,} tokens; {left:,} tokens at the ends of shards are left out")
+        if not rows:
+            raise ConfigError(f"data.path: {data.path!r} is too short for model.seq_length {length}")
 
 
 def _written(job: Job, work: list[list[Piece]], done: Container[int], client: Client) -> Iterator[dict[str, Any]]:

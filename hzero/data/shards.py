@@ -130,20 +130,20 @@ def cut(source: Path, files: Sequence[Path], limit: int) -> list[list[Piece]]:
 def _pieces(source: Path, file: Path, limit: int) -> list[Piece]:
     name, size = file.relative_to(source).as_posix(), file.stat().st_size
     if kind_of(file) != "parquet":
-        starts = range(0, size, limit)
-        return [Piece(name, at, min(at + limit, size), min(limit, size - at)) for at in starts] or [
-            Piece(name, 0, 0, 0)
-        ]
-    try:
-        read = pq.ParquetFile(file)
-    except pa.ArrowException as error:
-        raise ConfigError(f"data.path: {file}: is not Parquet: {str(error).splitlines()[0]}") from None
-    kind = dict(zip(read.schema_arrow.names, read.schema_arrow.types)).get("text")
-    if kind not in (pa.string(), pa.large_string()):
-        found = f"{kind} in the column 'text'" if kind else f"the columns {', '.join(read.schema_arrow.names)}"
-        raise ConfigError(f"data.path: {file}: found {found}; expected strings in a column 'text'")
-    groups = [read.metadata.row_group(group) for group in range(read.metadata.num_row_groups)]
-    return [Piece(name, at, at + 1, group.total_byte_size) for at, group in enumerate(groups)] or [Piece(name, 0, 0, 0)]
+        ends = [(at, min(at + limit, size)) for at in range(0, size, limit)]
+        found = [Piece(name, at, end, end - at) for at, end in ends]
+    else:
+        try:
+            groups = pq.ParquetFile(file)
+        except pa.ArrowException as error:
+            raise ConfigError(f"data.path: {file}: is not Parquet: {str(error).splitlines()[0]}") from None
+        kind = dict(zip(groups.schema_arrow.names, groups.schema_arrow.types)).get("text")
+        if kind not in (pa.string(), pa.large_string()):
+            what = f"{kind} in the column 'text'" if kind else f"the columns {', '.join(groups.schema_arrow.names)}"
+            raise ConfigError(f"data.path: {file}: found {what}; expected strings in a column 'text'")
+        sizes = [groups.metadata.row_group(at).total_byte_size for at in range(groups.num_row_groups)]
+        found = [Piece(name, at, at + 1, size) for at, size in enumerate(sizes)]
+    return found or [Piece(name, 0, 0, 0)]
 
 
 def write(job: Job, number: int, parts: Sequence[Piece]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import os
 import resource
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.ranks import LONG, ROOT, environment, mpiexec, run
 
 if find_spec("distributed") is None or find_spec("datasets") is None:
     pytest.skip("the extras data and train are not installed", allow_module_level=True)
@@ -199,7 +203,7 @@ def test_finished_shards_are_not_written_again(
     ("change", "says"),
     [
         ("model.seq_length=32", "model.seq_length: found 32; expected 48, as in"),
-        ("data.format=megatron", "data.format: found uint16; expected arrow, as in"),
+        ("data.format=megatron", "data.format: found megatron; expected arrow, as in"),
         ("data.path={place}/other", r"data.path: a/b/a.jsonl: found None; expected \["),
     ],
 )
@@ -313,6 +317,27 @@ def test_megatron_reads_the_documents(place: Path, client: Client) -> None:
 
         theirs = IndexedDataset(str(place / "megatron" / "tokens"))
         assert [theirs[number].tolist() for number in range(len(theirs))] == documents(place)
+
+
+@LONG
+def test_a_dead_rank_ends_the_job_and_the_next_start_completes(place: Path, one: dict[str, str]) -> None:
+    """Over MPI: rank 0 schedules, rank 1 is the client, ranks 2 and 3 work."""
+    command = [mpiexec(), "-n", "4", sys.executable, "-m", "hzero", "data", "prepare", *words(place, "ranks")]
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr is not None
+        line = next(line for line in job.stderr if "processes of ranks" in line)
+        deadline = time.monotonic() + 60
+        while not list(place.glob("ranks/shards/*.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pid = line.split()[-1].rpartition(":")[2]
+        os.kill(int(pid), signal.SIGKILL)
+        said = job.stderr.read()
+        assert job.wait(60) != 0
+    assert pid in said and not (place / "ranks" / "complete.json").exists(), said
+    assert list(place.glob("ranks/shards/*.json")) != []
+    done = run(*command, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "shards are complete" in done.stdout and content(place / "ranks") == one
 
 
 def _experiment(place: Path, output: str, *more: str) -> Any:
