@@ -242,14 +242,15 @@ def _of_json(file: Path, piece: Piece, limit: int) -> Iterator[tuple[str, bool, 
 
 def _lines(path: Path, piece: Piece, limit: int) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a piece, each with its place in the file."""
+    at = max(piece.begin - 1, 0)
     with open(path, "rb") as file:
-        if piece.begin:  # a line that began before belongs to the piece before, which refuses it if it is too long
-            file.seek(piece.begin - 1)
-            file.readline(limit)
-        while (at := file.tell()) < piece.end and (line := file.readline(limit + 1)):
+        file.seek(at)
+        while at < piece.end and (line := file.readline(limit + 1)):
             if len(line) > limit:
                 raise _bad(path, at, f"found a line of more than {limit:,} bytes, the most that a shard has")
-            yield at, line
+            if at >= piece.begin:  # a line that began before belongs to the piece before
+                yield at, line
+            at += len(line)
 
 
 def _decoded(file: Path, at: int, line: bytes) -> str:

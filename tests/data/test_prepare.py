@@ -229,7 +229,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "half a pair": ("a.json", b'{"text": "\\ud800"}', "a.json:1: found .*surrogates not allowed"),
     "huge line": (
         "a.jsonl",
-        b'{"text": "a"}\n{"text": "' + b"a" * 50_000,
+        b'{"text": "a"}\n{"text": "' + b"a" * 90_000,
         "a.jsonl:2: found a line of more than 20,011 bytes",
     ),
     "empty": ("a.jsonl", b"", "too short for model.seq_length"),
