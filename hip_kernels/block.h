@@ -354,7 +354,7 @@ HZ_DEVICE float quotient_of(float x, float scale, float reciprocal) {
 template <int BITS>
 HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row_key, hz_u32 column,
                         hz_u32 (&words)[BITS / 2]) {
-  const float low = BITS == 8 ? -127.0f : -8.0f, high = BITS == 8 ? 127.0f : 7.0f;
+  const float low = BITS == 8 ? -127.0f : stochastic ? -7.0f : -8.0f, high = BITS == 8 ? 127.0f : 7.0f;
   const hz_u32 mask = (1u << BITS) - 1;
   const float size = scale < 0.0f ? -scale : scale;
   const bool easy = size > 0x1p-60f && size < 0x1p100f;

@@ -226,7 +226,7 @@ HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, 
     const Floats nearest = (moved + magic) - magic;
     quotient = nearest + __builtin_convertvector(nearest > moved, Floats);  // a comparison that holds is -1
   }
-  if (!EASY || noise) quotient = larger(quotient, broadcast(BITS == 8 ? -127.0f : -8.0f));
+  if (!EASY || noise) quotient = larger(quotient, broadcast(BITS == 8 ? -127.0f : noise ? -7.0f : -8.0f));
   if (!EASY || noise || BITS == 4) quotient = smaller(quotient, broadcast(BITS == 8 ? 127.0f : 7.0f));
   return (Words)(quotient + magic);
 }

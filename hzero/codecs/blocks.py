@@ -43,7 +43,7 @@ def encode(
     else:
         quotients.round_()
     # Infinity over infinity is NaN; its block decodes to NaN whatever the codes are.
-    codes = quotients.nan_to_num_(0.0).clamp_(fmt.codes.lowest, fmt.codes.highest).to(torch.int8).view(torch.uint8)
+    codes = quotients.nan_to_num_(0.0).clamp_(-fmt.levels, fmt.codes.highest).to(torch.int8).view(torch.uint8)
     if fmt.codes.bits == 4:
         codes = codes[:, ::2] & 0x0F | codes[:, 1::2] << 4
     return [codes[:, : fmt.regions(numel, 0)[0]], scales.view(torch.uint8)]

@@ -48,6 +48,7 @@ def in_small_blocks(codec: str, rounding: str, rotation: int) -> Codec:
 )
 @example(values=[65504.0, -65504.0], dtype=torch.float16, own=make("int8", block_size=16), seed=0)
 @example(values=[1.0, -1.0], dtype=torch.float32, own=make("int4", block_size=16), seed=0)
+@example(values=[0.0, -65489.0], dtype=torch.float16, own=make("int4", block_size=16, rounding="stochastic"), seed=1911)
 @example(values=[178 * 2.0**-133, 2.0**-133], dtype=torch.float32, own=make("int8", block_size=16), seed=0)
 def test_bound_holds_anywhere(values: list[float], dtype: torch.dtype, own: Codec, seed: int) -> None:
     top = torch.finfo(dtype).max

@@ -200,6 +200,21 @@ def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str
         assert not list(compared(backend, device, "encode", [source], *how))
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_stochastic_codes_at_the_end_of_the_range_decode_to_finite_numbers(
+    target: tuple[Any, torch.device], codec: Any
+) -> None:
+    """There the scale is limited, so a quotient may exceed the largest code; of both signs it becomes that code."""
+    backend, device = target
+    fmt, rows = RecordFormat.of(codec, 16, stochastic=True), Rows.of((1024,), (1,))
+    for dtype in FLOATS:
+        largest = torch.finfo(dtype).max
+        x = torch.tensor([-largest, largest]).repeat(512).mul(0.9998).to(dtype)
+        assert not list(compared(backend, device, "encode", [x], rows, fmt, 1911))
+        (decoded,) = Calls(backend).decode(Calls(backend).encode([x.to(device)], rows, fmt, 1911), rows, fmt, dtype)
+        assert (decoded.cpu().double() / x.double() - 1).abs().max() < 0.008, dtype
+
+
 def test_formats_without_blocks_and_unlike_blocks(target: tuple[Any, torch.device]) -> None:
     backend, device = target
     x = [numbers("normal", 300, torch.bfloat16, 1)]
