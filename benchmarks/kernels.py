@@ -36,7 +36,7 @@ import torch
 
 import hzero
 from hzero.codecs import backends, reference
-from hzero.codecs.codec import Decoder, Encoder, Summer
+from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import BLOCK_CODECS, CodecName, RecordFormat, Rows
 from hzero.config import CodecConfig
 from hzero.validation import ConfigError, validated
@@ -122,11 +122,10 @@ class Bucket:
         if kernel.operation == "encode":
             return Encoder(fmt, rows, dtype, "", backend), ([self.source],)
         payload = self.payloads[kernel.codec]
-        if kernel.operation == "decode":
-            return Decoder(fmt, rows, dtype, False, backend), (payload,)
-        # The same payload, taken as a message of one shard from each of four peers.
-        target = None if kernel.operation == "decode_sum" else (out, Rows.of(rows.chunks, (1,)))
-        return Summer(fmt, rows, dtype, target, False, backend), (payload,)
+        # Sums take the same payload as a message of one shard from each of four peers.
+        if kernel.operation in ("decode", "decode_sum"):
+            return Decoder(fmt, rows, dtype, False, backend, kernel.operation == "decode_sum"), (payload,)
+        return Recoder(fmt, rows, dtype, out, Rows.of(rows.chunks, (1,)), backend), (payload,)
 
 
 class Suite:

@@ -149,7 +149,7 @@ class Codec(NamedTuple):
         outer: int = 1,
         add: bool = False,
         parts: tuple[int, int] = (0, 0),
-    ) -> Summer:
+    ) -> Any:
         """Prepares to decode messages of several peers and to sum them in float32, in the order of the peers.
 
         Args:
@@ -163,10 +163,15 @@ class Codec(NamedTuple):
             outer: Pieces of that message.
             add: Whether the messages are added one by one, or, rotated, as one sum, to sums that exist.
             parts: Parts with a checksum: as many as peers, or 0; and those of the message of the sums.
+
+        Returns:
+            A `Decoder`, or with ``to`` a `Recoder`.
         """
         rows = Rows.of(chunks, (peers, inner), outer=peers, parts=parts[0])
-        target = None if to is None else (to.format, Rows.of(chunks, (inner,), outer=outer, parts=parts[1]))
-        return _summer(self.format, rows, dtype, target, add, backends.of(device))
+        if to is None:
+            return _decoder(self.format, rows, dtype, add, backends.of(device), True)
+        summed = Rows.of(chunks, (inner,), outer=outer, parts=parts[1])
+        return _recoder(self.format, rows, dtype, to.format, summed, backends.of(device))
 
     # ---- single calls -----------------------------------------------------------------------------------------------
 
@@ -261,18 +266,20 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes messages of one layout, any number of times; `Codec.decoder` makes it.
+    """Decodes messages of one layout, or the sum of their pieces, any number of times; `Codec.decoder` and `summer` make it.
 
     Attributes:
         bytes: Size of the message.
     """
 
-    def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Any) -> None:
-        _check_dtype(dtype, FLOATS, fmt, bytes_too=fmt.traits.plain and not add)
-        self._numels, self._dtype = [rows.total * chunk for chunk in rows.chunks], dtype
+    def __init__(
+        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Any, sums: bool = False
+    ) -> None:
+        _check_dtype(dtype, FLOATS, fmt, bytes_too=fmt.traits.plain and not add and not sums)
+        self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
+        self._dtype, self._what = torch.float32 if sums else dtype, _described(rows, fmt)
         self.bytes = rows.message_bytes(fmt, dtype.itemsize)
-        self._what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
-        self._run = backend.decoder(rows, fmt, dtype, add)
+        self._run = (backend.summer if sums else backend.decoder)(rows, fmt, dtype, add)
 
     def __call__(
         self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None, *checksums: torch.Tensor
@@ -281,7 +288,8 @@ class Decoder:
 
         Args:
             payload: uint8 ``[bytes]``, at any address.
-            out: Contiguous tensors of the dtype, ``[rows * chunk]`` elements each, no two of which overlap; None makes them.
+            out: Contiguous tensors of the dtype, of sums float32, ``[rows * chunk]`` elements each, no two of which overlap: to
+                write, or to add to. None makes them.
             checksums: If the message has some, int64 ``[parts]``, to which those of its bytes are added.
 
         Returns:
@@ -300,74 +308,53 @@ class Decoder:
         return out
 
 
-class Summer:
-    """Sums messages of one layout, and encodes the sums again, any number of times; `Codec.summer` makes it.
+class Recoder:
+    """Sums the pieces of messages of one layout and encodes the sums, any number of times; `Codec.summer` makes it.
 
     Attributes:
-        bytes: Size of the message that it gives; 0 if it gives sums.
+        bytes: Size of the message that it gives.
     """
 
     def __init__(
-        self,
-        fmt: RecordFormat,
-        rows: Rows,
-        dtype: torch.dtype,
-        target: tuple[RecordFormat, Rows] | None,
-        add: bool,
-        backend: Any,
+        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, out: RecordFormat, summed: Rows, backend: Any
     ) -> None:
         _check_dtype(dtype, FLOATS, fmt)
-        self._numels = [rows.inner * chunk for chunk in rows.chunks]
-        self._arriving = rows.message_bytes(fmt, dtype.itemsize)
-        self._what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
-        self.bytes, self._recodes = 0, target is not None
-        if target is None:
-            self._run = backend.summer(rows, fmt, dtype, add)
-            return
-        out, summed = target
         coded = dtype if out.traits.plain else torch.float32
+        self._arriving, self._what = rows.message_bytes(fmt, dtype.itemsize), _described(rows, fmt)
         self.bytes = summed.message_bytes(out, coded.itemsize)
         self._run = backend.recoder(rows, fmt, dtype, summed, out)
         if self._run is None:
-            sum_ = backend.summer(rows, fmt, dtype, False)
-            encode = _encoder(out, summed, coded, "", backend)
+            decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
 
             def in_two_steps(payload: torch.Tensor, message: torch.Tensor, seed: int, *checksums: Any) -> None:
-                sums = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
-                sum_(payload, sums, *checksums)
-                encode([total.to(coded) for total in sums], message, seed)
+                encode([total.to(coded) for total in decode(payload, None, *checksums)], message, seed)
 
             self._run = in_two_steps
 
-    def __call__(self, payload: torch.Tensor, out: Any = None, seed: int = 0, *checksums: torch.Tensor) -> Any:
+    def __call__(
+        self, payload: torch.Tensor, out: torch.Tensor | None = None, seed: int = 0, *checksums: torch.Tensor
+    ) -> torch.Tensor:
         """Sums the messages.
 
         Args:
             payload: uint8, the messages one after the other.
-            out: float32 ``[inner * chunk]`` each: the sums to add to, or tensors to write; or uint8 ``[bytes]``. None makes it.
+            out: uint8 ``[bytes]``; None makes it.
             seed: Seed of stochastic rounding.
             checksums: As of `Decoder`.
 
         Returns:
-            The sums, or the message of the sums.
+            The message of the sums.
         """
         payload = _read(payload, self._arriving, self._what)
-        if self._recodes:
-            out = _written(payload, out, self.bytes)
-            self._run(payload, out, seed, *checksums)
-            return out
-        if out is None:
-            out = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
-        else:
-            _check_tensors("sums", out, torch.float32, payload.device, self._numels)
-        self._run(payload, out, *checksums)
+        out = _written(payload, out, self.bytes)
+        self._run(payload, out, seed, *checksums)
         return out
 
 
 # A bucket comes back in every step: its calls are prepared once.
 _encoder = functools.lru_cache(maxsize=4096)(Encoder)
 _decoder = functools.lru_cache(maxsize=4096)(Decoder)
-_summer = functools.lru_cache(maxsize=4096)(Summer)
+_recoder = functools.lru_cache(maxsize=4096)(Recoder)
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
@@ -418,6 +405,10 @@ def _check_payload(payload: torch.Tensor, size: int, what: str) -> None:
     _check_storage(payload, "payload")
     if payload.numel() != size:
         raise ValueError(f"payload: found {payload.numel()} bytes, expected {size}: {what}")
+
+
+def _described(rows: Rows, fmt: RecordFormat) -> str:
+    return f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
 
 
 def _read(payload: torch.Tensor, size: int, what: str) -> torch.Tensor:

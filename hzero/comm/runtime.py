@@ -466,9 +466,9 @@ class Bound:
             return [_Step(encode.bytes, encode, 1)]
         room, new = self._floats(torch.float32, step.rows), codec.summer(step.peers, chunks, **how)
         if step is not self._program.steps[-1]:
-            return [_Step(room, lambda value, out, *checks: new(value, out, 0, *checks))]
+            return [_Step(room, new)]
         onto = codec.summer(step.peers, chunks, add=True, **how)
-        return [_Step(room, lambda value, sums, *checks: (new if sums is None else onto)(value, sums, 0, *checks))]
+        return [_Step(room, lambda value, sums, *checks: (new if sums is None else onto)(value, sums, *checks))]
 
     def _decoding(self, step: Decode, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         bucket, order = self.bucket, step.order

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hzero.codecs import reference
-from hzero.codecs.codec import Decoder, Encoder, Summer
+from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import ROTATIONS, SUMMED, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers, same
 
@@ -43,13 +43,12 @@ class Calls:
         return Decoder(fmt, rows, tensors[0].dtype, True, self.backend)(payload, tensors)
 
     def decode_sum(self, payload: Any, rows: Rows, fmt: RecordFormat, dtype: Any, sums: Any = None) -> Any:
-        return Summer(fmt, rows, dtype, None, sums is not None, self.backend)(payload, sums)
+        return Decoder(fmt, rows, dtype, sums is not None, self.backend, True)(payload, sums)
 
     def decode_sum_encode(self, payload: Any, rows: Rows, fmt: RecordFormat, dtype: Any, *how: Any) -> torch.Tensor:
         outer, out, seed = how
-        return Summer(fmt, rows, dtype, (out, Rows.of(rows.chunks, (rows.inner,), outer=outer)), False, self.backend)(
-            payload, seed=seed
-        )
+        summed = Rows.of(rows.chunks, (rows.inner,), outer=outer)
+        return Recoder(fmt, rows, dtype, out, summed, self.backend)(payload, seed=seed)
 
 
 REFERENCE = Calls()

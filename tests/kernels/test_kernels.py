@@ -11,7 +11,7 @@ import torch
 
 from hzero.codecs import backends, launchers, reference
 from hzero.codecs.backends import KernelBackend
-from hzero.codecs.codec import Codec, Decoder, Encoder, Summer
+from hzero.codecs.codec import Codec, Decoder, Encoder, Recoder
 from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows
 from hzero.codecs.launchers import AXES, TENSORS
 from hzero.codecs.reference import checksums, trailers
@@ -319,15 +319,15 @@ def test_checksums_are_of_the_bytes_behind_which_they_are(
         assert torch.equal(sums, want) and same(decoded, Decoder(fmt, rows, dtype, False, backend)(bare))
         if parts < pieces:
             continue
-        totals, sums = read(Summer(fmt, checked, dtype, None, False, backend), None, 0)
-        assert torch.equal(sums, want) and same(totals, Summer(fmt, rows, dtype, None, False, backend)(bare))
+        totals, sums = read(Decoder(fmt, checked, dtype, False, backend, True), None)
+        assert torch.equal(sums, want) and same(totals, Decoder(fmt, rows, dtype, False, backend, True)(bare))
         for other in (block_size, 32):  # in one kernel, or in two
             out, summed = (
                 RecordFormat.of("int8", other, rotation if other == block_size else 0),
                 Rows.of(chunks, (inner,)),
             )
-            again, sums = read(Summer(fmt, checked, dtype, (out, summed._replace(parts=1)), False, backend), None, 7)
-            plain = Summer(fmt, rows, dtype, (out, summed), False, backend)(bare, None, 7)
+            again, sums = read(Recoder(fmt, checked, dtype, out, summed._replace(parts=1), backend), None, 7)
+            plain = Recoder(fmt, rows, dtype, out, summed, backend)(bare, None, 7)
             assert torch.equal(sums, want) and torch.equal(again, _signed(plain, 1))
 
 
