@@ -243,6 +243,9 @@ def _check(model: Any, ranks: int, known: bool) -> None:
     window = next(filter(None, windows), None)
     if window is not None:
         raise ConfigError(f"sequence: found {name} with a sliding window of {window} tokens; expected full attention")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if ranks > 1 and rope in ("dynamic", "longrope"):  # each rank would take its own last position for the length
+        raise ConfigError(f"sequence.parallel: found {ranks}; {name} has rope_type {rope}; expected 1")
     if known:
         return
     if not getattr(model, "_supports_attention_backend", False):

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -16,6 +17,7 @@ from hzero.plan.sequence import exchanged
 from hzero.sequence.host import HostMemory
 from hzero.sequence.models import patch
 from hzero.topology import resolve_grid
+from hzero.validation import ConfigError
 from tests.deepspeed.race_detector import Trace, _Work, recording
 from tests.sequence.planned import job
 from tests.sequence.training import KINDS, batch_of, documents_of, furthest, gradients, model_of, parts_of, stock
@@ -112,6 +114,18 @@ def check_bytes_of_the_exchanges_are_those_of_the_plan() -> None:
         planned = job(model.config, length, SequenceConfig(parallel=ranks, chunk=CHUNK), batch=2)
         world, codecs = resolve_grid(parse_config(_block(codec)).topology, 4), group.config.codecs
         assert counted == exchanged(planned, world, codecs), counted
+
+
+def check_models_that_do_not_suit_the_ranks_are_refused() -> None:
+    group, settings = _group(4), SequenceConfig(parallel=4)
+    with pytest.raises(
+        ConfigError, match="found 4; LlamaForCausalLM has 6 attention heads and 2 of keys; expected one of 1, 2, 6"
+    ):
+        patch(model_of("llama", width=36, heads=6), settings, group)
+    model = model_of("llama")
+    model.config.rope_parameters["rope_type"] = "dynamic"
+    with pytest.raises(ConfigError, match="found 4; LlamaForCausalLM has rope_type dynamic"):
+        patch(model, settings, group)
 
 
 def check_int8_exchanges_train_as_well() -> str:
