@@ -1,8 +1,9 @@
 """Models of Hugging Face whose sequences are split over ranks, and whose layers work chunk by chunk.
 
-Llama, GPT-NeoX and Qwen3 run their decoder layers, the last norm and the loss in chunks, so a device has at most a few numbers
-of the model's width for each token. Other models get the attention alone, by `transformers.AttentionInterface`: they keep whole
-queries, keys and values, and all that their layers make between them, and should use activation checkpointing.
+Llama, GPT-NeoX, Mistral, Qwen2 and Qwen3 run their decoder layers, the last norm and the loss in chunks, so a device has at
+most a few numbers of the model's width for each token. Other models get the attention alone, by
+`transformers.AttentionInterface`: they keep whole queries, keys, values and logits, and all that their layers make between
+them, and should use activation checkpointing.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class _Kind:
 _LLAMA = _Kind("norm", _before_llama, _after_llama)
 KINDS = {
     "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
     "GPTNeoXForCausalLM": _Kind("final_layer_norm", _before_neox, _after_neox),
 }

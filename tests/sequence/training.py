@@ -8,19 +8,29 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-#: Models whose layers run in chunks, and one that gets the attention alone.
+#: Models whose layers run in chunks, those of them whose layers are Llama's, and all, with one that gets the attention alone.
 CHUNKED = ("llama", "neox", "qwen3")
-KINDS = (*CHUNKED, "mistral")
+LIKE_LLAMA: dict[str, Any] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+KINDS = (*CHUNKED, "gpt2")
 
 
 def model_of(kind: str, width: int = 32, vocabulary: int = 67, layers: int = 2, heads: int = 8, keys: int = 2) -> Any:
@@ -30,10 +40,12 @@ def model_of(kind: str, width: int = 32, vocabulary: int = 67, layers: int = 2, 
     shape |= {"num_hidden_layers": layers, "num_attention_heads": heads, "attn_implementation": "sdpa"}
     if kind == "neox":
         return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, rotary_pct=0.5, use_parallel_residual=layers % 2 == 0))
-    shape |= {"num_key_value_heads": keys, "head_dim": width // heads}
-    if kind == "mistral":
-        return MistralForCausalLM(MistralConfig(**shape, sliding_window=None))
-    return LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**shape))
+    if kind == "gpt2":
+        del shape["intermediate_size"]
+        return GPT2LMHeadModel(GPT2Config(**shape, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0))
+    config, model = LIKE_LLAMA[kind]
+    window = {"sliding_window": None} if kind == "mistral" else {}
+    return model(config(**shape, **window, num_key_value_heads=keys, head_dim=width // heads))
 
 
 def batch_of(length: int, packed: bool = False, vocabulary: int = 67) -> dict[str, torch.Tensor]:
