@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -236,13 +236,8 @@ def compose(overrides: Sequence[str]) -> Experiment:
     return Experiment(composed("train", overrides))
 
 
-def composed(name: str, overrides: Sequence[str], keys: Iterable[str] = ()) -> dict[str, Any]:
-    """A configuration below ``conf/`` with overrides, as plain dictionaries.
-
-    Args:
-        name: Its file.
-        overrides: ``KEY=VALUE``.
-        keys: Its keys; those of `Configuration` if there are none.
+def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration ``conf/NAME.yaml`` with overrides, as plain dictionaries.
 
     Raises:
         ConfigError: Names the key, what was found and what is expected.
@@ -251,7 +246,7 @@ def composed(name: str, overrides: Sequence[str], keys: Iterable[str] = ()) -> d
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = hydra_compose(name, for_hydra(overrides))
     except (HydraException, OmegaConfBaseException, TypeError, ValueError) as error:
-        raise ConfigError(one_line(error, keys)) from None
+        raise ConfigError(one_line(error)) from None
     return plain(config)
 
 
@@ -286,7 +281,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
-def one_line(error: Exception, keys: Iterable[str] = ()) -> str:
+def one_line(error: Exception) -> str:
     """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
@@ -298,7 +293,7 @@ def one_line(error: Exception, keys: Iterable[str] = ()) -> str:
             "pairs of quotes: KEY='\"my book (1)\"'"
         )
     if unknown := re.search(r"Could not override '([^']+)'", text):
-        return str(one_of("", unknown[1], keys or (*Configuration.model_fields, "experiment", *SHORT), "key"))
+        return str(one_of("", unknown[1], (*Configuration.model_fields, "experiment", *SHORT), "key"))
     message, _, rest = text.partition(" full_key: ")
     return f"{rest.split()[0]}: {message[0].lower()}{message[1:]}" if rest else text
 

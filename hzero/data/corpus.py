@@ -107,9 +107,7 @@ def _tokenised(experiment: Experiment, say: Callable[[str], None]) -> tuple[Path
         cache.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(experiment, source, work, cache, say)
     job = Job("", source, cache, "data.cache_dir", tokenizer.eos_token_id, model["seq_length"], _SHARD_BYTES, len(work))
-    job, identity = identified(job, files, tokenizer)
-    job = replace(job, output=cache / f"tokens-{job.key[:24]}")
-    claim(job, identity, tokenizer)
+    job = begun(job, files, tokenizer, "tokens-{}")
     complete(job, (job.done(number) or shards.write(job, number, parts) for number, parts in enumerate(work)))
     return job.output, tokenizer
 
@@ -136,8 +134,21 @@ def files_of(path: str | None, limit: int | None) -> tuple[Path, list[Path]]:
     return root if root.is_dir() else root.parent, found
 
 
-def identified(job: Job, files: Sequence[Path], tokenizer: Any) -> tuple[Job, dict[str, Any]]:
-    """The job with its key, and what the key is a hash of: all that the content of the shards depends on."""
+def begun(job: Job, files: Sequence[Path], tokenizer: Any, folder: str = "") -> Job:
+    """Makes the output folder of a job, or checks that it belongs to the job.
+
+    Args:
+        job: The job without its key.
+        files: Its input.
+        tokenizer: The tokenizer.
+        folder: Name of a folder in ``job.output``, with a place for the key, that is the job's; none by default.
+
+    Returns:
+        The job with its key, a hash of all that the content of the shards depends on.
+
+    Raises:
+        ConfigError: The folder belongs to another job. The message names the first difference.
+    """
     identity: dict[str, Any] = {
         "data.format": "megatron" if job.dtype else "arrow",
         "data.shard_bytes": job.limit,
@@ -146,30 +157,22 @@ def identified(job: Job, files: Sequence[Path], tokenizer: Any) -> tuple[Job, di
     }
     for file in files:
         identity[f"data.path: {file.relative_to(job.source)}"] = [file.stat().st_size, file.stat().st_mtime_ns]
-    return replace(job, key=_hash(identity)), identity
-
-
-def claim(job: Job, identity: dict[str, Any], tokenizer: Any) -> None:
-    """Makes the output folder of a job, or checks that it belongs to the job.
-
-    Raises:
-        ConfigError: It belongs to another one. The message names the first difference.
-    """
-    output, file = job.output, job.output / IDENTITY
-    if file.is_file():
-        begun = read_json(file)
-        for key in {**begun, **identity}:
-            if (found := identity.get(key)) != (expected := begun.get(key)):
-                raise ConfigError(
-                    f"{key}: found {found}; expected {expected}, as in {str(file)!r}, or another {job.place}"
-                )
+    key = _hash(identity)
+    output = job.output / folder.format(key[:24])
+    if (output / IDENTITY).is_file():
+        before = read_json(output / IDENTITY)
+        for name in {**before, **identity}:
+            if (found := identity.get(name)) != (expected := before.get(name)):
+                of = f"as for {str(output)!r}, or another {job.place}"
+                raise ConfigError(f"{name}: found {found}; expected {expected}, {of}")
     elif output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{job.place}: found other files in {str(output)!r}; expected an empty folder")
     with refusing(job.place, output):
         (output / "shards").mkdir(parents=True, exist_ok=True)
-        with replacing(file) as written:
+        with replacing(output / IDENTITY) as written:
             json.dump(identity, written, indent=1)
         _save_tokenizer(tokenizer, output / "tokenizer")
+    return replace(job, key=key, output=output)
 
 
 def complete(job: Job, counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -199,15 +202,9 @@ def _describe(job: Job) -> None:
     """Writes what ``datasets.load_from_disk`` reads beside the shards."""
     from datasets import Features
 
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": job.file(number).name} for number in range(job.count)],
-        "_fingerprint": job.key[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
+    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": job.key[:16]}
+    state["_data_files"] = [{"filename": job.file(number).name} for number in range(job.count)]
     info = {"features": Features.from_arrow_schema(job.schema).to_dict()}
     for name, content in (("dataset_info.json", info), ("state.json", state)):
         with replacing(job.output / name) as file:

@@ -26,7 +26,7 @@ from rich.progress import track
 
 from hzero.data import shards
 from hzero.data.cluster import cluster
-from hzero.data.corpus import claim, complete, files_of, identified, read_tokenizer
+from hzero.data.corpus import begun, complete, files_of, read_tokenizer
 from hzero.data.shards import Job, Piece
 from hzero.experiment import Name, composed
 from hzero.files import expanded
@@ -79,7 +79,7 @@ def run_data(arguments: Sequence[str]) -> int:
 
 def settings_of(overrides: Sequence[str]) -> Settings:
     """The settings that overrides of ``conf/prepare.yaml`` describe. Raises `ConfigError`."""
-    return validated(Settings, composed("prepare", overrides, Settings.model_fields), "")
+    return validated(Settings, composed("prepare", [f"++{override}" for override in overrides]), "")
 
 
 def prepare(settings: Settings, client: Client) -> None:
@@ -102,20 +102,17 @@ def prepare(settings: Settings, client: Client) -> None:
     source, files = files_of(str(source), None)
     work = shards.cut(source, files, data.shard_bytes)
     job = Job("", source, output, "data.output", end, length, data.shard_bytes, len(work), dtype)
-    job, identity = identified(job, files, tokenizer)
+    job = begun(job, files, tokenizer)
     sweep(output)
-    claim(job, identity, tokenizer)
-    began, done = time.monotonic(), {number: counts for number in range(len(work)) if (counts := job.done(number))}
+    done = {number: counts for number in range(len(work)) if (counts := job.done(number))}
     if done:
         _say(f"{len(done):,} of {len(work):,} shards are complete")
     totals = complete(job, itertools.chain(done.values(), _written(job, work, done, client)))
     documents, tokens, rows, empty = (totals[key] for key in ("documents", "tokens", "rows", "empty"))
-    rate = (documents - sum(counts["documents"] for counts in done.values())) / (time.monotonic() - began)
-    _say(f"{documents:,} documents, {tokens:,} tokens, {len(work):,} shards in {output}; {rate:,.0f} documents/s")
+    _say(f"{documents:,} documents, {tokens:,} tokens, {len(work):,} shards in {output}")
     if empty:
-        _say(
-            f"{len(empty):,} empty texts are left out, such as that at {shards.place(source / empty[0][0], empty[0][1])}"
-        )
+        file, at = empty[0]
+        _say(f"{len(empty):,} empty texts are left out, such as that at {shards.place(source / file, at)}")
     if dtype is None:
         left = tokens - rows * length
         _say(f"{rows:,} sequences of {length:,} tokens; {left:,} tokens at the ends of shards are left out")
@@ -130,13 +127,16 @@ def _written(job: Job, work: list[list[Piece]], done: Container[int], client: Cl
         for number, parts in enumerate(work)
         if number not in done
     }
-    quiet = not sys.stderr.isatty()
+    quiet, began, documents = not sys.stderr.isatty(), time.monotonic(), 0
     bar = track(as_completed(tasks), "shards", len(tasks), console=Console(stderr=True), disable=quiet)
     try:
         for number, task in enumerate(bar, 1):
-            yield task.result()
-            if quiet and number % max(len(tasks) // 10, 1) == 0:
-                _say(f"{len(work) - len(tasks) + number:,} of {len(work):,} shards")
+            counts = task.result()
+            documents += counts["documents"]
+            if number == len(tasks) or (quiet and number % max(len(tasks) // 10, 1) == 0):
+                rate = documents / (time.monotonic() - began)
+                _say(f"{len(work) - len(tasks) + number:,} of {len(work):,} shards; {rate:,.0f} documents/s")
+            yield counts
     except KilledWorker as error:
         tries, file = error.allowed_failures + 1, tasks[task][0].file
         found = f"found that {tries} workers died in the shard that begins in {file!r}"

@@ -164,12 +164,14 @@ def write(job: Job, number: int, parts: Sequence[Piece]) -> dict[str, Any]:
     ids, ends = np.concatenate(found), np.cumsum([len(one) for one in found[1:]], dtype=np.int64)
     rows = 0 if job.dtype else len(ids) // job.length
     content = ids.astype(job.dtype).tobytes() if job.dtype else _packed(job, ids, ends, rows)
-    counts = {"key": job.key, "documents": documents, "empty": empty, "tokens": len(ids), "rows": rows}
-    counts["bytes"] = len(content)
-    with refusing(job.place, job.output), replacing(job.file(number), "wb") as file:
-        file.write(content)
-    with refusing(job.place, job.output), replacing(job.note(number)) as file:
-        json.dump({**counts, "lengths": np.diff(ends, prepend=0).tolist() if job.dtype else None}, file)
+    counts = {"key": job.key, "bytes": len(content), "documents": documents, "tokens": len(ids), "rows": rows}
+    counts["empty"] = empty
+    lengths = np.diff(ends, prepend=0).tolist() if job.dtype else None
+    with refusing(job.place, job.output):
+        with replacing(job.file(number), "wb") as file:
+            file.write(content)
+        with replacing(job.note(number)) as file:
+            json.dump({**counts, "lengths": lengths}, file)
     return counts
 
 
@@ -196,48 +198,40 @@ def read(source: Path, piece: Piece, limit: int, empty: list[tuple[str, int]]) -
     Raises:
         ConfigError: A text cannot be read. The message has file and line.
     """
-    file = source / piece.file
-    if not piece.size:
-        found: Iterator[tuple[str, bool, int]] = iter([("", False, 0)])
-    else:
-        found = {"parquet": _of_rows, "json": _of_json, "text": _of_text}[kind_of(file)](file, piece, limit)
-    for text, ends, at in found:
+    for text, whole, at in _texts(source / piece.file, piece, limit):
         if text:
-            yield text, ends
+            yield text, whole
         else:
             empty.append((piece.file, at))
 
 
-def _of_rows(file: Path, piece: Piece, _: int) -> Iterator[tuple[str, bool, int]]:
-    try:
-        for batch in pq.ParquetFile(file).iter_batches(_BATCH, row_groups=[piece.begin], columns=["text"]):
-            yield from ((text, True, piece.begin) for text in batch.column(0).to_pylist())
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _bad(file, piece.begin, str(error).splitlines()[0]) from None
-
-
-def _of_text(file: Path, piece: Piece, limit: int) -> Iterator[tuple[str, bool, int]]:
-    if lines := list(_lines(file, piece, limit)):
+def _texts(file: Path, piece: Piece, limit: int) -> Iterator[tuple[str, bool, int]]:
+    """Texts, whether a document ends with each, and their places in the file."""
+    if not piece.size:
+        yield "", False, 0
+    elif kind_of(file) == "parquet":
+        try:
+            for batch in pq.ParquetFile(file).iter_batches(_BATCH, row_groups=[piece.begin], columns=["text"]):
+                yield from ((text, True, piece.begin) for text in batch.column(0).to_pylist())
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise _bad(file, piece.begin, str(error).splitlines()[0]) from None
+    elif kind_of(file) == "json":
+        yield from ((_of_json(file, at, line), True, at) for at, line in _lines(file, piece, limit) if line.strip())
+    elif lines := list(_lines(file, piece, limit)):
         at, line = lines[-1]
         yield "".join(_decoded(file, at, line) for at, line in lines), at + len(line) >= file.stat().st_size, at
 
 
-def _of_json(file: Path, piece: Piece, limit: int) -> Iterator[tuple[str, bool, int]]:
-    expected = "expected an object with a string at the key 'text'"
-    for at, line in _lines(file, piece, limit):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(_decoded(file, at, line))
-            text = row["text"]
-            (text or "").encode()  # half a surrogate pair is valid JSON, but no text
-        except ConfigError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise _bad(file, at, f"found {' '.join(str(error).split())}; {expected}") from None
-        except (LookupError, TypeError, AttributeError):
-            raise _bad(file, at, f"found {reprlib.repr(row)}; {expected}") from None
-        yield text, True, at
+def _of_json(file: Path, at: int, line: bytes) -> str:
+    content = _decoded(file, at, line)
+    try:
+        text = json.loads(content)["text"]
+        text = "" if text is None else text
+        text.encode()  # half a surrogate pair is valid JSON, but no text
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        expected = "expected a JSON object with a string at the key 'text'"
+        raise _bad(file, at, f"found {reprlib.repr(content)}; {expected}") from None
+    return str(text)
 
 
 def _lines(path: Path, piece: Piece, limit: int) -> Iterator[tuple[int, bytes]]:
