@@ -1,26 +1,87 @@
-"""A Dask cluster of processes of this host."""
+"""A Dask cluster: processes of this host, or the ranks of this job under mpiexec and srun."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import socket
+import sys
 from collections.abc import Iterator
+from typing import Any
 
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Status
+
+from hzero.launch import rank_variables
+from hzero.validation import ConfigError, on_all_ranks
 
 
 @contextlib.contextmanager
 def cluster(workers: int | None = None) -> Iterator[Client]:
     """Starts a Dask cluster of workers with one thread each, and ends it.
 
+    A single process starts workers on this host, and a worker that dies is started again. Under mpiexec or srun, rank 0 is
+    the scheduler, rank 1 the client and every other rank a worker, with messages over MPI; a rank that dies ends the job.
+
     Args:
-        workers: Number of workers. The default is one for each core.
+        workers: Number of workers. The default is one for each core, or for each rank but two.
 
     Yields:
-        The client.
+        The client. A rank that is not the client's serves the cluster instead, and then raises ``SystemExit``.
+
+    Raises:
+        ConfigError: The ranks are too few, do not share one MPI job, or are not ``workers`` and two more.
     """
-    # Port 0: a busy port of the dashboard is no reason for a warning.
-    with (
-        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as local,
-        Client(local) as client,
-    ):
-        yield client
+    ranks = int(rank_variables().get("WORLD_SIZE", 1))
+    if ranks == 1:
+        # Port 0: a busy port of the dashboard is no reason for a warning.
+        with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as local:
+            with Client(local) as client:
+                yield client
+            return
+    from dask_mpi import initialize
+    from mpi4py import MPI
+    from mpi4py.run import set_abort_status
+
+    import hzero.data.mpi  # noqa: F401 - registers mpi://, since a checkout on the path has no entry points
+
+    world = MPI.COMM_WORLD
+    with on_all_ranks():
+        if world.size != ranks:
+            raise ConfigError(
+                f"MPI: found {world.size} ranks; expected the launcher's {ranks}: srun needs the --mpi of mpi4py's MPI"
+            )
+        if ranks < 3 or workers not in (None, ranks - 2):
+            raise ConfigError(f"workers: found {workers} on {ranks} ranks; expected 2 ranks more than workers")
+    # As LocalCluster does: otherwise every rank prints its steps.
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    processes = world.gather(f"{socket.gethostname()}:{os.getpid()}")
+    if processes and "HYDI_CONTROL_FD" in os.environ:
+        # When a rank dies, MPICH's mpiexec kills the others before they can say which. It names the process.
+        print(f"hzero: processes of ranks 0 to {ranks - 1}: {' '.join(processes)}", file=sys.stderr, flush=True)
+    try:
+        if not initialize(protocol="mpi", dashboard=False, dashboard_address=":0", exit=False):
+            raise SystemExit(0)
+    except Exception as error:
+        set_abort_status(error)  # the others wait for this rank
+        raise
+    with Client() as client:
+        try:
+            client.register_plugin(_Deaths())
+            client.wait_for_workers(ranks - 2, timeout=300)
+            yield client
+        finally:
+            client.shutdown()
+
+
+class _Deaths(SchedulerPlugin):
+    """Ends the job when a worker is gone: MPI would wait for its rank at the end, and a rank cannot be started again."""
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        if scheduler.status != Status.running:
+            return
+        from hzero.data.mpi import WORLD, parsed
+
+        host, rank, _port = parsed(worker)
+        print(f"hzero: rank {rank} on {host} is gone; the job ends", file=sys.stderr, flush=True)
+        WORLD.Abort(1)
