@@ -65,7 +65,7 @@ class MeasurementConfig(Frozen):
         schemes: Names in the catalog.
         rounds: In each of them every scheme takes one timed step.
         warmup: Steps of each scheme before the rounds.
-        reduce_scatter: How every reduce-scatter is done (`benchmarks.compare.reduce_scatter`).
+        reduce_scatter: A key of older rows.
         timeout_s: Maximum wait for a collective.
         threads: Of each rank.
     """
@@ -77,7 +77,7 @@ class MeasurementConfig(Frozen):
     schemes: list[str] = Field(min_length=1)
     rounds: Positive
     warmup: int = Field(ge=2)
-    reduce_scatter: Literal["gloo", "all_to_all", "ring"]
+    reduce_scatter: Literal["gloo"] = "gloo"
     timeout_s: Annotated[FiniteFloat, Field(ge=1)]
     threads: Positive
 

@@ -89,8 +89,8 @@ class Measurement:
                 fetches=gathers,
             )
             for kind, way, gathers in (
-                ("planned", config.reduce_scatter, fetches),
-                ("planned_twice", config.reduce_scatter, 2),
+                ("planned", "gloo", fetches),
+                ("planned_twice", "gloo", 2),
                 ("ideal", "ring", fetches),
             )
         }
@@ -123,7 +123,7 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
     Raises:
         ConfigError: Names the key, the value and the possible values.
     """
-    config = {part: whole[part] for part in PARTS}
+    config = {part: whole[part] for part in PARTS if part in whole}
     config["model"] = check_model(config["model"])
     parsed = validated(MeasurementConfig, config, "")
     names, catalog = parsed.schemes, whole["catalog"]

@@ -33,7 +33,7 @@ def step_bytes(
         numels: Elements of every parameter.
         itemsize: Bytes of one element on a wire without codec.
         accumulation: Micro-steps per step.
-        reduce_scatter: ``gloo``, ``all_to_all`` or ``ring``, as in `benchmarks.compare.reduce_scatter`.
+        reduce_scatter: ``gloo``, whose own moves everything twice, or ``ring``, as RCCL's.
         fetches: Gathers of each weight per micro-step. It is below 2 for DeepSpeed, which keeps the last weights of forward
             for backward.
     """
@@ -67,18 +67,11 @@ def _collective_bytes(crossing: Cross, size: float, cluster: Cluster, reduce_sca
     sizes = [grid.size(tier) for tier in tiers]
     count = crossing.ranks
     groups = grid.world_size // count
-    pairwise = crossing.kind == "reduce_scatter" and reduce_scatter == "all_to_all"
     # gloo reduces and then gathers around a ring, also where only a part of the sum is asked for.
     twice = crossing.kind == "all_reduce" or (crossing.kind, reduce_scatter) == ("reduce_scatter", "gloo")
     total = dict.fromkeys(BASE_TIERS, 0.0)
-    inside = 1
-    for tier, ranks, links in zip(tiers, sizes, ring_links(sizes)):
-        if pairwise:  # every rank sends each of the others its part
-            sent = count * inside * (ranks - 1) * size / count
-            inside *= ranks
-        else:
-            sent = links * (2 if twice else 1) * size * (count - 1) / count
-        total[tier] = groups * sent
+    for tier, links in zip(tiers, ring_links(sizes)):
+        total[tier] = groups * links * (2 if twice else 1) * size * (count - 1) / count
     return total
 
 

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from benchmarks.cluster.counters import sent
 from benchmarks.cluster.ranks import run_ranks
 from benchmarks.cluster.shape import Cluster
-from benchmarks.compare import reduce_scatter, schemes
+from benchmarks.compare import schemes
 from benchmarks.compare.scheme import Job, Scheme
 from benchmarks.training import batch, layer_numel, learning_rate, prepare, start_rank
 
@@ -76,7 +76,6 @@ def run(work: Work) -> int:
 def measure(work: Work) -> None:
     """Measures; rank 0 writes the results of all ranks."""
     start_rank(work.config["threads"], work.config["timeout_s"])
-    reduce_scatter.install(work.config["reduce_scatter"])
     turns = _Turns(work)
     turns.build()
     turns.measure()

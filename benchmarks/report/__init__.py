@@ -86,7 +86,7 @@ def document(comparison: Comparison, stem: str, images: Sequence[str] | dict[str
         "step_times": "\n\n".join(map(tables.step_times, detailed)),
         "traffic": "\n\n".join(map(tables.traffic, detailed)),
         "memory": "\n\n".join(map(tables.memory, detailed)),
-        **{suite: tables.series_table(comparison, suite) for suite in ("reduce_scatter", "accumulation", "sweep")},
+        **{suite: tables.series_table(comparison, suite) for suite in ("accumulation", "sweep")},
         **{suite: tables.ablation(comparison, suite) for suite in ("codecs", "shards")},
         "losses": tables.losses(comparison),
         "layouts": layouts(comparison.layouts),

@@ -21,7 +21,7 @@ SCHEMES = (
 #: Suites of long runs, of which the report shows losses.
 LOSSES = ("convergence", "choices")
 #: Suites that have a section; measurements of other suites are shown like main's.
-SHOWN = ("reduce_scatter", "accumulation", "sweep", "codecs", "shards", *LOSSES)
+SHOWN = ("accumulation", "sweep", "codecs", "shards", *LOSSES)
 
 
 @dataclass(frozen=True)

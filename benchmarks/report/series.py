@@ -13,14 +13,12 @@ from benchmarks.rows import StepsRow
 _HOW = ("schemes", "rounds", "warmup", "timeout_s", "threads")
 #: Keys in which the results of a series may differ. The first one is the axis.
 SAME: dict[str, tuple[str, ...]] = {
-    "reduce_scatter": ("reduce_scatter",),
     "accumulation": ("train.accumulation",),
     "sweep": ("cluster.rates_mbit.node",),
 }
 #: Suite whose result may be a point of other suites' series.
 _LENDER = "main"
 _HEADS = {
-    "reduce_scatter": "{}",
     "accumulation": "accumulation {}",
     "sweep": "{} Mbit/s",
 }
@@ -32,7 +30,7 @@ class Series:
 
     Attributes:
         suite: That varies it.
-        points: Values and results, by value; of a reduce-scatter its name, infinite for a trunk without a limit.
+        points: Values and results, by value; infinite for a trunk without a limit.
     """
 
     suite: str
@@ -53,8 +51,7 @@ class Series:
         """Heads of the points' columns; a borrowed point names its suite."""
         heads = []
         for value, result in self.points:
-            text = value if isinstance(value, str) else f"{value:g}"
-            head = "no limit" if value == math.inf else _HEADS[self.suite].format(text)
+            head = "no limit" if value == math.inf else _HEADS[self.suite].format(f"{value:g}")
             heads.append(head + (f" ({result.suite})" if result.suite != self.suite else ""))
         return heads
 
@@ -86,8 +83,7 @@ def series_of(comparison: Comparison, suite: str) -> Series | None:
     for result in own + comparison.of(_LENDER):
         if work(result, free) == work(first, free) and any(row.scheme in schemes for row in result.rows):
             points.setdefault(_value(result, free[0]), result)
-    order = {"gloo": 0, "all_to_all": 1, "ring": 2}
-    return Series(suite, tuple(sorted(points.items(), key=lambda pair: order.get(pair[0], pair[0]))))
+    return Series(suite, tuple(sorted(points.items(), key=lambda pair: pair[0])))
 
 
 def _value(result: Result, key: str) -> Any:

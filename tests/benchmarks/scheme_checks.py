@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from benchmarks.compare import reduce_scatter, schemes, worker
+from benchmarks.compare import schemes, worker
 from benchmarks.compare.scheme import Job, Scheme
 from benchmarks.training import numels
 from hzero.topology.grid import Grid
@@ -119,36 +119,3 @@ def check_memory_and_traces_are_those_of_a_step() -> None:
     path = Path(f"trace{dist.get_rank()}") / "fsdp2.json.gz"
     worker.traced(lambda: scheme.step(_batches(), 1e-2), path)
     assert path.exists()
-
-
-def check_other_reduce_scatters_give_the_same_sums() -> None:
-    from deepspeed.comm import comm as deepspeed_comm
-
-    names = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
-    was = {name: getattr(dist, name) for name in names}
-    was_deepspeed = deepspeed_comm.cdb.reduce_scatter_function
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pair = dist.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True)
-    try:
-        for kind in reduce_scatter.KINDS:
-            reduce_scatter.install(kind)
-            replaced = [getattr(dist, name) is not was[name] for name in names]
-            assert all(replaced) == any(replaced) == (kind != "gloo")
-            assert (deepspeed_comm.cdb.reduce_scatter_function is not was_deepspeed) == (kind != "gloo")
-            for group, size, first in ((None, world, 0), (pair, 2, rank - rank % 2)):
-                for dtype in (torch.float32, torch.bfloat16):
-                    whole = [torch.arange(size * 5, dtype=dtype) % 7 + r for r in range(first, first + size)]
-                    mine = torch.arange(size * 5, dtype=dtype) % 7 + rank
-                    output = torch.empty(5, dtype=dtype)
-                    work = dist.reduce_scatter_tensor(output, mine, group=group, async_op=True)
-                    work.wait()
-                    place = rank - first
-                    assert torch.equal(output, sum(whole)[place * 5 : place * 5 + 5]), (kind, size, dtype)  # type: ignore[index]
-            if kind != "gloo":
-                average = torch.empty(5)
-                dist.reduce_scatter_tensor(average, torch.full((world * 5,), float(rank)), op=dist.ReduceOp.AVG)
-                assert torch.equal(average, torch.full((5,), (world - 1) / 2))
-    finally:
-        for name, function in was.items():
-            setattr(dist, name, function)
-        deepspeed_comm.cdb.reduce_scatter_function = was_deepspeed
