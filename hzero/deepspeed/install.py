@@ -28,7 +28,7 @@ from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
 from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, release_all
 from hzero.deepspeed.versions import attributes, check_deepspeed
-from hzero.sequence import attach, detach
+from hzero.sequence import attach
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
 
@@ -106,8 +106,6 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     Whether it has or not, it releases the parameters from an earlier engine that was not destroyed.
     """
     release_all(engine.module)
-    for layer in detach(engine.module):
-        set_z3_leaf_module(layer, False)
     if (config := engine._config.hzero_block) is None:
         return stock(engine, optimizer)
     if config.sequence is not None:

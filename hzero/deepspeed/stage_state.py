@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param, register_external_parameter
-from deepspeed.utils import z3_leaf_module
+from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 
 from hzero.comm import lasting
 from hzero.config import HZeroConfig
@@ -31,6 +31,7 @@ from hzero.engine.engine import Engine, Partition, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
 from hzero.plan.shards import ShardPlan
+from hzero.sequence import detach
 from hzero.validation import is_rank_0
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
@@ -179,6 +180,7 @@ class StageState(Engine):
         plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         routes, codes = routes_of(module, plan)
         self.module, self._autotp = module, autotp.take_over(module, config, partition.world)
+        self._forward = module.forward
         managed = managed_parameters(module, routes, codes)
         super().__init__(config, plan, partition, module, managed, bucket_numel, current_device(), async_accelerator())
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
@@ -243,6 +245,8 @@ class StageState(Engine):
             self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
         for hook in self._hooks:
             hook.remove()
+        if self.module.forward is self._forward:  # not that of a later engine
+            _whole_again(self.module)
         try:
             self.close()
         finally:
@@ -444,8 +448,15 @@ def note_step(stock: Any, optimizer: Any, sub_group_id: int) -> None:
         found[0].owner.mark_stale([managed.param for managed in found])
 
 
+def _whole_again(module: torch.nn.Module) -> None:
+    """Undoes the key ``sequence``."""
+    for layer in detach(module):
+        set_z3_leaf_module(layer, False)
+
+
 def release_all(module: torch.nn.Module) -> None:
     """Releases the parameters and layers of a module from an earlier engine that was not destroyed."""
+    _whole_again(module)
     autotp.give_back(module)
     for managed in managed_of(module.parameters()):
         managed.owner.lanes.drain()
