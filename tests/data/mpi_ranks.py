@@ -1,0 +1,312 @@
+"""Ranks of test_mpi.py: rank 0 echoes what ranks 1 to 3 send over ``mpi://``; then all of them are a Dask cluster.
+
+Prints ``ok NAME`` for every check that passes. A single process is both ends of its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import pkgutil
+import re
+import sys
+import time
+import tracemalloc
+import types
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed.comm import Comm, CommClosedError, connect, listen
+from distributed.comm.registry import backends
+from distributed.protocol import to_serialize
+from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
+from distributed.utils import wait_for
+from mpi4py.run import set_abort_status
+
+from hzero.data import mpi
+
+WORLD = mpi.WORLD
+LARGE = np.arange(100_000_000, dtype=np.uint8)
+
+
+async def echo(comm: Comm) -> None:
+    """Serves a connection: ``sum`` is answered with the sum, ``wait`` never, ``close`` by closing, the rest with itself."""
+    with contextlib.suppress(CommClosedError):
+        while True:
+            message = await comm.read()
+            if message == "close":
+                break
+            if isinstance(message, dict) and "sum" in message:
+                tracemalloc.start()
+                arrays = await comm.read()
+                answer = [int(array.sum(dtype=np.int64)) for array in arrays], tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+                await comm.write(answer)
+            elif message != "wait":
+                await comm.write({"back": [to_serialize(one) for one in message["there"]]})
+    await comm.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Comm]:
+    comm = await connect(address, timeout=20)
+    yield comm
+    await comm.close()
+
+
+async def answered(comm: Comm, *arrays: Any) -> list[Any]:
+    await comm.write({"there": [to_serialize(array) for array in arrays]})
+    return list((await wait_for(comm.read(), 60))["back"])
+
+
+async def check_sizes(address: str) -> None:
+    """No byte, one, odd numbers, around the size that is copied; several frames of all kinds in one message."""
+    arrays = [np.random.default_rng(n).integers(0, 256, n, dtype=np.uint8) for n in (0, 1, 17, 8191, 8192, 8193, 65537)]
+    arrays += [np.arange(17 * 257, dtype=np.float32).reshape(17, 257), np.arange(3_000_001, dtype=np.int64)]
+    async with connected(address) as comm:
+        for array in arrays:
+            (back,) = await answered(comm, array)
+            assert back.dtype == array.dtype and np.array_equal(back, array)
+            back += 1  # a task may write into what it gets, as over TCP
+        back = await answered(comm, *arrays, *arrays[::-1])
+        assert all(map(np.array_equal, back, arrays + arrays[::-1]))
+        many = [np.full(900, n) for n in range(500)]  # a head of some megabytes, which no MPI sends eagerly
+        assert all(map(np.array_equal, await answered(comm, *many), many))
+
+
+async def check_large_frames_are_not_copied(address: str) -> None:
+    async with connected(address) as comm:
+        await comm.write({"sum": 1})
+        tracemalloc.start()
+        await comm.write([to_serialize(LARGE), to_serialize(LARGE[:7])])
+        sums, received = await wait_for(comm.read(), 60)
+        sent = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert list(sums) == [int(LARGE.sum(dtype=np.int64)), 21]
+    both = LARGE.nbytes if WORLD.size == 1 else 0
+    assert received < 1.05 * LARGE.nbytes and sent < 0.05 * LARGE.nbytes + both, (received, sent)
+
+
+async def check_pieces(address: str) -> None:
+    """As a frame of more than 2 GiB is sent: in messages whose size is no multiple of anything."""
+    async with connected(address) as comm:
+        array = np.arange(1_000_003, dtype=np.uint8)
+        assert np.array_equal((await answered(comm, array))[0], array)
+
+
+async def check_tags_are_recycled(address: str) -> None:
+    for n in range(3 * len(mpi.TAGS)):
+        async with connected(address) as comm:
+            assert (await answered(comm, np.full(9000, n)))[0][-1] == n
+    async with contextlib.AsyncExitStack() as stack:
+        ends = 2 if WORLD.size == 1 else 1
+        comms = [await stack.enter_async_context(connected(address)) for _ in range(len(mpi.TAGS) // ends)]
+        try:
+            await connect(address, timeout=0.3)
+            raise AssertionError("one connection more than there are tags")
+        except OSError as error:
+            assert f"all {len(mpi.TAGS)} tags" in str(error.__cause__), error.__cause__
+        for n, comm in enumerate(comms):
+            assert (await answered(comm, np.full(9000, n)))[0][-1] == n
+
+
+async def check_concurrent(address: str) -> None:
+    """Connections of several ranks at once: nothing gets into another's messages."""
+
+    async def talk(which: int) -> None:
+        random = np.random.default_rng(100 * WORLD.rank + which)
+        async with connected(address) as comm:
+            for _ in range(20):
+                arrays = [random.integers(0, 256, random.integers(0, 60000), dtype=np.uint8) for _ in range(3)]
+                assert all(map(np.array_equal, await answered(comm, *arrays), arrays))
+
+    await asyncio.gather(*map(talk, range(3)))
+
+
+async def check_closing(address: str) -> None:
+    """While the other end sends, or reads; afterwards the tags serve new connections."""
+    for _ in range(3):
+        async with connected(address) as comm:
+            await comm.write({"there": [to_serialize(LARGE[:20_000_000])] * 2})  # the answer comes into a closed end
+            await asyncio.sleep(0.005)
+        async with connected(address) as comm:
+            await comm.write("close")
+            try:
+                await wait_for(comm.read(), 20)
+                raise AssertionError("read from a closed connection")
+            except CommClosedError:
+                assert comm.closed()
+            try:
+                await comm.write("more")
+                raise AssertionError("wrote to a closed connection")
+            except CommClosedError:
+                pass
+        async with connected(address) as comm:
+            await comm.write("wait")
+            try:
+                await wait_for(comm.read(), 0.05)
+                raise AssertionError("nothing was sent")
+            except asyncio.TimeoutError:
+                assert comm.closed()  # as with Dask's other comms
+        async with connected(address) as comm:
+            assert (await answered(comm, np.full(9000, 3)))[0][-1] == 3
+
+
+async def check_errors(address: str) -> None:
+    host, rank, port = mpi.parsed(address)
+    for wrong, why in (
+        (f"mpi://{host}/{rank}/{port + 77}", f"nothing listens at mpi://{host}/{rank}/{port + 77}"),
+        (f"mpi://{host}/99/1", f"found rank 99; expected 0 to {WORLD.size - 1}"),
+        ("mpi://nonsense", "expected mpi://HOST/RANK/PORT"),
+    ):
+        try:
+            # Not by `connect`, which tries again until its time is over, and has the last try's error as its cause.
+            await wait_for(mpi.MpiConnector().connect(wrong.removeprefix("mpi://")), 20)
+            raise AssertionError(wrong)
+        except (OSError, ValueError) as error:
+            assert why in str(error), error
+    if WORLD.size > 1:
+        try:
+            await connect(f"mpi://{host}/2/1", timeout=0.3)  # rank 2 does not come back to its event loop meanwhile
+            raise AssertionError("rank 2 has answered")
+        except OSError as error:
+            causes = f"{error.__cause__!r} {error.__cause__.__cause__!r}"
+            assert f"for rank 2 on {host} to accept a connection" in causes, causes
+
+
+async def check_gpu_buffers(address: str) -> None:
+    """Frames with the array interface of a GPU travel by it. A stand-in for cupy keeps them in host memory."""
+    cupy = sys.modules["cupy"]
+    there = cupy.asarray(np.arange(100_003, dtype=np.uint8))
+    small = cupy.asarray(np.arange(5, dtype=np.uint8))
+    async with connected(address) as comm:
+        back = await answered(comm, there, np.arange(9), small)
+    assert isinstance(back[0], Device) and np.array_equal(back[0].host, there.host)
+    assert (
+        isinstance(back[2], Device)
+        and np.array_equal(back[2].host, small.host)
+        and np.array_equal(back[1], np.arange(9))
+    )
+
+
+async def check_idle(address: str) -> None:
+    """An idle process with connections sleeps."""
+    async with connected(address):
+        await asyncio.sleep(0.6)
+        used = time.process_time()
+        await asyncio.sleep(1.5)
+        used = (time.process_time() - used) / 1.5
+    assert used < 0.05, f"{100 * used:.1f} % of a core"
+
+
+class Device:
+    """An array that says that it is in a GPU's memory."""
+
+    def __init__(self, host: np.ndarray) -> None:
+        self.host = host
+
+    __cuda_array_interface__ = property(lambda self: {**self.host.__array_interface__, "version": 3})
+    nbytes = property(lambda self: self.host.nbytes)
+
+    def __getitem__(self, part: slice) -> Device:
+        return Device(self.host[part])
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def reshape(self, size: int) -> Device:
+        return Device(self.host.reshape(size))
+
+    def view(self, dtype: str) -> Device:
+        return Device(self.host.view(dtype))
+
+
+def install_stand_ins() -> None:
+    cupy = types.ModuleType("cupy")
+    cupy.asarray = lambda array: array if isinstance(array, Device) else Device(array)  # type: ignore[attr-defined]
+    cupy.empty = lambda size, dtype: Device(np.empty(size, dtype))  # type: ignore[attr-defined]
+    cupy.cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(deviceSynchronize=lambda: None))  # type: ignore[attr-defined]
+    sys.modules["cupy"] = cupy
+    cuda_serialize.register(Device)(lambda array: ({}, [array]))
+    cuda_deserialize.register(Device)(lambda header, frames: frames[0])
+    mpi._gpu_aware = lambda: True  # type: ignore[assignment]
+
+
+async def together() -> None:
+    """Waits for all ranks."""
+    ranks = WORLD.Ibarrier()
+    while not ranks.Test():
+        await asyncio.sleep(1e-3)
+
+
+async def checks() -> None:
+    # As an installation does it, where Dask reads the entry point.
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    entry = re.search(r'^\[project.entry-points."distributed.comm.backends"\]\nmpi = "(.+)"', text, re.MULTILINE)
+    backends["mpi"] = pkgutil.resolve_name(entry[1])()
+    listener = await listen("mpi://", echo)
+    address = WORLD.bcast(listener.contact_address)
+    for name, check in list(globals().items()):
+        if not name.startswith("check_"):
+            continue
+        await together()
+        sys.modules.pop("cupy", None)  # the stand-in
+        if name == "check_pieces":
+            mpi.PIECE = 77_777
+        elif name == "check_tags_are_recycled":
+            mpi.TAGS = range(mpi.HEAD_TAG - 8, mpi.HEAD_TAG)
+        elif name == "check_concurrent":
+            mpi.PIECE, mpi.TAGS = 1 << 30, range(mpi.HEAD_TAG - 100, mpi.HEAD_TAG)
+        elif name == "check_gpu_buffers":
+            install_stand_ins()
+        await together()  # both ends have the same
+        if WORLD.size == 1 or WORLD.rank == 1 or (WORLD.rank and name == "check_concurrent"):
+            began = time.monotonic()
+            await check(address)
+            print(f"ok {name} {time.monotonic() - began:.2f} s", flush=True)
+        elif name == "check_errors" and WORLD.rank == 2:
+            time.sleep(0.9)
+    await together()
+    ends = time.monotonic() + 10
+    while mpi._comms:
+        assert time.monotonic() < ends, f"rank {WORLD.rank} keeps tags of connections: {mpi._comms}"
+        await asyncio.sleep(1e-3)
+    listener.stop()
+
+
+def cluster_checks() -> None:
+    from hzero.data.cluster import cluster
+
+    with cluster() as client:
+        import dask.array as da
+        import dask.dataframe as dd
+        import pandas as pd
+
+        whole = np.random.default_rng(0).random((900, 900))
+        x = da.from_array(whole, chunks=(200, 250))
+        assert np.array_equal((x + x.T).compute(), whole + whole.T)
+        print("ok transposed", flush=True)
+        left = pd.DataFrame({"key": np.arange(4001) % 97, "a": np.arange(4001)})
+        right = pd.DataFrame({"key": np.arange(97), "b": np.arange(97) ** 2})
+        merged = dd.from_pandas(left, npartitions=5).merge(dd.from_pandas(right, npartitions=3), on="key").compute()
+        wanted = left.merge(right, on="key")
+        assert merged.sort_values("a").reset_index(drop=True).equals(wanted.sort_values("a").reset_index(drop=True))
+        print("ok merged", flush=True)
+        workers = client.scheduler_info()["workers"]
+        assert len(workers) == WORLD.size - 2 and all(address.startswith("mpi://") for address in workers)
+    print("ok ended", flush=True)
+
+
+def main() -> None:
+    """All checks, in this order, on all ranks."""
+    faulthandler.dump_traceback_later(50)
+    try:
+        asyncio.run(checks())
+        if WORLD.size > 1:
+            cluster_checks()
+    except Exception as error:
+        set_abort_status(error)  # the others wait
+        raise
