@@ -23,7 +23,7 @@ struct hz_tensor {
   hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload
   hz_i64 out_start;  // the same for the payload written by decode_sum_encode
   hz_u32 chunk;      // elements of one shard, below 2^31
-  hz_u32 scales;     // where the scales, or what codec exp has for each line, start in a record, in bytes
+  hz_u32 scales;     // where the scales start in a record, in bytes
   hz_u32 out_scales;
   hz_u32 record_bytes;
   hz_u32 out_record_bytes;
@@ -49,8 +49,8 @@ struct hz_bucket {
   hz_u32 outer;          // pieces of the payload; the peers of a sum
   hz_u32 inner;          // rows of a piece
   hz_u32 out_inner;
-  hz_u32 block_size;  // elements that share a scale, a multiple of 16 to 512; in codec exp those of a block or of a
-                      // line; in codecs zfp and mpc, which are the host's alone, those that are worked on together
+  hz_u32 block_size;  // elements that share a scale, a multiple of 16 to 512; in codecs zfp and mpc, which are the
+                      // host's alone, those that are worked on together
   float limit;        // largest scale to be written
   hz_u32 stochastic;  // 0: to nearest even. Otherwise scales are rounded up, so that no code is clamped
   hz_u32 key;         // of stochastic rounding, made from the seed

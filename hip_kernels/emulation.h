@@ -1,8 +1,7 @@
 // Runs the device source on the host, thread by thread, so that a test without a GPU covers what a GPU would run.
 //
-// Each thread of a workgroup is a fiber. A fiber runs until it meets another one: at an exchange between the lanes of
-// a wave, or at a barrier of the workgroup. There it waits until all lanes of its wave, or all waves, have come to the
-// same; if they come to different ones, or one has finished, the GPU's behaviour is undefined and the emulation aborts
+// Each thread of a workgroup is a fiber. A fiber runs to an exchange between the lanes of a wave. There it waits until
+// all lanes have come to one; if some have finished instead, the GPU's behaviour is undefined and the emulation aborts
 // with a message. HZ_WAVE is 64 or 32. For tests alone: about a thousand times slower than the host library.
 #pragma once
 #include <ucontext.h>
@@ -17,7 +16,6 @@
 #error "HZ_EMULATE needs HZ_WAVE: 64 or 32"
 #endif
 #define HZ_DEVICE static inline
-#define HZ_SHARED static
 #define HZ_KERNEL(name)                                                                                   \
   static void name##_thread(const hz_bucket& bucket);                                                     \
   extern "C" void name(const hz_bucket* bucket) { hz::emulation::launch(#name, name##_thread, *bucket); } \
@@ -26,7 +24,7 @@
 namespace hz {
 namespace emulation {
 
-enum class State { runs, exchanges, waits, is_done };
+enum class State { exchanges, is_done };
 
 struct Fiber {
   ucontext_t context;
@@ -47,42 +45,33 @@ struct Workgroup {
 
 inline Workgroup* group = nullptr;
 
-[[noreturn]] inline void diverged(hz_u32 first, hz_u32 count, const char* where) {
-  static const char* const names[] = {"runs", "exchanges with its wave", "waits at a barrier", "is done"};
-  hz_u32 other = first;
-  while (group->fibers[other].state == group->fibers[first].state && other + 1 < first + count) ++other;
-  std::fprintf(stderr, "emulation: %s, workgroup %u: divergence in a %s: thread %u %s, thread %u %s\n", group->kernel,
-               group->index, where, first, names[(int)group->fibers[first].state], other,
-               names[(int)group->fibers[other].state]);
-  std::abort();
-}
-
 inline void entry() {
   group->body(*group->bucket);
   group->fibers[group->current].state = State::is_done;
   swapcontext(&group->fibers[group->current].context, &group->scheduler);
 }
 
-inline void stop(State state) {
+inline void stop() {
   Fiber& fiber = group->fibers[group->current];
-  fiber.state = state;
+  fiber.state = State::exchanges;
   swapcontext(&fiber.context, &group->scheduler);
-}
-
-inline bool agree(hz_u32 first, hz_u32 count) {
-  for (hz_u32 i = first + 1; i < first + count; ++i)
-    if (group->fibers[i].state != group->fibers[first].state) return false;
-  return true;
 }
 
 // Runs each lane of a wave to where it stops next; all must have come to the same.
 inline State advance(hz_u32 first) {
+  static const char* const names[] = {"exchanges with its wave", "is done"};
   for (hz_u32 i = first; i < first + HZ_WAVE; ++i) {
     group->current = i;
     swapcontext(&group->scheduler, &group->fibers[i].context);
   }
-  if (!agree(first, HZ_WAVE)) diverged(first, HZ_WAVE, "wave");
-  return group->fibers[first].state;
+  const State state = group->fibers[first].state;
+  for (hz_u32 i = first + 1; i < first + HZ_WAVE; ++i)
+    if (group->fibers[i].state != state) {
+      std::fprintf(stderr, "emulation: %s, workgroup %u: divergence in a wave: thread %u %s, thread %u %s\n",
+                   group->kernel, group->index, first, names[(int)state], i, names[(int)group->fibers[i].state]);
+      std::abort();
+    }
+  return state;
 }
 
 inline void run() {
@@ -94,12 +83,9 @@ inline void run() {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, entry, 0);
   }
-  do {
-    for (hz_u32 first = 0; first < HZ_THREADS; first += HZ_WAVE)
-      while (advance(first) == State::exchanges) {
-      }
-    if (!agree(0, HZ_THREADS)) diverged(0, HZ_THREADS, "workgroup");
-  } while (group->fibers[0].state != State::is_done);
+  for (hz_u32 first = 0; first < HZ_THREADS; first += HZ_WAVE)
+    while (advance(first) == State::exchanges) {
+    }
 }
 
 inline void launch(const char* kernel, void (*body)(const hz_bucket&), const hz_bucket& bucket) {
@@ -117,9 +103,9 @@ inline void launch(const char* kernel, void (*body)(const hz_bucket&), const hz_
 inline hz_u32 exchange(hz_u32 value, hz_u32 source) {
   Fiber& fiber = group->fibers[group->current];
   fiber.value = value;
-  stop(State::exchanges);
+  stop();
   hz_u32 read = group->fibers[group->current / HZ_WAVE * HZ_WAVE + source % HZ_WAVE].value;
-  stop(State::exchanges);
+  stop();
   return read;
 }
 
@@ -131,7 +117,6 @@ HZ_DEVICE T* pointer(hz_u64 address) {
 }
 HZ_DEVICE hz_u32 thread() { return emulation::group->current; }
 HZ_DEVICE hz_u32 workgroup() { return emulation::group->index; }
-HZ_DEVICE void barrier() { emulation::stop(emulation::State::waits); }
 #if HZ_WAVE == 64
 // The DPP controls that shim.h uses, as the CDNA2 instruction set defines them.
 template <int CONTROL>

@@ -1,11 +1,10 @@
 // The one header that knows compilers. It gives the kernels, under neutral names:
 //
 //   HZ_WAVE                lanes of a wave: 64 on gfx9, 32 on NVIDIA, either in the emulation
-//   HZ_DEVICE, HZ_SHARED   an inlined device function; memory of the workgroup
+//   HZ_DEVICE              an inlined device function
 //   pointer                into the device's memory, from an address
 //   HZ_KERNEL(name)        a kernel of one argument, the hz_bucket `bucket`, for workgroups of HZ_THREADS threads
 //   thread, workgroup      indices
-//   barrier                of the workgroup
 //   swap_halves            what the other half of 2 * m lanes holds, where all lanes of a half hold the same
 //   swap_lanes<M>          what lane ^ M holds, M 1, 2 or 4
 //   mul, add, sub, divide  float32, each rounded to nearest even by itself: never contracted, never approximated
@@ -28,7 +27,6 @@
 
 #define HZ_WAVE 32
 #define HZ_DEVICE static __device__ __forceinline__
-#define HZ_SHARED __shared__
 #define HZ_KERNEL(name) \
   extern "C" __global__ void __launch_bounds__(HZ_THREADS, 4) name(const __grid_constant__ hz_bucket bucket)
 
@@ -39,7 +37,6 @@ HZ_DEVICE T* pointer(hz_u64 address) {
 }
 HZ_DEVICE hz_u32 thread() { return threadIdx.x; }
 HZ_DEVICE hz_u32 workgroup() { return blockIdx.x; }
-HZ_DEVICE void barrier() { __syncthreads(); }
 HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) { return __shfl_xor_sync(0xffffffffu, value, m); }
 template <int M>
 HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
@@ -74,7 +71,6 @@ HZ_DEVICE hz_u16 to_half(float x) {
 #endif
 #define HZ_WAVE 64
 #define HZ_DEVICE static inline __attribute__((device, always_inline))
-#define HZ_SHARED __attribute__((shared))
 #define HZ_KERNEL(name)                                                                              \
   extern "C" __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS))) void name( \
       const hz_bucket bucket)
@@ -88,11 +84,6 @@ HZ_DEVICE T* pointer(hz_u64 address) {
 }
 HZ_DEVICE hz_u32 thread() { return __builtin_amdgcn_workitem_id_x(); }
 HZ_DEVICE hz_u32 workgroup() { return __builtin_amdgcn_workgroup_id_x(); }
-HZ_DEVICE void barrier() {
-  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
-  __builtin_amdgcn_s_barrier();
-  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
-}
 // Within a row of 16 lanes by DPP, which costs no trip to the crossbar.
 template <int CONTROL>
 HZ_DEVICE hz_u32 dpp(hz_u32 value) {

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from hzero.codecs.formats import BLOCK_CODECS, SUMMED, TRAITS, CodecName, RecordFormat, Traits
+from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, CodecName, RecordFormat, Traits
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
@@ -122,9 +122,8 @@ class CodecConfig(Frozen):
     """Settings of one tier's codec for one role.
 
     Attributes:
-        codec: Codec of the hop. Its name instead of the block sets the defaults of the other keys. `exp` keeps every bit of
-            bfloat16 weights in three quarters of their bytes. `zfp` has a fixed `rate`. `mpc` keeps every bit in a number of
-            bytes that depends on the data; only a `Communicator` has it.
+        codec: Codec of the hop. Its name instead of the block sets the defaults of the other keys. `zfp` has a fixed `rate`.
+            `mpc` keeps every bit in a number of bytes that depends on the data; only a `Communicator` has it.
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder, which has no bias and more
             noise.
@@ -509,7 +508,7 @@ class HZeroConfig(Block):
 # ---- from a written block to its configuration ------------------------------------------------------------------------------
 
 #: Codecs of differences between weights.
-_OF_DIFFERENCES = tuple(name for name in SUMMED if not TRAITS[name].exact)
+_OF_DIFFERENCES = tuple(name for name in FIXED if not TRAITS[name].exact)
 
 
 def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
@@ -559,24 +558,18 @@ def _check_together(block: Block, path: str) -> None:
         raise refuse("refresh_differences", why, f"with {path}.shard.weights {', '.join(SCOPES[:-1])}")
     if any(not pattern.strip() for pattern in block.codecs.exceptions):
         raise refuse("codecs.except", "found an empty pattern", "one such as *norm*")
-    summed = {f"gradients.{tier}": block.codecs.gradients[tier] for tier in block.codecs.gradients.written}
-    summed |= {f"except.{pattern}": codec for pattern, codec in block.codecs.exceptions.items()}
-    for key, codec in summed.items():
-        if why := codec.traits.not_summed:
-            raise refuse(f"codecs.{key}", f"found {codec.codec!r}, {why}", ", ".join(SUMMED))
-    for tier in weights.written:
-        if not weights[tier].traits.fixed:
-            found = f"found {weights[tier].codec!r}, whose messages have no fixed size, as resident weights have"
-            fixed = ", ".join(name for name, traits in TRAITS.items() if traits.fixed)
-            raise refuse(f"codecs.weights.{tier}", found, fixed)
+    codecs = {f"{role}.{tier}": block.codecs[role][tier] for role in ROLES for tier in block.codecs[role].written}
+    codecs |= {f"except.{pattern}": codec for pattern, codec in block.codecs.exceptions.items()}
+    for key, codec in codecs.items():
+        if not codec.traits.fixed:
+            found = f"found {codec.codec!r}, whose messages have no fixed size, as those of a stage have"
+            raise refuse(f"codecs.{key}", found, ", ".join(FIXED))
     every = tiers_outside(scope)
     refreshed = [tier for tier in every if tier in weights.written] or every
-    codecs = [weights[tier] for tier in refreshed]
-    wrong = "none, where a difference has no fewer bytes" if all(one.traits.plain for one in codecs) else ""
-    if narrow := next((one.codec for one in codecs if one.traits.narrow), None):
-        wrong = f"{narrow}, which holds bfloat16 numbers, and differences are float32"
-    if block.refresh_differences and wrong:
-        found = f"weights are refreshed on {', '.join(refreshed)} with codec {wrong}"
+    if block.refresh_differences and all(weights[tier].traits.plain for tier in refreshed):
+        found = (
+            f"weights are refreshed on {', '.join(refreshed)} with codec none, where a difference has no fewer bytes"
+        )
         raise refuse("refresh_differences", found, f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights")
 
 

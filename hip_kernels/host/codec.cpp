@@ -551,7 +551,6 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
 }  // namespace HZ_ISA
 }  // namespace hz
 
-#include "exponents.h"
 #include "mpc.h"
 #include "zfp.h"
 

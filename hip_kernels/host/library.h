@@ -22,11 +22,6 @@
   DO(decode_sum_encode_int8_int4, decode_sum_encode<8, 4>) \
   DO(decode_sum_encode_int4_int8, decode_sum_encode<4, 8>) \
   DO(decode_sum_encode_int4_int4, decode_sum_encode<4, 4>) \
-  DO(encode_exp_bf16, encode_exponents)                    \
-  DO(decode_exp_fp32, decode_exponents<Fp32>)              \
-  DO(decode_exp_bf16, decode_exponents<Bf16>)              \
-  DO(decode_exp_fp16, decode_exponents<Fp16>)              \
-  DO(decode_sum_exp, decode_sum_exponents)                 \
   DO(encode_zfp_fp32, encode_zfp<Fp32>)                    \
   DO(encode_zfp_bf16, encode_zfp<Bf16>)                    \
   DO(encode_zfp_fp16, encode_zfp<Fp16>)                    \

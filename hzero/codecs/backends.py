@@ -202,7 +202,7 @@ class Launch:
         summed: Rows | None = None,
     ) -> None:
         of_type = {"decode_sum": "", "decode_sum_encode": f"_{out and out.codec}"}.get(operator, f"_{NAMES[dtype]}")
-        self._kernel = fmt.traits.kernels or operator, f"{operator}_{fmt.codec}{of_type}"
+        self._kernel = operator, f"{operator}_{fmt.codec}{of_type}"
         self._launcher, self._operator, self._fields = launcher, operator, fields
         self._rows, self._fmt, self._dtype, self._adds, self._out, self._summed = rows, fmt, dtype, adds, out, summed
         self._stochastic = (out or fmt).stochastic

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hzero.codecs import backends, reference
-from hzero.codecs.formats import ALIGNMENT, RecordFormat, Rows, Traits
-from hzero.codecs.reference import DTYPES, NAMES, Adds
+from hzero.codecs import backends
+from hzero.codecs.formats import ALIGNMENT, FIXED, RecordFormat, Rows, Traits
+from hzero.codecs.reference import NAMES, Adds
 from hzero.config import CodecConfig
 
 #: Types that codecs take.
@@ -44,11 +44,6 @@ class Codec(NamedTuple):
         """Its properties, such as whether it is exact."""
         return self.format.traits
 
-    @property
-    def module(self) -> Any:
-        """The module of its records, which has what only this codec has."""
-        return reference.module_of(self.format)
-
     def error_bound(self, block_absmax: float, dtype: torch.dtype = torch.float32) -> float:
         """Largest absolute error of one round trip of a finite element.
 
@@ -66,30 +61,6 @@ class Codec(NamedTuple):
         """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is that of the decoded type."""
         return self.format.message_bytes(chunks, rows, itemsize)
 
-    # ---- messages that a codec may fail to hold ---------------------------------------------------------------------
-
-    def lost(self, message: torch.Tensor, chunks: Sequence[int], *, outer: int = 1) -> torch.Tensor:
-        """Counts the blocks of a message whose elements the codec could not hold (`Traits.lost`), and which decode to NaN.
-
-        Their elements have to be sent as they are, by codec ``none``. In such a message all readers find the same blocks.
-
-        Args:
-            message: uint8 message.
-            chunks: As encoded.
-            outer: As encoded.
-
-        Returns:
-            int64 ``[]`` on the message's device; 0 with most codecs.
-        """
-        if not self.traits.lost or not message.numel():
-            return message.new_zeros((), dtype=torch.int64)
-        fmt, dtype = self.format, DTYPES[self.traits.types[0]]
-        inner = message.numel() // self.message_bytes(chunks, outer, dtype.itemsize)
-        rows = Rows.of(chunks, (outer * inner,), outer=outer)
-        records = [(own, chunks[index]) for index, own in reference.records_of(message, rows, fmt, dtype)]
-        count: torch.Tensor = self.module.lost(records, fmt)
-        return count
-
     # ---- prepared calls ---------------------------------------------------------------------------------------------
 
     def encoder(
@@ -105,7 +76,7 @@ class Codec(NamedTuple):
 
         Args:
             chunks: Elements of one shard of each tensor.
-            dtype: Type of the tensors, one of the codec's (`Traits.types`); codec ``none``: also uint8, bytes of any type.
+            dtype: Type of the tensors; codec ``none``: also uint8, bytes of any type.
             device: Of the tensors.
             layout: The rows of the message, its pieces and its parts: the other arguments of `Rows.of`.
             adds: ``residuals`` encodes ``source + factor * residual``, product and sum rounded to float32 each, and keeps the
@@ -204,15 +175,12 @@ class Encoder:
 
     def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, adds: Adds, backend: Any) -> None:
         traits = fmt.traits
-        # A codec of float32 only takes 16-bit numbers too, which float32 holds exactly.
-        self._widens = traits.types == ("fp32",) and dtype in FLOATS
-        taken = FLOATS if self._widens else tuple(DTYPES[name] for name in traits.types)
-        _check_dtype(dtype, taken, fmt, bytes_too=traits.plain and not adds)
-        if adds and traits.not_summed:
-            raise ValueError(f"codec: found {fmt.codec!r}, {traits.not_summed}")
-        self._dtype, self._adds, self._rows = dtype, adds, rows.total
+        _check_dtype(dtype, fmt, bytes_too=traits.plain and not adds)
+        if adds and not traits.fixed:
+            raise ValueError(f"codec: found {fmt.codec!r} with {adds}; expected {', '.join(FIXED)}")
+        self._dtype, self._adds, self._rows, self._widens = dtype, adds, rows.total, traits.widens
         self._most = [rows.total * chunk for chunk in rows.chunks]
-        coded = torch.float32 if self._widens else dtype
+        coded = torch.float32 if traits.widens else dtype
         self.bytes = rows.message_bytes(fmt, 4 if adds == "residuals" else coded.itemsize)
         self._run = backend.encoder(rows, fmt, coded, adds)
 
@@ -275,7 +243,7 @@ class Decoder:
     def __init__(
         self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Any, sums: bool = False
     ) -> None:
-        _check_dtype(dtype, FLOATS, fmt, bytes_too=fmt.traits.plain and not add and not sums)
+        _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not add and not sums)
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
         self._dtype, self._what = torch.float32 if sums else dtype, _described(rows, fmt)
         self.bytes = rows.message_bytes(fmt, dtype.itemsize)
@@ -318,7 +286,7 @@ class Recoder:
     def __init__(
         self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, out: RecordFormat, summed: Rows, backend: Any
     ) -> None:
-        _check_dtype(dtype, FLOATS, fmt)
+        _check_dtype(dtype, fmt)
         coded = dtype if out.traits.plain else torch.float32
         self._arriving, self._what = rows.message_bytes(fmt, dtype.itemsize), _described(rows, fmt)
         self.bytes = summed.message_bytes(out, coded.itemsize)
@@ -369,9 +337,9 @@ def checksums(parts: torch.Tensor) -> torch.Tensor:
 # ---- checks: one line, the argument first. Kernels read and write the addresses that they are given ------------------
 
 
-def _check_dtype(dtype: torch.dtype, taken: Sequence[torch.dtype], fmt: RecordFormat, bytes_too: bool = False) -> None:
-    if dtype not in taken and not (bytes_too and dtype == torch.uint8):
-        expected = " or ".join(str(one).removeprefix("torch.") for one in taken)
+def _check_dtype(dtype: torch.dtype, fmt: RecordFormat, bytes_too: bool = False) -> None:
+    if dtype not in FLOATS and not (bytes_too and dtype == torch.uint8):
+        expected = " or ".join(str(one).removeprefix("torch.") for one in FLOATS)
         raise TypeError(f"dtype: found {dtype}, expected {expected} in codec {fmt.codec}")
 
 

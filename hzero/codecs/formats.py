@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 #: A payload format.
-CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp", "zfp", "mpc"]
+CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "zfp", "mpc"]
 
 #: All regions of a record are rounded up to this many bytes, so that every region starts where a wide load can.
 ALIGNMENT = 16
@@ -34,9 +34,6 @@ ZFP_BLOCK, ZFP_TINY = 4, 28
 
 #: Codec ``mpc``: words of a chunk, and bytes before the bitmaps of a record.
 MPC_CHUNK, MPC_HEADER = 1024, 16
-
-#: Codec ``exp``: elements that share a window of exponents, those that share a list of escapes, and the longest list.
-EXP_LINE, EXP_BLOCK, EXP_ESCAPES = 512, 32768, 512
 
 
 class Float(NamedTuple):
@@ -82,8 +79,8 @@ class RecordFormat(NamedTuple):
 
     Attributes:
         codec: Name of the codec.
-        block_size: Elements that share a scale, or in codec ``exp`` a window of exponents; those of a block of codec ``zfp`` or
-            a chunk of codec ``mpc``; 0 for the other codecs.
+        block_size: Elements that share a scale; those of a block of codec ``zfp`` or a chunk of codec ``mpc``; 0 for the other
+            codecs.
         rotation: Elements that are rotated together before they are coded, a divisor of the block's; 0: none are.
         rate: Bits of a value in codec ``zfp``.
         dimension: Distance of the values that codec ``mpc`` subtracts.
@@ -129,7 +126,7 @@ class RecordFormat(NamedTuple):
         return self.codes.highest if self.stochastic else -self.codes.lowest
 
     def blocks(self, numel: int) -> int:
-        """Scales of a record of ``numel`` elements, or windows of exponents; blocks of ``zfp``, chunks of ``mpc``."""
+        """Scales of a record of ``numel`` elements; blocks of ``zfp``, chunks of ``mpc``."""
         return -(-numel // self.block_size) if self.block_size else 0
 
     def regions(self, numel: int, itemsize: int) -> tuple[int, ...]:
@@ -178,11 +175,6 @@ class RecordFormat(NamedTuple):
 
 
 # ---- bytes and errors of each codec ---------------------------------------------------------------------------------
-
-
-def _exp_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...]:
-    escapes = numel // EXP_BLOCK * EXP_ESCAPES + min(numel % EXP_BLOCK, EXP_ESCAPES)
-    return numel, -(-numel // 2), 3 * fmt.blocks(numel) + escapes
 
 
 def _mpc_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...]:
@@ -255,18 +247,16 @@ class Traits:
             magnitude in the block.
         reference: Module of hzero.codecs that encodes and decodes its records in plain torch; "" where they are elements.
         compiled: Where compiled code does that: nowhere, in the library for CPUs, or on devices too.
-        types: Types that it takes, keys of `FLOATS`. One of float32 only encodes 16-bit numbers as float32, which holds them.
+        widens: Whether it encodes float32 only, so that 16-bit numbers are encoded as float32 numbers, which hold them.
         keeps: Types that a decoded element is converted to without another rounding.
-        exact: Whether every element is decoded to its original bits, unless its block is lost.
+        exact: Whether every element is decoded to its original bits.
         plain: Whether the codes are the elements themselves, which a library can sum.
-        fixed: Whether a message has a fixed size. Otherwise it may use less than its records have room for.
-        lost: Of a codec that may fail to hold a block, which is then decoded to NaN: what such a block is; "" of the others.
-        not_summed: Why float32 sums of a stage cannot be encoded; "" if they can.
+        fixed: Whether a message has a fixed size, as those of a stage have. Otherwise it may use less than its records have
+            room for.
         codes: The integer codes of a codec whose blocks share a scale; only these codecs have the settings block size,
             rotation and stochastic rounding.
         block: Elements of a block of codecs without scales.
         span: Elements that a kernel works on together, where these are no block: by whether it encodes, and the longest record.
-        kernels: File of its device kernels in hip_kernels; "" where they are in the files of the operators.
         between_groups: Codec that takes its place between groups of nodes where none is written: few bytes cross groups, so a
             coarse codec saves little time there.
         settings: The settings that only this codec has, with their defaults, see `RecordFormat`.
@@ -276,24 +266,16 @@ class Traits:
     error: Callable[[RecordFormat, float], tuple[float, float]] = _no_error
     reference: str = ""
     compiled: Literal["", "cpu", "all"] = ""
-    types: tuple[str, ...] = tuple(FLOATS)
+    widens: bool = False
     keeps: tuple[str, ...] = ("fp32",)
     exact: bool = False
     plain: bool = False
     fixed: bool = True
-    lost: str = ""
-    not_summed: str = ""
     codes: BlockCodes | None = None
     block: int = 0
     span: Callable[[bool, int], int] | None = None
-    kernels: str = ""
     between_groups: CodecName | None = None
     settings: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def narrow(self) -> bool:
-        """Whether it takes bfloat16 only."""
-        return self.types == ("bf16",)
 
 
 TRAITS: dict[CodecName, Traits] = {
@@ -314,20 +296,6 @@ TRAITS: dict[CodecName, Traits] = {
         codes=BlockCodes(4, -8, 7),
         between_groups="int8",
     ),
-    "exp": Traits(
-        _exp_regions,
-        reference="exponents",
-        compiled="all",
-        types=("bf16",),
-        keeps=("fp32", "bf16"),
-        exact=True,
-        lost=f"blocks of {EXP_BLOCK:,} numbers have more than {EXP_ESCAPES} exponents outside of the windows of their lines, "
-        "which the codec cannot hold",
-        not_summed="which holds bfloat16 numbers, and sums are float32",
-        block=EXP_LINE,
-        span=lambda encodes, longest: EXP_BLOCK if encodes else EXP_LINE,  # single lines can be decoded
-        kernels="exponents",
-    ),
     "zfp": Traits(
         lambda fmt, numel, itemsize: (-(-fmt.blocks(numel) * fmt.rate // 2),),
         _zfp_error,
@@ -341,10 +309,9 @@ TRAITS: dict[CodecName, Traits] = {
         _mpc_regions,
         reference="mpc",
         compiled="cpu",
-        types=("fp32",),
+        widens=True,
         exact=True,
         fixed=False,
-        not_summed="whose messages have no fixed size, as those of a stage have",
         block=MPC_CHUNK,
         span=lambda encodes, longest: longest if encodes else MPC_CHUNK,  # single chunks can be decoded
         settings={"dimension": 1},
@@ -355,8 +322,8 @@ CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 BLOCK_CODECS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.codes)
 #: Codecs that give back every bit.
 LOSSLESS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.exact)
-#: Codecs that hold float32 sums in a fixed number of bytes, as a stage's gradients need.
-SUMMED: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if not traits.not_summed)
+#: Codecs whose messages have a fixed size, as a stage needs.
+FIXED: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.fixed)
 
 
 # ---- where records lie ----------------------------------------------------------------------------------------------
@@ -450,7 +417,7 @@ class Layout(NamedTuple):
     Attributes:
         record_bytes: Bytes of one record of each tensor.
         record_starts: Sum of the record bytes of the preceding tensors.
-        scales_offsets: Offset of the scales, or of the windows of exponents, inside each record.
+        scales_offsets: Offset of the scales inside each record.
         row_bytes: Bytes of one row: one record of every tensor.
         block_starts: Blocks of the preceding tensors.
     """

@@ -121,8 +121,8 @@ def _check_whole(path: Path) -> None:
             raise OSError(f"{path} is cut short: {size} bytes of {sections + width * count}")
 
 
-#: Files of the kernels: one per operator, and those of codec ``exp``.
-FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode", "exponents")
+#: Files of the kernels: one per operator.
+FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
 
 #: Folders of the kernels' sources: in an installation, in a checkout.
 SOURCES = (NATIVE / "kernels", NATIVE.parents[1] / "hip_kernels")

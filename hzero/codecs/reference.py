@@ -55,7 +55,7 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
                 values = values + added[index].view(-1).float() * factors[index]
             flat = pad(values, (0, rows.total * chunk - values.numel()))
             shards = _shards(flat, chunk, rows).reshape(rows.total, chunk)
-            shards = shards.to(coded if fmt.traits.plain or fmt.traits.narrow else torch.float32)
+            shards = shards.to(coded if fmt.traits.plain else torch.float32)
             shards = rotated(shards, fmt, 1 / max(fmt.rotation, 1))
             written = _record_of(shards, fmt, NAMES.get(coded, ""), seed, _first_block(rows, fmt, index))
             record.copy_(written.view(record.shape))

@@ -19,7 +19,7 @@ from hzero.block import load, split
 from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import shared_lanes
-from hzero.comm.peers import HopError, Peers, peers_of, unused_name, wires_of
+from hzero.comm.peers import Peers, peers_of, unused_name, wires_of
 from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback
 from hzero.comm.wirelog import WireLog
 from hzero.comm.wires import group_timeout, world_timeout
@@ -66,8 +66,8 @@ class CommunicatorConfig(Frozen):
 
     Attributes:
         codecs: Codec of each tier, by name or as a block with `codec` and its settings (those of a stage's `codecs`); a tier
-            that is not named has `none`. A name instead of the block is the codec of all tiers. `exp` takes bfloat16 tensors
-            alone; with it and with `mpc` sums are bit for bit those of `none`.
+            that is not named has `none`. A name instead of the block is the codec of all tiers. With `mpc` sums are bit for bit
+            those of `none`.
         gather: The same for what is copied and not summed: all-gathers, broadcasts, all-to-alls, sends, and the second half
             of an all-reduce, which spreads the sums. By default `codecs`.
         block_size: Elements that share a scale; a codec may have its own.
@@ -129,7 +129,7 @@ class Communicator:
     copied passes unchanged. All ranks decode the same bytes, the owner of a tensor too, so they end with the same bits.
 
     Sums are made in float32, in the order of the ranks of a tier group, tier by tier; a narrow type is never summed. With
-    codec ``none``, ``exp`` or ``mpc`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the
+    codec ``none`` or ``mpc`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the
     library, nor on when messages arrive, and differs from another order of additions by rounding alone.
 
     Every operation returns its result, and changes no argument. With ``async_op=True`` it returns a handle at once, whose
@@ -216,10 +216,9 @@ class Communicator:
             channel = self._channels["messages"]
             self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, group_backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
-        self._narrow = next((hop.codec.codec for hop in (*copying, *reducing) if hop.codec.traits.narrow), None)
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
         self._copying = self._again = gather_program(self.plan, copying) if copying else _NOTHING
-        if copying and copying[0].tier in settings.error_feedback:
+        if copying and copying[0].tier in settings.error_feedback and not copying[0].codec.traits.exact:
             # The second half of an all-reduce encodes once more, what this rank owns of the sums.
             self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
         plan = self.plan  # the programs of this group are made once; they do not keep it alive
@@ -425,13 +424,12 @@ class Communicator:
     # ---- common ----------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """On a GPU: compares all checksums until now, looks for blocks that a codec could not hold, and waits for them.
+        """On a GPU: compares all checksums until now, and waits for them.
 
         Raises:
-            HopError: A message arrived changed, or has blocks that its codec could not hold.
+            HopError: A message arrived changed.
         """
         self._collectives.verify()
-        self._refuse_unfit()
 
     def _bucket(
         self, role: str, tensor: torch.Tensor, chunk: int, use: Use, key: int | None = None, direction: str = ""
@@ -462,22 +460,9 @@ class Communicator:
         return chain if async_op else chain.wait()
 
     def _shaped(self, dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Makes the result of an operation of the elements that it leaves, which may be float32, and more than there are.
-
-        All its hops have been made, on all ranks, so an error of this rank alone leaves the lanes in step.
-        """
+        """Makes the result of an operation of the elements that it leaves, which may be float32, and more than there are."""
         numel = math.prod(shape)
-
-        def made(flat: torch.Tensor) -> torch.Tensor:
-            if self.streams is None:  # on a device the host does not wait: `verify` tells
-                self._refuse_unfit()
-            return flat.to(dtype)[:numel].view(shape)
-
-        return made
-
-    def _refuse_unfit(self) -> None:
-        if (unfit := self._collectives.unfit()) is not None:
-            raise HopError(f"hzero: {unfit}; expected codec none, bf16 or int8 on this tier")
+        return lambda flat: flat.to(dtype)[:numel].view(shape)
 
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
@@ -496,9 +481,6 @@ class Communicator:
             if isinstance(tensor, torch.Tensor):
                 found = f"{tensor.dtype} in layout {tensor.layout}"
             raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
-        if self._narrow and tensor.dtype != torch.bfloat16:
-            found = f"found {tensor.dtype}, possible with codec {self._narrow}: bfloat16"
-            raise TypeError(f"{operation}: tensor: {found}")
         if tensor.device.type != self._device:
             possible = f"possible with the backend of this group: {self._device}"
             raise ValueError(f"{operation}: tensor: found on {tensor.device}, {possible}")

@@ -176,10 +176,7 @@ def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks
 
 
 class HopError(PlainError):
-    """A hop failed, or a message arrived changed, or with blocks that its codec could not hold.
-
-    It names the collective, its payload, tier and ranks.
-    """
+    """A hop failed, or a message arrived changed. It names the collective, its payload, tier and ranks."""
 
 
 class MissingPeerError(HopError, PeerError):

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from hzero.codecs.codec import Codec, checksums
 from hzero.codecs.formats import CHECKSUM_BYTES
-from hzero.codecs.reference import Adds
+from hzero.codecs.reference import Adds, module_of
 from hzero.comm.checksum import Arrived, Comparison, addressed, addresses
 from hzero.comm.lanes import Chain, DeviceStreams, Lanes, Steps
 from hzero.comm.peers import HopError, MissingPeerError, Peers
@@ -136,23 +136,20 @@ class Collectives:
         self._roles = roles or {}
         #: A program, ready for a bucket; the same object for the same ones.
         self.bind: Callable[[Program, Bucket], Bound] = functools.lru_cache(_BOUND)(partial(Bound, self))
-        self._unfit: list[tuple[torch.Tensor, str, str]] = []
         self._unread: list[Comparison] = []
 
     def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
         """A collective over the ranks of a lane, to be started any number of times; arguments as of `Collective`."""
         return Collective(self, lane, kind, size, what, **how)
 
-    def of_step(
-        self, step: Cross, bucket: Bucket, size: int, then: Callable[[torch.Tensor], torch.Tensor] | None, **how: Any
-    ) -> Collective:
+    def of_step(self, step: Cross, bucket: Bucket, size: int, **how: Any) -> Collective:
         """The collective of a program's step for a message of so many bytes, which the wire log counts."""
         tier = step.tiers[0]
         peers = float(self.receives(step)) if step.kind == "broadcast" else step.received
         elements = step.rows * sum(bucket.chunks)
         raw = math.ceil(elements * bucket.dtype.itemsize * peers)
         counts = WireEntry(bucket.role, tier, step.codec.codec, 1, elements, size, round(size * peers), raw)
-        how |= {"algorithm": step.algorithms.of(size), "root": step.root, "counts": counts, "then": then}
+        how |= {"algorithm": step.algorithms.of(size), "root": step.root, "counts": counts}
         what = _described(step, bucket)
         return self.prepare(self.lane(bucket, tier), step.kind, size, what, dtype=bucket.dtype, **how)
 
@@ -172,31 +169,7 @@ class Collectives:
             self.lanes.streams.used(tensor)
         return tensor
 
-    # ---- what arrives changed, or incomplete --------------------------------------------------------------------
-
-    def note(self, blocks: torch.Tensor, what: str, why: str) -> None:
-        """Keeps the number of a message's blocks that its codec could not hold for `unfit`, if there may be some.
-
-        Args:
-            blocks: int64 ``[]``.
-            what: Describes the message.
-            why: Describes such blocks.
-        """
-        if self.lanes.streams is None and not int(blocks):
-            return
-        self._unfit.append((blocks, what, why))
-        if len(self._unfit) > _UNREAD:  # one of the older ones tells as much
-            self._unfit = [max(self._unfit, key=lambda one: int(one[0]))]
-
-    def unfit(self) -> str | None:
-        """Which message since the last call had blocks that its codec could not hold; waits for the device."""
-        unfit, self._unfit = self._unfit, []
-        if unfit:
-            self.lanes.join()
-        for blocks, what, why in unfit:
-            if count := int(self.used(blocks)):
-                return f"{what}: {count} {why}"
-        return None
+    # ---- what arrives changed -----------------------------------------------------------------------------------
 
     def compare(self, comparison: Comparison) -> None:
         """Compares checksums: at once, or in `verify` on an asynchronous device, where the host would have to wait."""
@@ -444,18 +417,9 @@ class Bound:
     def _crossing(self, step: Cross, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         if not step.codec.traits.fixed:
             return [_Step(None, collective=_Cut(self._collectives, self.bucket, step, device))]
-        codec, bucket = Codec.from_config(step.codec), self.bucket
-        unfit = codec.traits.lost if step.kind != "send" else ""  # the receiver tells
-
-        def noted(arrived: torch.Tensor) -> torch.Tensor:
-            self._collectives.note(
-                codec.lost(arrived, bucket.chunks, outer=step.outer), _described(step, bucket), unfit
-            )
-            return arrived
-
-        size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
+        size = step.message_bytes(self.bucket.chunks, self.bucket.dtype.itemsize)
         how = dict(zip(("written", "read"), map(bool, parts)))
-        collective = self._collectives.of_step(step, bucket, size, noted if unfit else None, **how)
+        collective = self._collectives.of_step(step, self.bucket, size, **how)
         return [_Step(collective.output_bytes or None, collective=collective, in_place=not collective.output_bytes)]
 
     def _summing(self, step: Sum, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
@@ -533,7 +497,7 @@ class _Cut:
 
     def __init__(self, collectives: Collectives, bucket: Bucket, step: Cross, device: torch.device) -> None:
         self._collectives, self._bucket, self._step, self._device = collectives, bucket, step, device
-        self._codec = Codec.from_config(step.codec)
+        self._codec = module_of(step.codec.format)
         self._parts = step.ranks if step.kind == "all_to_all" else 1
         self._senders = step.ranks if step.kind in ("all_to_all", "all_gather") else 1
         self._rows = step.rows // self._parts
@@ -544,7 +508,7 @@ class _Cut:
         step, bucket, what = self._step, self._bucket, _described(self._step, self._bucket)
         lane = self._collectives.lane(bucket, step.tiers[0])
         receives = self._collectives.receives(step)
-        used = [] if receives else self._codec.module.cut(message, self._parts, self._row_bytes)
+        used = [] if receives else self._codec.cut(message, self._parts, self._row_bytes)
         told = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
         asks: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
         asking = self._collectives.prepare(lane, asks, told.numel(), f"{what} (lengths)", root=step.root)
@@ -552,7 +516,7 @@ class _Cut:
         sent = message.new_zeros(self._parts, length)
         for place, part in zip(sent, used):
             place[: part.numel()] = part
-        return self._collectives.of_step(step, bucket, sent.numel(), self._whole).start(sent.view(-1))
+        return self._collectives.of_step(step, bucket, sent.numel(), then=self._whole).start(sent.view(-1))
 
     def _whole(self, arrived: torch.Tensor) -> torch.Tensor:
         """The message with records of their full size.
@@ -561,7 +525,7 @@ class _Cut:
             HopError: Bytes that the codec does not write.
         """
         try:
-            whole: torch.Tensor = self._codec.module.whole(arrived, self._senders, self._rows, self._row_bytes)
+            whole: torch.Tensor = self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
             return whole
         except ValueError as error:
             raise HopError(f"hzero: {_described(self._step, self._bucket)}: {error}") from error

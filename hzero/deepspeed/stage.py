@@ -214,7 +214,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
-        if has_overflow and not self.hzero.unfit():
+        if has_overflow:
             self.hzero.guard.discarded(self.loss_scaler, self._stepped(), self._gradient_of)
         super()._update_scale(has_overflow)
 

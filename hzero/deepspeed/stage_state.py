@@ -214,12 +214,6 @@ class StageState(Engine):
         """The parameters that this engine gathers: no later engine has taken them over."""
         return cast("list[Managed]", list(self.weights.parameters.values()))
 
-    def unfit(self) -> bool:
-        """As of `Engine`."""
-        if unfit := super().unfit():
-            self.put_away_all()
-        return unfit
-
     def replaced(self) -> None:
         """As of `Engine`."""
         self.forget()

@@ -139,7 +139,7 @@ class Traffic:
             call()
 
     def verify(self) -> None:
-        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or an unfit block."""
+        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum that differs."""
         for communicator in self._communicators:
             communicator.verify()
 
@@ -161,9 +161,6 @@ class Engine(Traffic):
         device: Where the model is computed.
         accelerator: As of `Traffic`.
         group: The ranks that train the model together, and so decide alike; None is the world.
-
-    Raises:
-        ConfigError: A codec of bfloat16 numbers is to carry weights of another type.
 
     Attributes:
         plan: As given.
@@ -189,12 +186,6 @@ class Engine(Traffic):
         accelerator: Any = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for param in parameters:
-            if (narrow := param.route.narrow) is not None and param.dtype != torch.bfloat16:
-                raise ConfigError(
-                    f"hzero.codecs.weights.{narrow.tier}: found {narrow.codec.codec!r}, which holds bfloat16 numbers, with "
-                    f"{param.dtype} of {param.name}; possible with weights of bfloat16, or codec none"
-                )
         super().__init__(config, module, device, accelerator)
         self.plan, self.partition, self.group = plan, partition, group
         self._feedback = ErrorFeedback() if config.error_feedback else None
@@ -226,26 +217,6 @@ class Engine(Traffic):
             self.settle()
         self.lanes.before_others()
         self.guard.before_step(params, gradient_of)
-
-    def unfit(self) -> bool:
-        """Whether a step has to be discarded since a codec could not hold weights, which are NaN then.
-
-        From now on they travel without that codec.
-        """
-        if not self.weights.fallible:
-            return False
-        what = self._collectives.unfit()
-        unfit = torch.tensor(int(what is not None), dtype=torch.uint8, device=self.device)
-        dist.all_reduce(unfit, dist.ReduceOp.MAX, self.group)
-        if not int(unfit):
-            return False
-        if speaks(self.group):
-            logger.warning(
-                "hzero: %s; this step is discarded, and weights travel without the codec from now on",
-                what or "the codec of weights could not hold some of them",
-            )
-        self.weights.fall_back()
-        return True
 
     def after_step(self, *, done: bool) -> None:
         """Ends the window of an optimizer step, which was done or discarded."""

@@ -36,22 +36,13 @@ class Route:
         number: The number.
         programs: Its programs.
         lossy: Whether a hop of weights loses something.
-        fallible: Whether a hop of weights may fail to hold a block, see `Codec.lost`.
-        narrow: The first hop of weights whose codec holds bfloat16 numbers; None without one.
         sums_travel: Whether a hop of gradients has codec ``none``, so that sums travel: the library may make them on its way.
     """
 
     def __init__(self, plan: ShardPlan, number: int) -> None:
-        self.number = number
-        self.follow(plan)
-
-    def follow(self, plan: ShardPlan) -> None:
-        """Takes another plan from now on."""
-        self.plan = plan
+        self.plan, self.number = plan, number
         self.programs = StagePrograms.of(plan)
         self.lossy = any(not hop.codec.traits.exact for hop in plan.gather_hops())
-        self.narrow = next((hop for hop in plan.gather_hops() if hop.codec.traits.narrow), None)
-        self.fallible = any(hop.codec.traits.lost for hop in plan.gather_hops())
         self.sums_travel = any(hop.codec.traits.plain for hop in plan.reduce_hops())
 
 

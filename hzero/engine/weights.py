@@ -119,18 +119,6 @@ class Weights:
         self._gathers.cache_clear()
         self.mark_stale()
 
-    @property
-    def fallible(self) -> bool:
-        """Whether a codec may fail to hold a block of weights."""
-        return any(param.route.fallible for param in self.parameters.values())
-
-    def fall_back(self) -> None:
-        """From now on weights travel without such codecs."""
-        for route in {param.route for param in self.parameters.values()}:
-            route.follow(route.plan.without_fallible())
-        self._gathers.cache_clear()
-        self.mark_stale()
-
     # ---- refresh -------------------------------------------------------------------------------------------------
 
     def refresh(self, needed: Iterable[Parameter] | None = None) -> None:

@@ -403,8 +403,7 @@ class FsdpState(Engine):
         # A loss scaler that tells the optimizer itself finds its scale by steps like these.
         guarded = self.config.guard.discarded_steps and getattr(optimizer, "found_inf", None) is None
         if guarded and not self._finite(pieces):
-            if not self.unfit():
-                self.guard.discarded(None, weights, gradient_of)
+            self.guard.discarded(None, weights, gradient_of)
             for piece in pieces:
                 piece.unit.module.drop_gradients(piece.members)
             self._discarded = True

@@ -149,17 +149,11 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def plan_dict(scenario: Scenario) -> dict[str, Any]:
-    """A plan: what ``--json`` prints. Raises `ConfigError` without a preset, and where a codec cannot hold the weights."""
+    """A plan: what ``--json`` prints. Raises `ConfigError` without a preset."""
     experiment, job, grid = scenario.experiment, scenario.job, scenario.grid
     plan, numels, itemsize = experiment.plan, job.model.numels, job.itemsize
     if plan is None:
         raise ConfigError("zero.preset: found none; expected one to compare with plain ZeRO-3, as in preset=topo")
-    narrow = [hop.tier for hop in plan.gather_hops() if hop.codec.traits.narrow]
-    if narrow and itemsize != 2:
-        codec = plan.codecs.weights[narrow[0]].codec
-        raise ConfigError(
-            f"zero.codecs.weights.{narrow[0]}: found {codec!r}, which holds bfloat16; expected train.dtype=bf16"
-        )
     about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
     traffic, stock = (step_traffic(one, grid, numels, **about) for one in (plan, Scheme("deepspeed")))
     without = replace(scenario, job=replace(job, sequence=None))  # other engines have no chunks

@@ -6,7 +6,6 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hzero.config import (
     PLAIN,
@@ -228,12 +227,6 @@ class ShardPlan:
             differences=self.differences if not codec.traits.plain else 0,
             exceptions=(),
         )
-
-    def without_fallible(self) -> ShardPlan:
-        """The plan with codec ``none`` on tiers whose weights' codec may fail to hold a block."""
-        codecs: dict[str, Any] = {tier: PLAIN for tier in TIERS if self.codecs.weights[tier].traits.lost}
-        weights = self.codecs.weights.model_copy(update=codecs)
-        return replace(self, codecs=self.codecs.model_copy(update={"weights": weights}))
 
     def __str__(self) -> str:
         """Grid, scopes and codecs, on one line without the preset's name."""

@@ -105,10 +105,11 @@ def _add_gathered(collectives: Collectives) -> None:
     assert same_on_all_ranks(after)
 
 
-def check_gather_codec_exp() -> None:
-    """Bit for bit, through tiers with and without it. fault_checks.py has blocks that it cannot hold."""
-    exp: dict[str, str] = {"gpu": "exp", "node": "exp"}
-    for grid, weights in itertools.product(GRIDS[WORLD], (exp, {**exp, "gcd": "exp"}, {"gcd": "exp", "node": "int8"})):
+def check_gather_bfloat16_in_codec_bf16() -> None:
+    """Bit for bit, through tiers with and without it."""
+    some: dict[str, str] = {"gpu": "bf16", "node": "bf16"}
+    mixes = (some, {**some, "gcd": "bf16"}, {"gcd": "bf16", "node": "int8"})
+    for grid, weights in itertools.product(GRIDS[WORLD], mixes):
         whole = _everyones(torch.bfloat16)[0]
         collectives = _collectives(grid, weights=weights)
         got = _gather(collectives, whole, torch.bfloat16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from deepspeed.utils import safe_get_full_grad
 from hzero.config import BASE_TIERS, TIERS
 from tests.deepspeed.training import (
     AwkwardNet,
-    assert_masters,
     batch,
     block_of,
     ds_config,
@@ -69,47 +67,6 @@ def check_exceptions_travel_by_their_own_codec() -> None:
             # Forward reads other weights, so gradients are near and not equal.
             assert float((got[name] - want[name]).norm() / want[name].norm()) < 0.05, (preset, name)
         assert not torch.equal(got["up.bias"], want["up.bias"])
-
-
-def check_codec_exp_changes_no_bit() -> None:
-    """On every tier and in resident payloads; in fewer bytes."""
-    runs, moved = [], []
-    for codec in ("none", "exp"):
-        block = block_of("lossless", codecs={"weights": dict.fromkeys(TIERS, codec)})
-        runs.append(run(block, 2, model=AwkwardNet(width=256, inner=1024), bf16={"enabled": True}))
-        entries = [entry for entry in runs[-1].log if entry.role == "weights"]
-        assert {entry.codec for entry in entries} == {codec}
-        moved.append(sum(entry.wire_bytes for entry in entries))
-    assert runs[1].has_bits_of(runs[0])
-    assert 0.75 < moved[1] / moved[0] < 0.85, moved
-
-
-def check_weights_that_codec_exp_cannot_hold_travel_without_it() -> None:
-    """Numbers of all sizes in one matrix: the first step is discarded, and from then on training is that without the codec."""
-    for weights, gradients in (("package", "node"), ("world", "world"), ("device", "node")):
-        losses, masters = [], []
-        for codec in ("none", "exp"):
-            shard = {"weights": weights, "gradients": gradients}
-            codecs = {"weights": dict.fromkeys(TIERS, codec)}
-            block = block_of("lossless", codecs=codecs, shard=shard, guard={"discarded_steps": 1})
-            net = AwkwardNet(width=128, inner=512)
-            _spread(net.frozen.weight.data)  # which stays so
-            engine = engine_of(ds_config(block, 2, bf16={"enabled": True}), net)
-            if codec == "exp":
-                before = masters_of(engine)
-                assert not any(map(math.isfinite, train(engine, 1, 2)))
-                assert_masters(engine, before)
-            losses.append(train(engine, 2, 2))
-            masters.append(masters_of(engine))
-            engine.destroy()
-        assert losses[0] == losses[1], weights
-        assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
-
-
-def _spread(tensor: torch.Tensor) -> None:
-    """Makes exponents that codec exp cannot hold."""
-    generator = torch.Generator().manual_seed(0)
-    tensor *= torch.exp2(-torch.randint(0, 100, tensor.shape, generator=generator)).to(tensor.dtype)
 
 
 def check_codec_zfp_trains_as_without_a_codec_but_for_its_noise() -> None:

@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_grad
 
 import hzero
 from hzero.comm import Communicator, DeviceStreams, shared_lanes
-from hzero.config import BASE_TIERS, PRESETS
+from hzero.config import PRESETS
 from hzero.deepspeed.stage_state import async_accelerator
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.tensor_checks import tensor_groups, train_split
@@ -79,14 +79,6 @@ def _node_gathers_by_doubling() -> Any:
     topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
     checked = {"checksum": True}
     return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
-
-
-def _weights_in_exp() -> Any:
-    """Payloads tell at the boundary whether blocks were lost."""
-    codecs = {"weights": dict.fromkeys(BASE_TIERS, "exp")}
-    engine = _engine("lossless", 1, block={"codecs": codecs}, bf16={"enabled": True})
-    train(engine, 2, 1)
-    return engine
 
 
 def _scopes_of_one_device() -> Any:
@@ -215,7 +207,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "steps, gathers by doubling": _node_gathers_by_doubling,
     "steps, audits": functools.partial(_steps, "topo", 1, guard={"every": 1}),
     "steps, scopes of one device": _scopes_of_one_device,
-    "steps, weights in exp": _weights_in_exp,
     "load and offload": _load_and_offload,
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,

@@ -19,13 +19,10 @@ def _example(engine: Any) -> torch.Tensor:
     return torch.randn(1, 40, dtype=engine.module[0].weight.dtype)
 
 
-def _trained(block: dict[str, Any], wide: bool = False, **changes: Any) -> Any:
-    """An engine after two steps of two micro-steps; ``wide``: exponents of the shard of rank 1 do not fit codec ``exp``."""
+def _trained(block: dict[str, Any], **changes: Any) -> Any:
+    """An engine after two steps of two micro-steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 98), torch.nn.GELU(), torch.nn.Linear(98, 17))
-    if wide:
-        shard = model[0].weight.data.view(4, -1)[1]
-        shard *= torch.exp2(torch.randint(-90, 1, shard.shape).float())
     optimizer = {"params": {"lr": 1e-5, "torch_adam": True}}
     engine = engine_of(ds_config(block, 2, optimizer=optimizer, gradient_clipping=0.0, **changes), model)
     train(engine, 2, 2, loss_of=lambda engine, *_: engine(_example(engine)).float().square().mean())
@@ -50,9 +47,7 @@ def _same_as_the_wire_log(engine: Any) -> bool:
 
 
 def check_the_summary_has_the_bytes_on_the_wire() -> None:
-    """At last a shard of one rank does not fit codec ``exp``: all ranks go on without."""
     topo = {"preset": "topo", "topology": {"gpus_per_node": 1, "gcds_per_gpu": 2}}
-    exp = {"preset": "lossless", "codecs": {"weights": "exp"}, "topology": {"nodes": 2, "gpus_per_node": 2}}
     logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
         _trained({"preset": "topo"}).destroy()
@@ -65,12 +60,6 @@ def check_the_summary_has_the_bytes_on_the_wire() -> None:
         assert _same_as_the_wire_log(engine)
         deepspeed.comm.log_summary(show_straggler=True)
         engine.destroy()
-        comms_logger.comms_dict.clear()
-        engine = _trained(exp, wide=True, bf16={"enabled": True}, comms_logger=logger)
-        assert _same_as_the_wire_log(engine)
-        assert comms_logger.comms_dict.keys() >= {"hzero weights, node, exp", "hzero weights, node, none"}
-        deepspeed.comm.log_summary(show_straggler=True)
-        engine.destroy()
     comms_logger.enabled = False
     if dist.get_rank() == 0:
         starts = [line for line in said.getvalue().splitlines() if line.startswith("hzero: topo on ")]
@@ -78,6 +67,6 @@ def check_the_summary_has_the_bytes_on_the_wire() -> None:
             "1 node x 4 GPUs x 1 GCD (CPU ranks, no topology declared)",
             "2 nodes x 1 GPU x 2 GCDs",
         ]
-        _, summary, _, unfit, stragglers = printed.getvalue().split("Comm. Op")
-        assert "\nhzero weights, node, int8\n" in summary and "\nhzero gradients, node, int4\n" in summary
-        assert "\nhzero weights, node, none\n" in unfit and "\nhzero weights, node, none\n" in stragglers
+        _, summary, stragglers = printed.getvalue().split("Comm. Op")
+        for rows in (summary, stragglers):
+            assert "\nhzero weights, node, int8\n" in rows and "\nhzero gradients, node, int4\n" in rows

@@ -13,7 +13,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.codec import Decoder, Encoder, Recoder
-from hzero.codecs.formats import ROTATIONS, SUMMED, RecordFormat, Rows
+from hzero.codecs.formats import FIXED, ROTATIONS, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers, same
 
 KINDS = ("normal", "constant", "zero", "subnormal", "huge", "nan", "infinite", "halves", "signs", "ties")
@@ -113,7 +113,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     compare = functools.partial(compared, backend, device)
     source, rows, fmt, seed = source_of(case), case.rows, case.fmt, case.seed
     yield from compare("encode", source, rows, fmt, seed)
-    if fmt.codec in SUMMED:  # of the others nothing is lost that could be fed back
+    if fmt.codec in FIXED:  # of the others nothing is lost that could be fed back
         residuals = [numbers("normal", t.numel(), seed=7) for t in source]
         factors = [(1.0, 0.5, 1.0 / 3.0)[index % 3] for index in range(len(source))]
         for kept in (torch.float32, torch.bfloat16):

@@ -20,7 +20,7 @@ from tests.kernels.emulated import FAMILIES, KERNELS
 from tests.ranks import LONG
 
 #: Kernels of each family: types and codecs.
-COUNTS = {"encode": 6, "decode": 6, "decode_sum": 2, "decode_sum_encode": 4, "exponents": 5}
+COUNTS = {"encode": 6, "decode": 6, "decode_sum": 2, "decode_sum_encode": 4}
 
 
 def _compiler(name: str) -> list[str]:

@@ -16,9 +16,7 @@ from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows
 from hzero.codecs.launchers import AXES, TENSORS
 from hzero.codecs.reference import checksums, trailers
 from hzero.config import CodecConfig
-from tests.codecs import test_exponents as exponents
 from tests.codecs.samples import FLOATS, numbers, same
-from tests.codecs.test_exponents import source_of
 from tests.kernels.cases import KINDS, REFERENCE, Calls, Case, compared, disagreements, random_case
 from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG, run_python
@@ -103,26 +101,6 @@ def test_special_numbers(target: tuple[Any, torch.device], kind: str, codec: str
             continue
         fmt = RecordFormat.of(codec, 64, stochastic=stochastic)
         assert_agrees(target, Case((130, 64, 7), (2,), (1,), 2, fmt, dtype, kind, 3 * seed))
-
-
-def test_exponents(target: tuple[Any, torch.device]) -> None:
-    """Codec exp on lines of every kind: escapes, windows at both ends, a lost block, several tensors and rows."""
-    backend, device = target
-    fmt = RecordFormat.of("exp")
-    lines = [source_of(kind, 512, seed) for seed, kind in enumerate(10 * list(exponents.KINDS)[:-1])]
-    long = torch.cat([*lines[:70], source_of("uniform", 999)[:-100]])  # the second block, a short one, is lost
-    for dtype in FLOATS:
-        rows = Rows.of((len(long),), (1,))
-        message = REFERENCE.encode([long], rows, fmt)
-        assert torch.equal(Calls(backend).encode([long.to(device)], rows, fmt).cpu(), message)
-        (got,) = Calls(backend).decode(message.to(device), rows, fmt, dtype)
-        (want,) = REFERENCE.decode(message, rows, fmt, dtype)
-        exact = dtype != torch.float16  # NaNs too
-        assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)) if exact else same([got.cpu()], [want])
-        if emulated(target):
-            break
-    assert_agrees(target, Case((700, 0, 1, 513), (3, 2), (1, 3), 3, fmt, torch.bfloat16, "subnormal", short=7))
-    assert_agrees(target, Case((530,), (2,), (1,), 2, fmt, torch.bfloat16, "nan", unaligned=True))
 
 
 def test_codecs_of_processors_alone(target: tuple[Any, torch.device]) -> None:
