@@ -46,7 +46,11 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
         self.hzero = StageState(module, config, group, bucket_numel, self._max_available_parameters_in_numel)
-        for unit in set(self.hzero.units.of.values()):
+        units = set(self.hzero.units.of.values())
+        # DeepSpeed counts the layer in use, which it has as a whole, and would gather nothing ahead where that is all it may have.
+        largest = max((sum(member.param.ds_numel for member in unit.members) for unit in units), default=0)
+        self.param_coordinator._PartitionedParameterCoordinator__max_n_available_params += largest
+        for unit in units:
             self.backward_hooks.append(unit.layer.register_forward_pre_hook(_by_keyword, with_kwargs=True))
 
     # DeepSpeed's hooks before and after every module take more time than all that hzero does in a step. So they do nothing

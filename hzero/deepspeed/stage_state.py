@@ -539,9 +539,13 @@ class Units:
             managed.unit.waiting.add(managed)
 
     def request(self, requested: Collection[Managed]) -> None:
-        """Parameters are requested: lets go of complete units of which there are none among them."""
-        now = {managed.unit for managed in requested}
-        self._drop(unit for unit in self._gathered if unit not in now and unit.complete)
+        """Parameters of other units are requested: lets go of complete ones.
+
+        So the last layer of a forward stays for its backward, where the modules behind it have no unit.
+        """
+        now = {managed.unit for managed in requested} - {None}
+        if now:
+            self._drop(unit for unit in self._gathered if unit not in now and unit.complete)
 
     def use(self, module: torch.nn.Module) -> None:
         """A module is about to be used: if it has a unit, lets go of other ones.
