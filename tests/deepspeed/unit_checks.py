@@ -226,8 +226,8 @@ def _compare(
         )
         assert by_layer[:2] == by_module[:2]
         # Resident payloads that were laid together may still lie in both places, and small buffers of messages that
-        # overlapped are kept; a whole layer is larger.
-        assert by_layer[2] <= by_module[2] + 20_000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
+        # overlapped are kept; a whole layer has 27,284.
+        assert by_layer[2] <= by_module[2] + 26_000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
         found = {"module": by_module[3], "layer": by_layer[3]}
     return found
 
