@@ -47,7 +47,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
         self.hzero = StageState(module, config, group, bucket_numel, self._max_available_parameters_in_numel)
         units = set(self.hzero.units.of.values())
-        # DeepSpeed counts the layer in use, which it has as a whole, and would gather nothing ahead where that is all it may have.
+        # DeepSpeed counts the layer in use, which it has as a whole. A limit of one layer would leave nothing to gather ahead.
         largest = max((sum(member.param.ds_numel for member in unit.members) for unit in units), default=0)
         self.param_coordinator._PartitionedParameterCoordinator__max_n_available_params += largest
         for unit in units:

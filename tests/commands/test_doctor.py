@@ -352,7 +352,8 @@ def test_the_hardware_queues_are_enough_for_the_lanes(order: Any) -> None:
     for tier in ("gcd", "gpu", "node", "group"):
         for results in (False, True):
             streams.on(("weights", tier), results=results)
-    streams.collective(lambda async_op: MagicMock())
+    if order == "strict":  # else a collective starts on the stream of its lane
+        streams.collective(lambda async_op: MagicMock())
     good = next(one.good for one in doctor.VARIABLES if one.name == "GPU_MAX_HW_QUEUES")
     assert (
         4
