@@ -71,9 +71,10 @@ HZ_DEVICE hz_u16 to_half(float x) {
 #endif
 #define HZ_WAVE 64
 #define HZ_DEVICE static inline __attribute__((device, always_inline))
-#define HZ_KERNEL(name)                                                                              \
-  extern "C" __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS))) void name( \
-      const hz_bucket bucket)
+// With 8 waves per SIMD each has 64 vector registers. Without this number a compiler may take more, and a wave is lost.
+#define HZ_KERNEL(name)                                                                                                \
+  extern "C" __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS), amdgpu_waves_per_eu(8))) void \
+  name(const hz_bucket bucket)
 
 namespace hz {
 #pragma clang fp contract(off)
