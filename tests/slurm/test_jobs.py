@@ -212,7 +212,8 @@ def test_lumis_script_starts_every_rank_in_the_container(
 
 
 def test_a_corpus_is_prepared_by_one_rank_for_each_task(jobs: _Jobs, tmp_path: Path, stand_in: dict[str, str]) -> None:
-    keys, options = ("slurm_local", "data.path=texts", "data.output=ids"), ("--ntasks-per-node=3", "--constraint=")
+    keys = ("slurm_local", "data.path=texts", "data.output=ids")
+    options = ("--ntasks-per-node=3", "--constraint=", "--export=ALL")
     number = jobs.send("corpus", *keys, script="prepare", options=options, **stand_in)
     jobs.until(lambda: "finished" in jobs.log("corpus", number), "corpus", "the job finishes")
     command = "-m hzero data prepare data.path=texts data.output=ids"
