@@ -53,9 +53,9 @@ HEAD_TAG: int = WORLD.Get_attr(MPI.TAG_UB) or 32767
 TAGS = range(HEAD_TAG - 16384, HEAD_TAG)
 #: Bytes of a frame that is copied into the head, and of one message, since counts of MPI may be 32 bits wide.
 SMALL, PIECE = 8 << 10, 1 << 30
-#: The poller asks without a pause for so many seconds after an event, since an answer is likely, and then with short pauses,
-#: since a loop cannot sleep for less than a millisecond. Afterwards it sleeps for a share of the time since the event.
-EAGER_S, SHORT_S, PAUSE_S, SHARE, LONGEST_S = 3e-4, 5e-3, 2e-5, 0.02, 0.01
+#: The poller asks without a pause for so many seconds after an event, since an answer is likely. Then it pauses for a share of
+#: the time since the event, at most for the longest pause. Short pauses hold up the loop, which cannot sleep for less than 1 ms.
+EAGER_S, SHARE, SHORT_S, LONGEST_S = 3e-4, 0.1, 5e-4, 0.01
 #: Seconds that the end of the process waits for messages under way.
 FLUSH_S = 10.0
 
@@ -136,12 +136,13 @@ def _poll(loop: asyncio.AbstractEventLoop, last: float) -> None:
     last = now if happened else last
     if loop in _polls:
         return  # what has come was answered
-    if now - last < SHORT_S:
+    pause = min((now - last) * SHARE, LONGEST_S)
+    if pause < SHORT_S:
         if now - last > EAGER_S:
-            time.sleep(PAUSE_S)
+            time.sleep(pause)
         _polls[loop] = loop.call_soon(_poll, loop, last)
     elif _comms or _listeners or _under_way:
-        _polls[loop] = loop.call_later(min((now - last) * SHARE, LONGEST_S), _poll, loop, last)
+        _polls[loop] = loop.call_later(pause, _poll, loop, last)
 
 
 def _step() -> bool:
