@@ -57,7 +57,7 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     logging.getLogger("distributed").setLevel(logging.WARNING)
     processes = world.gather(f"{socket.gethostname()}:{os.getpid()}")
     if processes and "HYDI_CONTROL_FD" in os.environ:
-        # When a rank dies, MPICH's mpiexec kills the others before they can say which. It names the process.
+        # MPICH's mpiexec names a process when a rank dies, and with -disable-auto-cleanup this job names the rank.
         print(f"hzero: processes of ranks 0 to {ranks - 1}: {' '.join(processes)}", file=sys.stderr, flush=True)
     try:
         if not initialize(protocol="mpi", dashboard=False, dashboard_address=":0", exit=False):
