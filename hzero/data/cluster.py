@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     logging.getLogger("distributed").setLevel(logging.WARNING)
     processes = world.gather(f"{socket.gethostname()}:{os.getpid()}")
     if processes and "HYDI_CONTROL_FD" in os.environ:
-        # MPICH's mpiexec names a process when a rank dies, and with -disable-auto-cleanup this job names the rank.
+        # MPICH's mpiexec kills all ranks when one dies, and names a process only.
         print(f"hzero: processes of ranks 0 to {ranks - 1}: {' '.join(processes)}", file=sys.stderr, flush=True)
     try:
         if not initialize(protocol="mpi", dashboard=False, dashboard_address=":0", exit=False):
@@ -84,4 +85,5 @@ class _Deaths(SchedulerPlugin):
 
         host, rank, _port = parsed(worker)
         print(f"hzero: rank {rank} on {host} is gone; the job ends", file=sys.stderr, flush=True)
+        time.sleep(1.0)  # until the launcher has the message: it stops reading when a rank aborts
         WORLD.Abort(1)

@@ -96,9 +96,12 @@ def _address(port: int) -> str:
 
 def _send(peer: int, tag: int, sender: int, number: int, words: bytes = b"", bodies: Sequence[Any] = ()) -> None:
     """Starts a message, which ends later: whoever reads at the other end may be sending to this one as well."""
-    requests = [WORLD.Isend([HEAD.pack(tag, sender, number) + words, MPI.BYTE], peer, HEAD_TAG)]
-    requests += [WORLD.Isend([piece, MPI.BYTE], peer, tag) for body in bodies for piece in _pieces(body)]
-    _track(requests)
+    try:
+        requests = [WORLD.Isend([HEAD.pack(tag, sender, number) + words, MPI.BYTE], peer, HEAD_TAG)]
+        requests += [WORLD.Isend([piece, MPI.BYTE], peer, tag) for body in bodies for piece in _pieces(body)]
+        _track(requests)
+    except MPI.Exception as error:
+        raise CommClosedError(f"rank {peer} cannot be reached: {error}") from error
 
 
 def _pieces(buffer: Any) -> Iterator[Any]:
@@ -132,6 +135,7 @@ def _poll(loop: asyncio.AbstractEventLoop, last: float) -> None:
             happened = _step()
     except Exception:
         logger.exception("Messages over MPI cannot go on; the job ends")
+        time.sleep(1.0)  # until the launcher has the message: it stops reading when a rank aborts
         WORLD.Abort(1)
     last = now if happened else last
     if loop in _polls:
@@ -306,7 +310,8 @@ class MpiComm(Comm):
             self._why = self._why or bytes(self.heads[0][2]).decode() or f"{self._peer_addr} has closed the connection"
         if self._why and self.theirs and not self._said:
             self._said = True
-            _send(self._peer, self.theirs, self.tag, CLOSING)
+            with contextlib.suppress(CommClosedError):
+                _send(self._peer, self.theirs, self.tag, CLOSING)
         while self._why and self.heads:
             _, number, words = self.heads.popleft()
             if number == CLOSING:
