@@ -182,33 +182,28 @@ def complete(job: Job, counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         job: The job.
         counts: Those of all shards; they are not consumed if the data set is complete.
     """
+    from datasets import Features
+
     if not (job.output / COMPLETE).is_file():
         found = list(counts)
         totals: dict[str, Any] = {key: sum(one[key] for one in found) for key in ("documents", "tokens", "rows")}
         totals["empty"] = sorted(place for one in found for place in one["empty"])
+        files = {COMPLETE: totals}
+        if job.dtype is None:  # what ``datasets.load_from_disk`` reads beside the shards
+            state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+            state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": job.key[:16]}
+            state["_data_files"] = [{"filename": job.file(number).name} for number in range(job.count)]
+            info = {"features": Features.from_arrow_schema(job.schema).to_dict()}
+            files = {"dataset_info.json": info, "state.json": state, COMPLETE: totals}
         with refusing(job.place, job.output):
             if job.dtype:
                 shards.merge(job)
-            else:
-                _describe(job)
-            with replacing(job.output / COMPLETE) as file:
-                json.dump(totals, file)
+            for name, content in files.items():
+                with replacing(job.output / name) as file:
+                    json.dump(content, file, indent=1)
     for number in range(job.count if job.dtype else 0):  # their content is in the whole file
         job.file(number).unlink(missing_ok=True)
     return read_json(job.output / COMPLETE)
-
-
-def _describe(job: Job) -> None:
-    """Writes what ``datasets.load_from_disk`` reads beside the shards."""
-    from datasets import Features
-
-    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
-    state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": job.key[:16]}
-    state["_data_files"] = [{"filename": job.file(number).name} for number in range(job.count)]
-    info = {"features": Features.from_arrow_schema(job.schema).to_dict()}
-    for name, content in (("dataset_info.json", info), ("state.json", state)):
-        with replacing(job.output / name) as file:
-            json.dump(content, file, indent=1)
 
 
 def _hash(value: Any) -> str:

@@ -30,7 +30,7 @@ from hzero.data.corpus import begun, complete, files_of, read_tokenizer
 from hzero.data.shards import Job, Piece
 from hzero.experiment import Name, composed
 from hzero.files import expanded
-from hzero.validation import ConfigError, Frozen, Parser, on_all_ranks, one_of, printable, validated
+from hzero.validation import ConfigError, Frozen, Parser, on_all_ranks, printable, validated
 
 
 class DataGroup(Frozen):
@@ -60,20 +60,12 @@ class Settings(Frozen):
 def run_data(arguments: Sequence[str]) -> int:
     """Runs ``hzero data prepare``. Raises `ConfigError` for input that cannot be used."""
     parser = Parser("hzero data", __doc__)
-    parser.add_argument("action", metavar="prepare", help="what to do")
+    parser.add_argument("action", choices=["prepare"], help="what to do")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of conf/prepare.yaml")
     with on_all_ranks():
-        parsed = parser.parse_args(arguments)
-        if parsed.action != "prepare":
-            raise one_of("hzero data", parsed.action, ["prepare"], "action")
-        settings = settings_of(parsed.overrides)
-    output = expanded(settings.data.output).absolute()
-    try:
-        with cluster(settings.data.workers) as client:
-            prepare(settings, client)
-    except (ConfigError, KeyboardInterrupt):
-        sweep(output)
-        raise
+        settings = settings_of(parser.parse_args(arguments).overrides)
+    with cluster(settings.data.workers) as client:
+        prepare(settings, client)
     return 0
 
 
@@ -103,11 +95,12 @@ def prepare(settings: Settings, client: Client) -> None:
     work = shards.cut(source, files, data.shard_bytes)
     job = Job("", source, output, "data.output", end, length, data.shard_bytes, len(work), dtype)
     job = begun(job, files, tokenizer)
-    sweep(output)
+    _sweep(output)
     done = {number: counts for number in range(len(work)) if (counts := job.done(number))}
     if done:
         _say(f"{len(done):,} of {len(work):,} shards are complete")
     totals = complete(job, itertools.chain(done.values(), _written(job, work, done, client)))
+    _sweep(output)
     documents, tokens, rows, empty = (totals[key] for key in ("documents", "tokens", "rows", "empty"))
     _say(f"{documents:,} documents, {tokens:,} tokens, {len(work):,} shards in {output}")
     if empty:
@@ -138,14 +131,13 @@ def _written(job: Job, work: list[list[Piece]], done: Container[int], client: Cl
                 _say(f"{len(work) - len(tasks) + number:,} of {len(work):,} shards; {rate:,.0f} documents/s")
             yield counts
     except KilledWorker as error:
-        tries, file = error.allowed_failures + 1, tasks[task][0].file
-        found = f"found that {tries} workers died in the shard that begins in {file!r}"
+        found = f"found {error.allowed_failures + 1} dead workers in the shard that begins in {tasks[task][0].file!r}"
         raise ConfigError(f"data.path: {found}; expected more memory, or a smaller data.shard_bytes") from None
     finally:
         client.cancel(list(tasks))  # of those that are left after an error
 
 
-def sweep(output: Path) -> None:
+def _sweep(output: Path) -> None:
     """Removes what processes have left that were killed while they wrote."""
     for left in (*output.glob(".*.partial"), *output.glob("shards/.*.partial")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)

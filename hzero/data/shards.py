@@ -114,9 +114,8 @@ def cut(source: Path, files: Sequence[Path], limit: int) -> list[list[Piece]]:
         ConfigError: Files of several kinds, or Parquet without texts.
     """
     if len(kinds := {kind_of(file) for file in files}) > 1:
-        names = " and ".join(sorted(kinds))
-        expected = "expected only text, only .json and .jsonl, or only .parquet"
-        raise ConfigError(f"data.path: found {names} in {str(source)!r}; {expected}")
+        names, expected = " and ".join(sorted(kinds)), "only text, only .json and .jsonl, or only .parquet"
+        raise ConfigError(f"data.path: found {names} in {str(source)!r}; expected {expected}")
     found, size = [list[Piece]()], 0
     for piece in (piece for file in files for piece in _pieces(source, file, limit)):
         if found[-1] and size + piece.size > limit:
@@ -135,12 +134,11 @@ def _pieces(source: Path, file: Path, limit: int) -> list[Piece]:
     else:
         try:
             groups = pq.ParquetFile(file)
-        except pa.ArrowException as error:
-            raise ConfigError(f"data.path: {file}: is not Parquet: {str(error).splitlines()[0]}") from None
-        kind = dict(zip(groups.schema_arrow.names, groups.schema_arrow.types)).get("text")
-        if kind not in (pa.string(), pa.large_string()):
-            what = f"{kind} in the column 'text'" if kind else f"the columns {', '.join(groups.schema_arrow.names)}"
-            raise ConfigError(f"data.path: {file}: found {what}; expected strings in a column 'text'")
+            what = str(groups.schema_arrow.field("text").type)
+        except (pa.ArrowException, KeyError) as error:
+            what = str(error).splitlines()[0]
+        if what not in ("string", "large_string"):
+            raise ConfigError(f"data.path: {file}: found {what}; expected Parquet with strings in a column 'text'")
         sizes = [groups.metadata.row_group(at).total_byte_size for at in range(groups.num_row_groups)]
         found = [Piece(name, at, at + 1, size) for at, size in enumerate(sizes)]
     return found or [Piece(name, 0, 0, 0)]
