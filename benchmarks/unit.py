@@ -102,6 +102,7 @@ NODE = dist.get_world_size() // 2
 schemes: dict[str, Any] = {
     HSDP: lambda: hsdp(NODE, flags=True),
     "HSDP, no flags": lambda: hsdp(NODE),
+    "HSDP over the package": lambda: hsdp(NODE // 2, flags=True),
     "HSDP over the package, no flags": lambda: hsdp(NODE // 2),
     "DDP": ddp,
     "ZeRO-3": zero3,
