@@ -148,7 +148,7 @@ class CodecConfig(Frozen):
         if self.rotation and (not self.traits.codes or self.block_size % self.rotation):
             found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
             raise ValueError(f"{found}; possible with {scaled}, where it divides block_size")
-        if self.traits.settings and self.rounding != "nearest":
+        if self.rounding != "nearest" and not self.traits.codes:
             raise ValueError(f"found rounding {self.rounding!r} with codec {self.codec}; possible with {scaled}")
         for codec, traits in TRAITS.items():
             for setting in traits.settings if codec != self.codec else ():

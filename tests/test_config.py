@@ -122,6 +122,8 @@ BAD: list[tuple[Any, str]] = [
     ({"codecs": {"tensors": "int8"}}, "codecs: unknown key 'tensors'; did you mean 'tensor'"),
     (codec({"codec": "int8", "block_size": 8}), "codecs.weights.gpu.block_size: found 8"),
     (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; possible with int8 and int4"),
+    (codec({"codec": "bf16", "rounding": "stochastic"}), "found rounding 'stochastic' with codec bf16; possible with int8"),
+    (codec({"codec": "none", "rounding": "stochastic"}), "found rounding 'stochastic' with codec none; possible with int8"),
     (int4(scale="fp32"), "codecs.gradients.gpu: unknown key 'scale'"),
     ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
     ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling', expected a block with keys algorithm"),

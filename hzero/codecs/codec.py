@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hzero.codecs import backends
-from hzero.codecs.formats import ALIGNMENT, FIXED, RecordFormat, Rows, Traits
+from hzero.codecs.formats import ALIGNMENT, FIXED, RecordFormat, Rows
 from hzero.codecs.reference import NAMES, Adds
 from hzero.config import CodecConfig
 
@@ -36,13 +36,7 @@ class Codec(NamedTuple):
     @functools.lru_cache(maxsize=256)
     def from_config(config: CodecConfig) -> Codec:
         """The codec of one tier and role."""
-        stochastic = config.rounding == "stochastic" and config.traits.codes is not None
-        return Codec(config.format._replace(stochastic=stochastic))
-
-    @property
-    def traits(self) -> Traits:
-        """Its properties, such as whether it is exact."""
-        return self.format.traits
+        return Codec(config.format._replace(stochastic=config.rounding == "stochastic"))
 
     def error_bound(self, block_absmax: float, dtype: torch.dtype = torch.float32) -> float:
         """Largest absolute error of one round trip of a finite element.

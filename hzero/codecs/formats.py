@@ -1,7 +1,8 @@
 """Codecs as data: one table of their properties, and the bytes that a shard takes in a payload (docs/payload_format.md).
 
 Pure arithmetic without torch. To add a codec, give it a name, an entry of `TRAITS` with its sizes and its error bound, and a
-reference in a module of its own (`Traits.reference`). Nothing outside this package tests a codec's name.
+reference in a module of its own (`Traits.reference`); docs/architecture.md has the rest, such as settings and kernels. Nothing
+else tests a codec's name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -25,9 +25,6 @@ CHECKSUM_BYTES = 16
 
 #: Bytes of a block's scale, a bfloat16.
 SCALE_BYTES = 2
-
-#: Elements that are rotated together; 0 rotates none.
-ROTATIONS = (0, 64, 128)
 
 #: Codec ``zfp``: elements of a block, and biased exponents of float32 up to which zfp's conversion to integers overflows.
 ZFP_BLOCK, ZFP_TINY = 4, 28
@@ -317,7 +314,6 @@ TRAITS: dict[CodecName, Traits] = {
         settings={"dimension": 1},
     ),
 }
-CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 #: Codecs whose blocks share a scale.
 BLOCK_CODECS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.codes)
 #: Codecs that give back every bit.

@@ -89,7 +89,7 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Cal
 
 
 def summer(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
-    """A call ``(payload, sums, checksums)`` that sums the pieces of a payload in float32, see `hzero.codecs.codec.Summer`."""
+    """A call ``(payload, sums, checksums)`` that sums the pieces of a payload in float32, see `hzero.codecs.codec.Decoder`."""
     if not fmt.traits.reference:
         message = _Elements(Rows.of(rows.chunks, (rows.inner,)), fmt, dtype)
         return functools.partial(message.sum, rows.outer, add)

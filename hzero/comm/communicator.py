@@ -83,7 +83,7 @@ class CommunicatorConfig(Frozen):
 
     codecs: TierCodecs
     gather: TierCodecs
-    block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
+    block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=512, multiple_of=16)
     error_feedback: TierList = ()
     node_all_gather: NodeAllGather = NodeAllGather()
     checksum: bool = False
@@ -123,8 +123,8 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
 class Communicator:
     """Collectives over a process group of torch.distributed, one hop per tier of the machine, each with the tier's codec.
 
-    A machine has three tiers: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``. An operation crosses
-    them one after the other: gathers and broadcasts from the outermost inwards, sums and all-to-alls from the innermost
+    Most machines have three tiers: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``. An operation
+    crosses them one after the other: gathers and broadcasts from the outermost inwards, sums and all-to-alls from the innermost
     outwards. On each it sends payloads in the codec of that tier; where two tiers have one codec a payload that is only
     copied passes unchanged. All ranks decode the same bytes, the owner of a tensor too, so they end with the same bits.
 
@@ -536,7 +536,7 @@ def for_dimension(
     """A communicator for the activations of one parallel dimension, with the codecs of ``codecs.tensor`` and so on.
 
     Make it before the engine, and give it to `hzero.comm.activations`. An engine with the stage that is built after it
-    counts its hops in its own wire log and traces, under the dimension's name. Its ranks keep their places in the world's
+    counts its hops in its own wire log, under the dimension's name. Its ranks keep their places in the world's
     grid.
 
     Args:

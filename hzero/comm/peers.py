@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,9 +19,6 @@ from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeo
 from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
 from hzero.validation import PeerError, PlainError, some
-
-#: What carries the messages of one group of ranks: `TorchWires`, or `hzero.comm.mpi_wires.MpiWires` with the same methods.
-Wires: TypeAlias = Any
 
 
 @dataclass
@@ -64,21 +61,21 @@ class Peers:
     """The ranks of a lane.
 
     Attributes:
-        wires: Their wires.
+        wires: What carries their messages: `TorchWires`, or `hzero.comm.mpi_wires.MpiWires` with the same methods.
         ranks: Of the world, in the order of coordinates.
         coordinate: That of this rank.
         hops: Counts the hops of the lane.
         messages: Messages with checksums so far, the same on all ranks.
     """
 
-    wires: Wires
+    wires: Any
     ranks: Sequence[int]
     coordinate: int
     hops: LaneHops
     messages: int = 0
 
     @classmethod
-    def of(cls, lane: Lane, wires: Wires, ranks: Sequence[int], timeout: timedelta) -> Peers:
+    def of(cls, lane: Lane, wires: Any, ranks: Sequence[int], timeout: timedelta) -> Peers:
         """The peers of a lane. All users of a lane in this process count its hops together."""
         name = f"{' '.join(lane)} {zlib.crc32(repr([*ranks]).encode())}"
         hops = shared_watchdog().lanes.setdefault(name, LaneHops(name, ranks, timeout.total_seconds()))
@@ -123,7 +120,7 @@ def wires_of(
     timeout: timedelta,
     backend: str | None = None,
     streams: DeviceStreams | None = None,
-) -> Wires:
+) -> Any:
     """The wires of a lane between ranks of the world, in this order; made at the first call. All its ranks must call alike.
 
     Args:

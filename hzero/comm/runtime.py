@@ -54,7 +54,7 @@ class Bucket:
     """Description of the tensors that a chain moves.
 
     Attributes:
-        keys: One stable id per tensor (DeepSpeed's ``ds_id``), by which residuals are kept.
+        keys: One stable number per tensor, by which residuals are kept.
         chunks: Elements of one shard of each tensor: its size over the world, rounded up.
         dtype: Type of the decoded elements; also their type on the wire under codec ``none``.
         role: The kind of state; of a `Communicator`'s messages the operation.
@@ -379,7 +379,7 @@ class Bound:
         bucket, order, feedback, residual = self.bucket, step.order, self._collectives.feedback, step.residual
         codec = Codec.from_config(step.codec)
         made: list[_Step] = []
-        encoded = bucket.dtype if codec.traits.exact else dtype
+        encoded = bucket.dtype if step.codec.traits.exact else dtype
         if order.table is not None:
             made.append(_Step(None, partial(self._in_table, _rows_of(order.table, device)[0])))
         if encoded != dtype:

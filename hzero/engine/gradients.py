@@ -251,10 +251,8 @@ class Gradients:
 
     def _submit_crossing(
         self, layout: _Layout, scale: float, sums: Callable[[], list[torch.Tensor]], **how: Any
-    ) -> Chain[list[torch.Tensor]]:
-        chain = layout.boundary.run(sums, seed=self._next_seed(), scale=scale, **how)
-        self._crossing.append((layout, chain))
-        return chain
+    ) -> None:
+        self._crossing.append((layout, layout.boundary.run(sums, seed=self._next_seed(), scale=scale, **how)))
 
     def _limit_crossings(self) -> None:
         """Waits until few crossings are in flight: each holds its message twice."""

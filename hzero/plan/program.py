@@ -186,13 +186,9 @@ class Program:
 
     Attributes:
         steps: In order.
-        codec: Of the last message.
-        outer: Its pieces.
     """
 
     steps: tuple[Step, ...]
-    codec: CodecConfig = PLAIN
-    outer: int = 1
 
     @functools.cached_property
     def crossings(self) -> tuple[Cross, ...]:
@@ -283,8 +279,8 @@ def gather_program(
         steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, outer, algorithms))
     if result is None:
         steps.append(Decode(codec, Order.of_hops(plan), outer))
-        return Program(tuple(steps), codec, outer)
-    return Program((*steps, *_recoded(codec, result, outer, rows)), result, outer)
+        return Program(tuple(steps))
+    return Program((*steps, *_recoded(codec, result, outer, rows)))
 
 
 def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_order: bool) -> Program:
@@ -366,7 +362,7 @@ class StagePrograms:
             uncoded = gather_program(plan, plain(hops), result=kept)
             message = gather_program(plan, hops, held=hops[0].codec, result=hops[-1].codec)
             order = Order.of_hops(plan) if plan.decoded else Order.of_rows(plan.resident_rows)
-            difference = Program((*message.steps, Decode(message.codec, order, message.outer, add=True)))
+            difference = Program((*message.steps, Decode(hops[-1].codec, order, plan.resident_rows, add=True)))
             unshard = gather_program(plan, plan.unshard_hops(), held=plan.resident_codec, rows=plan.resident_rows)
         elif hops := plan.gather_hops():
             unshard = gather_program(plan, hops)
@@ -435,8 +431,8 @@ def message_program(plan: ShardPlan, source: int, target: int) -> Program:
     tier = plan.grid.tier_between(source, target)
     codec, order = plan.codecs.weights[tier], Order.of_rows(1)
     if plan.rank == source:
-        return Program((Encode(codec, order), Cross("weights", "send", (tier,), 2, codec, 1, root=target)), codec)
-    return Program((Cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)), codec)
+        return Program((Encode(codec, order), Cross("weights", "send", (tier,), 2, codec, 1, root=target)))
+    return Program((Cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)))
 
 
 def in_memory(hop: Hop) -> CodecConfig:

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hzero.codecs.formats import TRAITS
 from hzero.config import BASE_TIERS, PLAIN, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
 from hzero.experiment import key_of
 from hzero.plan.memory import Footprint, footprint
@@ -220,7 +221,7 @@ def settings(scenario: Scenario) -> Iterator[Setting]:
     presets = {name: _keys(parse_config({"preset": name})) for name in PRESETS}
     weights, gradients = _CODECS[scenario.quality]
     for shard, codec, coded, inner in itertools.product(scopes, weights, gradients, (True, False)):
-        if not inner and (codec == coded == PLAIN.codec or grid.nodes == 1):
+        if not inner and ((TRAITS[codec].plain and TRAITS[coded].plain) or grid.nodes == 1):
             continue
         wanted: dict[str, str] = {}
         for role, scope, name in zip(ROLES, shard, (codec, coded)):

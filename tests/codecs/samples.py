@@ -9,12 +9,16 @@ import torch
 from torch import Generator, Tensor
 
 from hzero.codecs.codec import Codec
+from hzero.codecs.formats import BLOCK_CODECS
 from hzero.config import CodecConfig
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def make(codec: str, **settings: Any) -> Codec:
+    """A codec; the key ``rounding`` is left out where it has none."""
+    if codec not in BLOCK_CODECS:
+        settings.pop("rounding", None)
     return Codec.from_config(CodecConfig(codec=codec, **settings))
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import BLOCK_CODECS, CODECS, FIXED, TRAITS
+from hzero.codecs.formats import FIXED, TRAITS
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, decode_onto, decode_sum, decode_sum_encode, numbers, same
 
@@ -161,10 +161,10 @@ def test_residuals_are_updated_in_place(codec: str, kept: torch.dtype) -> None:
     assert torch.equal(got, want) and same(residuals, [one.to(kept) for one in left])
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", TRAITS)
 def test_prepared_calls_write_where_they_are_told(codec: str) -> None:
     """The bits of single calls, into memory that exists, twice and from several threads."""
-    own, device = make(codec, rounding="stochastic") if codec in BLOCK_CODECS else make(codec), torch.device("cpu")
+    own, device = make(codec, rounding="stochastic"), torch.device("cpu")
     dtype = torch.float32
     how = {"sizes": [2, 2], "strides": [1, 2], "outer": 2}
     encoder, decoder = (make(CHUNKS, dtype, device, **how) for make in (own.encoder, own.decoder))

@@ -238,8 +238,8 @@ def buckets(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[int], tuple[list[
 
 
 def config(codec: str, blocks: tuple[int, int], rounding: str) -> CodecConfig:
-    rotation = blocks[1] if codec in ("int8", "int4") else 0
-    return CodecConfig(codec=codec, block_size=blocks[0], rotation=rotation, rounding=rounding)
+    own = {"rotation": blocks[1], "rounding": rounding} if codec in ("int8", "int4") else {}
+    return CodecConfig(codec=codec, block_size=blocks[0], **own)
 
 
 #: Sizes of a block, and of what is rotated together.

@@ -58,7 +58,7 @@ def test_every_bit_comes_back_also_in_another_decoder(kind: str, dimension: int)
         assert same_bits(own.decode(record, [count], dtype=torch.float32)[0], x)
         words = naive_decoded(bytes(record.tolist()), count, dimension)
         assert np.array_equal(words, x.numpy().view(np.uint32)), count
-    assert own.traits.exact and own.error_bound(3e38) == 0.0
+    assert own.format.traits.exact and own.error_bound(3e38) == 0.0
 
 
 def test_a_record_byte_for_byte() -> None:

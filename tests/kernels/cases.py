@@ -13,7 +13,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.codec import Decoder, Encoder, Recoder
-from hzero.codecs.formats import FIXED, ROTATIONS, RecordFormat, Rows
+from hzero.codecs.formats import FIXED, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers, same
 
 KINDS = ("normal", "constant", "zero", "subnormal", "huge", "nan", "infinite", "halves", "signs", "ties")
@@ -143,7 +143,7 @@ def random_case() -> Case:
     """A case of many kinds, awkward sizes on purpose; another one each time."""
     draw = random.Random()
     block_size = draw.choice([16, 32, 48, 64, 128, 192, 256, 384, 512])
-    rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
+    rotation = draw.choice([size for size in (0, 64, 128) if not size or block_size % size == 0])
     fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, rotation, draw.random() < 0.3)
     outer, inner = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([1, 2, 3])
     if draw.random() < 0.5:

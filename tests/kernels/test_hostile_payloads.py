@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import reference
-from hzero.codecs.formats import CODECS, ROTATIONS, RecordFormat, Rows
+from hzero.codecs.formats import TRAITS, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers
 from tests.kernels.cases import Calls, compared
 from tests.kernels.test_kernels import backend_of
@@ -42,9 +42,9 @@ def _hostile(size: int, draw: random.Random) -> torch.Tensor:
 def _messages(draw: random.Random) -> tuple[Rows, RecordFormat, torch.dtype]:
     """A bucket of whole vectors: the format leaves open what becomes of bytes behind a record's elements."""
     block_size = draw.choice((16, 48, 64, 128, 496))
-    rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
+    rotation = draw.choice([size for size in (0, 64, 128) if not size or block_size % size == 0])
     own = {"rate": draw.randint(4, 24), "dimension": draw.randint(1, 32)}
-    fmt = RecordFormat.of(draw.choice(CODECS), block_size, rotation, **own)
+    fmt = RecordFormat.of(draw.choice(tuple(TRAITS)), block_size, rotation, **own)
     chunks = tuple(16 * draw.choice((0, 1, 2, 5, 9, 33)) for _ in range(draw.randint(1, 3)))
     peers, inner = draw.randint(1, 4), draw.randint(1, 3)
     return Rows.of(chunks, (peers, inner), outer=peers), fmt, draw.choice(FLOATS)
@@ -99,7 +99,9 @@ def test_payloads_of_another_size_are_refused(seed: int) -> None:
 
 @settings(max_examples=100)
 @given(
-    counts=st.tuples(*[st.sampled_from(COUNTS)] * 4), codec=st.sampled_from(CODECS), size=st.sampled_from((0, 16, 100))
+    counts=st.tuples(*[st.sampled_from(COUNTS)] * 4),
+    codec=st.sampled_from(tuple(TRAITS)),
+    size=st.sampled_from((0, 16, 100)),
 )
 def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
     counts: tuple[int, ...], codec: str, size: int
