@@ -9,16 +9,18 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hzero.comm.lanes import DeviceStreams
 from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
 from hzero.validation import PeerError, PlainError, some
+
+if TYPE_CHECKING:
+    from hzero.comm.lanes import DeviceStreams
 
 
 @dataclass
