@@ -184,10 +184,11 @@ def complete(job: Job, counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """
     from datasets import Features
 
-    if not (job.output / COMPLETE).is_file():
+    gone = job.dtype is None and not all(job.file(number).is_file() for number in range(job.count))
+    if gone or not (job.output / COMPLETE).is_file():
         found = list(counts)
         totals: dict[str, Any] = {key: sum(one[key] for one in found) for key in ("documents", "tokens", "rows")}
-        totals["empty"] = sorted(place for one in found for place in one["empty"])
+        totals["empty"] = sorted(tuple(place) for one in found for place in one["empty"])
         files = {COMPLETE: totals}
         if job.dtype is None:  # what ``datasets.load_from_disk`` reads beside the shards
             state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))

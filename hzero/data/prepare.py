@@ -90,7 +90,8 @@ def prepare(settings: Settings, client: Client) -> None:
     if end is None:
         raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
     if data.format == "megatron":
-        dtype = "uint16" if len(tokenizer) < 65_500 else "int32"  # as Megatron itself chooses
+        largest = max(tokenizer.get_vocab().values())
+        dtype = "uint16" if largest < 65_500 else "int32"  # as Megatron itself chooses
     source, files = files_of(str(source), None)
     work = shards.cut(source, files, data.shard_bytes)
     job = Job("", source, output, "data.output", end, length, data.shard_bytes, len(work), dtype)

@@ -104,7 +104,7 @@ class Job:
 
 def kind_of(file: Path) -> str:
     """``text``, ``json`` or ``parquet``, by the name of a file."""
-    return _KINDS.get(file.suffix, "text")
+    return _KINDS.get(file.suffix.lower(), "text")
 
 
 def cut(source: Path, files: Sequence[Path], limit: int) -> list[list[Piece]]:

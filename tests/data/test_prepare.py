@@ -200,6 +200,9 @@ def test_finished_shards_are_not_written_again(
     assert f"{len(files) - 2} of {len(files)} shards are complete" in capsys.readouterr().out
     changed = [number for number, file in enumerate(files) if file.stat().st_mtime_ns != before[file]]
     assert changed == [2, 4] and content(folder) == one
+    files[1].unlink()  # of a complete data set
+    prepare(settings_of(words(place, "again")), client)
+    assert content(folder) == one
 
 
 @pytest.mark.parametrize(
@@ -263,12 +266,29 @@ def test_empty_texts_are_left_out_and_named(
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "%s"}\n{"text": ""}\n{"text": null}\n' % ("a b " * 200))
-    (tmp_path / "in" / "b.jsonl").touch()
-    prepare(settings_of(words(place, "", f"data.path={tmp_path}/in", f"data.output={tmp_path}/out")), client)
+    (tmp_path / "in" / "b.JSONL").touch()
+    (tmp_path / "in" / "c.jsonl").write_text('{"text": ""}\n' + '{"text": "%s"}\n' % ("c " * 9900))
+    (tmp_path / "out").mkdir()
+    given = [f"data.path={tmp_path}/in", f"data.output={tmp_path}/out"]
+    prepare(settings_of(words(place, "", *given)), client)
     said = capsys.readouterr().out
-    assert "1 documents" in said and f"3 empty texts are left out, such as that at {tmp_path}/in/a.jsonl:2" in said, (
+    assert "2 documents" in said and f"4 empty texts are left out, such as that at {tmp_path}/in/a.jsonl:2" in said, (
         said
     )
+    before = content(tmp_path / "out")
+    (tmp_path / "out" / "complete.json").unlink()
+    (tmp_path / "out" / "shards" / "00001.json").unlink()
+    prepare(settings_of(words(place, "", *given)), client)
+    assert content(tmp_path / "out") == before
+
+
+def test_files_of_others_stay(place: Path, client: Client, tmp_path: Path) -> None:
+    (tmp_path / ".mine.partial").mkdir()
+    (tmp_path / ".mine.partial" / "x").touch()
+    (tmp_path / ".thesis.partial").touch()
+    with pytest.raises(ConfigError, match="found other files in"):
+        prepare(settings_of(words(place, "", f"data.output={tmp_path}")), client)
+    assert (tmp_path / ".mine.partial" / "x").exists() and (tmp_path / ".thesis.partial").exists()
 
 
 def test_parquet_and_text_give_the_same_ids(place: Path, one: dict[str, str], client: Client, tmp_path: Path) -> None:
