@@ -118,7 +118,9 @@ class Patched:
         self._memory = HostMemory(settings.offload, None if streams is None else streams.device)
         self._stock_attention = model.config._attn_implementation
         self.layers: list[nn.Module] = []
-        known = next((cls for cls in type(model).__mro__ if cls.__name__ in KINDS), None)
+        known: Any = next((cls for cls in type(model).__mro__ if cls.__name__ in KINDS), None)
+        if known is not None and type(model).forward is not known.forward:  # which may add to the loss
+            known = None
         self._known = known is not None
         _check(model, self._ranks, self._known)
         self._changed: dict[nn.Module, Callable[..., Any]] = {}
@@ -167,12 +169,12 @@ class Patched:
         global _running
         together = None if documents is None else Documents(documents, self._chunk * self._ranks)
         before, _running = _running, Attention(self._group, self._memory, self._chunk, together)
-        tokens = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        asked = rest | {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "return_dict": True}
         try:
             if not self._known:
                 losses = {"labels": labels, "shift_labels": labels, "num_items_in_batch": 1}
-                return type(self._model).forward(self._model, **tokens, **losses, **rest)  # type: ignore[no-any-return]
-            states = self._model.base_model(**tokens, **rest).last_hidden_state
+                return type(self._model).forward(self._model, **asked, **losses)  # type: ignore[no-any-return]
+            states = self._model.base_model(**asked).last_hidden_state
             return CausalLMOutputWithPast(loss=self._model.lm_head(states, labels).sum())
         finally:
             _running = before
@@ -249,8 +251,14 @@ def _check(model: Any, ranks: int, known: bool) -> None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if ranks > 1 and rope in ("dynamic", "longrope"):  # each rank would take its own last position for the length
         raise ConfigError(f"sequence.parallel: found {ranks}; {name} has rope_type {rope}; expected 1")
+    if getattr(config, "output_router_logits", False):  # a mean, of each rank's own tokens, beside a sum
+        raise ConfigError(f"sequence: found {name} with output_router_logits true; expected false")
     if known:
         return
+    mixers = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "attention"})
+    mixers += sorted({type(one).__name__ for one in model.modules() if isinstance(one, nn.Conv1d)})
+    if mixers:
+        raise ConfigError(f"sequence: found {name} with layers {', '.join(mixers)}; expected full attention alone")
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(f"sequence: found {name}; expected a model that transformers can give another attention")
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
@@ -287,8 +295,9 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)  # type: ignore[no-any-return]
     _last[module] = how
     wrong = [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]
-    if wrong or dropout:
-        raise ConfigError(f"sequence: found attention with {wrong or 'dropout'}; expected plain causal attention")
+    wrong += ["a mask of its own"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if wrong:
+        raise ConfigError(f"sequence: found attention with {', '.join(wrong)}; expected plain causal attention")
     if not getattr(module, "is_causal", True) or query.shape[2] != key.shape[2] or query.shape[3] != value.shape[3]:
         raise ConfigError(
             f"sequence: found attention of {type(module).__name__} from queries {list(query.shape)} to values "

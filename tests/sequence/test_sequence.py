@@ -11,7 +11,17 @@ import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from hzero.config import SequenceConfig
 from hzero.plan.sequence import Chunked
@@ -132,6 +142,31 @@ def test_models_that_would_train_otherwise_are_refused() -> None:
     window = MistralForCausalLM(MistralConfig(**shape, num_key_value_heads=1, intermediate_size=8, sliding_window=5))
     assert "a sliding window of 5 tokens" in _refusal(window)
     assert "attn_pdrop 0.1" in _refusal(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)))
+    experts = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=2, output_router_logits=True))
+    assert "output_router_logits true; expected false" in _refusal(experts)
+    kinds = ["conv", "full_attention"]
+    mixer = Lfm2ForCausalLM(Lfm2Config(**{**shape, "num_hidden_layers": 2}, num_key_value_heads=1, layer_types=kinds))
+    assert "layers conv, Conv1d; expected full attention alone" in _refusal(mixer)
+
+
+def test_a_loss_of_a_models_own_is_kept() -> None:
+    """By a subclass of a model whose layers are known."""
+
+    class Doubled(LlamaForCausalLM):
+        def forward(self, input_ids: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            found = super().forward(input_ids, position_ids=position_ids, **kwargs)
+            found.loss = 2 * found.loss
+            return found
+
+    model, batch = model_of("llama"), batch_of(9)
+    own = Doubled(model.config)
+    own.load_state_dict(model.state_dict())
+    ids, places = batch["input_ids"], torch.arange(9).expand(len(batch["input_ids"]), -1)
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    want = (
+        patch(model, SequenceConfig(chunk=4), None).forward(ids, places, labels, use_cache=True, return_dict=False).loss
+    )
+    assert torch.allclose(patch(own, SequenceConfig(chunk=4), None).forward(ids, places, labels).loss, 2 * want)
 
 
 def test_a_patched_model_is_stock_without_labels_and_after_remove() -> None:
