@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import hzero.fsdp
 from hzero import DivergenceError
-from hzero.codecs.formats import CODECS, TRAITS
+from hzero.codecs.formats import FIXED
 from hzero.plan.collectives import step_traffic
 from tests.fsdp.training import (
     BLOCKS,
@@ -219,7 +219,7 @@ def _exact_gradients(what: Case) -> list[torch.nn.Parameter]:
 
 def check_all_ranks_hold_the_same_bits() -> None:
     """Under every codec of resident weights and of sums."""
-    for codec in (*(name for name in CODECS if TRAITS[name].fixed), AT_RANDOM):
+    for codec in (*FIXED, AT_RANDOM):
         assert_same_bits(codec)
     assert_same_bits("int8", refresh_differences=True)
 
