@@ -79,6 +79,8 @@ class Preset(NamedTuple):
         dimensions_codec: Codec of activations on every tier, in every parallel dimension.
         optimizer_codec: Codec of the updated weights of pipeline stages on every tier.
         inner_codec: Codec of the gradients inside nodes; None: as between them.
+        differences_codec: Codec of the differences that refreshes send, where they can. The tiers inside the weights' scope
+            then read the copy as it is. None: whole weights are sent.
     """
 
     weights: Scope
@@ -88,6 +90,7 @@ class Preset(NamedTuple):
     dimensions_codec: Written = "none"
     optimizer_codec: Written = "none"
     inner_codec: Written | None = None
+    differences_codec: Written | None = None
 
     def codec_of(self, role: Role | Dimension, tier: Tier) -> Written:
         """The codec of a role on a tier."""
@@ -110,6 +113,7 @@ PRESETS: dict[str, Preset] = {
     "zeropp": Preset("node", "world", "int8", "int4"),
     "lossless": Preset("package", "node", "none", "none"),
     "topo": Preset("package", "node", "int8", "int4"),
+    "lean": Preset("package", "node", "int8", "int4", differences_codec={"codec": "int2", "block_size": 64}),
     "mild": Preset("package", "node", "int8", "int8"),
     # Those of arXiv 2409.02423, whose data-parallel ranks keep whole weights, as in ZeRO-1. Rates are ours.
     "zhybrid": Preset("device", "device", _ZFP_16, _ZFP_8, _ZFP_16, _ZFP_16),
@@ -470,9 +474,9 @@ class HZeroConfig(Block):
             `stage3_prefetch_bucket_size` elements, which are few bytes per rank on many ranks. `hzero links` prints the size
             from which latency is less than a tenth of a hop.
         refresh_differences: Whether a refresh sends the difference between the new weights and the receivers' copy instead of
-            the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, and the copy is nearer to the
-            weights. The next difference contains the error of the last, so errors do not add up. The copy has the weights'
-            type. The scope of the weights must be smaller than the world.
+            the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, with `int2` a quarter, and
+            the copy is nearer to the weights. The next difference contains the error of the last, so errors do not add up. The
+            copy has the weights' type. The scope of the weights must be smaller than the world.
         full_refresh_every: With `refresh_differences`: steps between two refreshes of whole weights, without codec. The first
             refresh, and one after a load or an edit inside `GatheredParameters`, is always whole. With `checkpoint`, the
             refresh after a save is whole too, so that a resumed run repeats the bits of an uninterrupted one. A master that
@@ -504,6 +508,14 @@ class HZeroConfig(Block):
         """The parallel dimensions for which the user has written a codec other than ``none``: somebody has to send in them."""
         return tuple(one for one in self.codecs.dimensions if f"codecs.{one}" in self.written)
 
+    def codecs_of_differences(self, weights: Scope) -> TierCodecs:
+        """The weights' codecs where refreshes send differences and the weights' scope is ``weights``."""
+        codec = PRESETS[self.preset].differences_codec
+        if codec is None or "codecs.weights" in self.written:
+            return self.codecs.weights
+        inside, coarse = tiers_inside(weights), CodecConfig.model_validate(codec)
+        return TierCodecs(**{tier: PLAIN if tier in inside else coarse for tier in TIERS})
+
 
 # ---- from a written block to its configuration ------------------------------------------------------------------------------
 
@@ -532,7 +544,8 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     written, size = block.get("shard", {}), block.get("block_size", DEFAULT_BLOCK_SIZE)
     shard = {"weights": start.weights, "gradients": start.gradients}
     codecs = _codecs(start, block.get("codecs", {}), size)
-    values = {**block, "preset": preset, "block_size": size, "shard": written, "codecs": codecs}
+    values = {"refresh_differences": start.differences_codec is not None, **block}
+    values |= {"preset": preset, "block_size": size, "shard": written, "codecs": codecs}
     if isinstance(written, Mapping):
         values["shard"] = {**shard, **written}
     parsed = validated(Block, values, path)

@@ -17,7 +17,12 @@ from hzero.validation import ConfigError
 
 def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
     """The other codecs and the degrees of presets are those of docs/presets.md (tests/test_site.py)."""
-    for preset, inside, between in (("topo", "int4", "int4"), ("hybrid", "int8", "int4"), ("lossless", "none", "none")):
+    for preset, inside, between in (
+        ("topo", "int4", "int4"),
+        ("lean", "int4", "int4"),
+        ("hybrid", "int8", "int4"),
+        ("lossless", "none", "none"),
+    ):
         config = parse_config({"preset": preset})
         gradients = {tier: config.codecs["gradients"][tier].codec for tier in TIERS}
         group = {"group": "int8"} if between == "int4" else {}
@@ -128,7 +133,7 @@ BAD: list[tuple[Any, str]] = [
     ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
     ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling', expected a block with keys algorithm"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "node_all_gather: found algorithm 'pairs' without below_bytes"),
-    (codec("exp"), "codecs.weights.gpu.codec: unknown value 'exp'. Possible: none, bf16, int8, int4, zfp, mpc"),
+    (codec("exp"), "codecs.weights.gpu.codec: unknown value 'exp'. Possible: none, bf16, int8, int4, int2, zfp, mpc"),
     (codec("mpc", "gradients", "node"), f"codecs.gradients.node: {NO_FIXED_SIZE}"),
     (codec("mpc"), f"codecs.weights.gpu: {NO_FIXED_SIZE}"),
     ({"codecs": {"except": {"*": "mpc"}}}, f"codecs.except.*: {NO_FIXED_SIZE}"),
@@ -136,7 +141,7 @@ BAD: list[tuple[Any, str]] = [
     (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.gpu: found dimension 1 with codec bf16; possible with mpc"),
     ({"preset": "zero3", "refresh_differences": True}, "refresh_differences: found true with weights over the world, of which"),
     ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with codec "
-     "none, where a difference has no fewer bytes; possible: bf16, int8, int4, zfp in hzero.codecs.weights"),
+     "none, where a difference has no fewer bytes; possible: bf16, int8, int4, int2, zfp in hzero.codecs.weights"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
     ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
     ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),

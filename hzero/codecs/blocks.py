@@ -1,4 +1,4 @@
-"""Reference of codecs ``int8`` and ``int4``, in plain torch: blocks of elements that share a scale.
+"""Reference of codecs ``int8``, ``int4`` and ``int2``, in plain torch: blocks of elements that share a scale.
 
 docs/payload_format.md says what is computed here; the order of the operations is part of it. Buffers come from ``new_empty`` of
 an argument: DeepSpeed's ``zero.Init`` turns what ``torch.empty`` makes into its own type.
@@ -44,8 +44,11 @@ def encode(
         quotients.round_()
     # Infinity over infinity is NaN; its block decodes to NaN whatever the codes are.
     codes = quotients.nan_to_num_(0.0).clamp_(-fmt.levels, fmt.codes.highest).to(torch.int8).view(torch.uint8)
-    if fmt.codes.bits == 4:
-        codes = codes[:, ::2] & 0x0F | codes[:, 1::2] << 4
+    if (
+        fmt.codes.bits < 8
+    ):  # the first code of a byte in its lowest bits; these parts of a byte share none, so a sum joins them
+        parts = (codes & (1 << fmt.codes.bits) - 1).unflatten(1, (-1, 8 // fmt.codes.bits))
+        codes = (parts << _shifts(parts, fmt)).sum(-1, dtype=torch.uint8)
     return [codes[:, : fmt.regions(numel, 0)[0]], scales.view(torch.uint8)]
 
 
@@ -53,11 +56,17 @@ def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor
     """float32 ``[rows, numel]``, still rotated, of records uint8 ``[rows, bytes]``."""
     (codes_end, scales_end), (_, scales, _) = fmt.regions(numel, 0), fmt.offsets(numel, 0)
     codes = records[:, :codes_end]
-    if fmt.codes.bits == 4:
-        codes = (torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1) ^ 8) - 8  # wraps: the sign of four bits
+    if fmt.codes.bits < 8:
+        parts = (codes.unsqueeze(-1) >> _shifts(codes, fmt)).flatten(1) & (1 << fmt.codes.bits) - 1
+        codes = (parts ^ -fmt.codes.lowest) + fmt.codes.lowest  # wraps: the sign of so few bits
     values = codes[:, :numel].view(torch.int8).float()
     stored = records[:, scales : scales + scales_end].contiguous().view(torch.bfloat16)
     return values.mul_(stored.float().repeat_interleave(fmt.block_size, 1)[:, :numel])
+
+
+def _shifts(like: torch.Tensor, fmt: RecordFormat) -> torch.Tensor:
+    """Places of the codes in a byte."""
+    return torch.arange(0, 8, fmt.codes.bits, dtype=torch.uint8, device=like.device)
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------

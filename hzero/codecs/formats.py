@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 #: A payload format.
-CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "zfp", "mpc"]
+CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "int2", "zfp", "mpc"]
 
 #: All regions of a record are rounded up to this many bytes, so that every region starts where a wide load can.
 ALIGNMENT = 16
@@ -226,7 +226,7 @@ def _code_error(fmt: RecordFormat, absmax: float) -> float:
     step = (scale + drift) * (1.0 if fmt.stochastic else 0.5)
     cut = fmt.levels * drift
     if fmt.codes.highest < fmt.levels:
-        # int4: the sign opposite to that of the largest element has 7 levels of the 8.
+        # int4 and int2: the sign opposite to that of the largest element has one level less.
         cut = max(cut, scale + fmt.codes.highest * drift)
     return max(step, cut) + 3 * single * absmax + 2.0**-149
 
@@ -292,6 +292,12 @@ TRAITS: dict[CodecName, Traits] = {
         compiled="all",
         codes=BlockCodes(4, -8, 7),
         between_groups="int8",
+    ),
+    "int2": Traits(
+        lambda fmt, numel, itemsize: (-(-numel // 4), SCALE_BYTES * fmt.blocks(numel)),
+        _block_error,
+        reference="blocks",
+        codes=BlockCodes(2, -2, 1),
     ),
     "zfp": Traits(
         lambda fmt, numel, itemsize: (-(-fmt.blocks(numel) * fmt.rate // 2),),

@@ -192,18 +192,21 @@ class ShardPlan:
             how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
             notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
         fetched = [tier for tier in tiers_inside(weights) if grid.size(tier) > 1]
-        coarse = [tier for tier in fetched if config.codecs.weights[tier].format.element_bytes(2) < 1]
+        codecs = config.codecs
+        if differs:
+            codecs = codecs.model_copy(update={"weights": config.codecs_of_differences(weights)})
+        coarse = [tier for tier in fetched if codecs.weights[tier].format.element_bytes(2) < 1]
         if differs and coarse:
             adaptations.append(
                 f"refresh_differences: on {', '.join(coarse)} every use gathers the weights themselves, and no differences, "
-                f"in {config.codecs.weights[coarse[0]].codec}; codec none sends the copy as it is"
+                f"in {codecs.weights[coarse[0]].codec}; codec none sends the copy as it is"
             )
         return cls(
             grid,
             rank,
             weights,
             gradients,
-            config.codecs,
+            codecs,
             adaptations=tuple(adaptations),
             notes=tuple(notes),
             decoded=weights == "device" and config.resident != "payload",

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import FIXED, TRAITS
+from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, decode_onto, decode_sum, decode_sum_encode, numbers, same
 
@@ -119,7 +119,7 @@ def test_decode_sum_encode_is_both_in_one(
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 def test_a_sum_beyond_the_source_type_is_encoded_as_the_float32_it_is(codec: str) -> None:
     own = make(codec)
     payload = torch.cat([own.encode([torch.full((20,), 65504.0, dtype=torch.float16)], [20])] * 4)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import FIXED
+from hzero.codecs.formats import BLOCK_CODECS, FIXED
 from hzero.config import CodecConfig
 from tests.codecs.samples import FLOATS, make, numbers
 from tests.ranks import ROOT
@@ -62,8 +62,18 @@ def up_to_bf16(x: np.float32) -> int:
     return (bits >> 16) + (bits % 2**16 > 0)
 
 
+#: Bits of a code.
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+
+
+def limits_of(cfg: CodecConfig) -> tuple[int, int]:
+    """The lowest code and the highest."""
+    high = 2 ** (BITS[cfg.codec] - 1) - 1
+    return (-high if cfg.codec == "int8" else -high - 1), high
+
+
 def level_of(cfg: CodecConfig) -> int:
-    return 127 if cfg.codec == "int8" else 7 if cfg.rounding == "stochastic" else 8
+    return limits_of(cfg)[1] if cfg.rounding == "stochastic" else -limits_of(cfg)[0]
 
 
 def limited(scale_bits: int, level: int, dtype: torch.dtype) -> int:
@@ -102,8 +112,8 @@ def exact_scale(block: list[np.float32], cfg: CodecConfig) -> np.float32:
     for x in block:
         if abs(x) > abs(extreme):
             extreme = x
-    if cfg.codec == "int4" and cfg.rounding == "nearest":
-        return extreme / np.float32(-8)
+    if cfg.codec != "int8" and cfg.rounding == "nearest":
+        return extreme / np.float32(limits_of(cfg)[0])
     return abs(extreme) / np.float32(level_of(cfg))
 
 
@@ -123,7 +133,7 @@ def naive_record(
             scale_bits = 0x7FC0
         scales += scale_bits.to_bytes(2, "little")
         scale = float_of(scale_bits << 16)
-        low, high = (-127, 127) if cfg.codec == "int8" else (-8, 7)
+        low, high = limits_of(cfg)
         for i, x in enumerate(block):
             if scale == 0 or math.isnan(scale):
                 codes.append(0)
@@ -132,11 +142,9 @@ def naive_record(
             if cfg.rounding == "stochastic":
                 q = np.floor(q + noise(seed, row, column + first + i))
             codes.append(int(min(max(np.rint(q), low), high)))
-    if cfg.codec == "int8":
-        encoded = bytes(code % 256 for code in codes)
-    else:
-        codes += [0] * (len(codes) % 2)
-        encoded = bytes((a % 16) | (b % 16) << 4 for a, b in zip(codes[::2], codes[1::2]))
+    bits = BITS[cfg.codec]
+    whole = sum(code % 2**bits << bits * place for place, code in enumerate(codes))
+    encoded = whole.to_bytes(-(-bits * len(codes) // 8), "little")
     return encoded + bytes(-len(encoded) % 16) + scales + bytes(-len(scales) % 16)
 
 
@@ -172,13 +180,13 @@ def naive_message(
 
 def naive_decoded(message: bytes, chunk: int, cfg: CodecConfig) -> list[np.float32]:
     """One record of a block codec."""
-    codes: list[int] = []
-    for byte in message[: chunk if cfg.codec == "int8" else -(-chunk // 2)]:
-        codes += [byte] if cfg.codec == "int8" else [byte % 16, byte // 16]
-    half = 128 if cfg.codec == "int8" else 8
-    start = -(-(chunk if cfg.codec == "int8" else -(-chunk // 2)) // 16) * 16
+    bits = BITS[cfg.codec]
+    whole = int.from_bytes(message, "little")
+    codes = [whole >> bits * place & 2**bits - 1 for place in range(chunk)]
+    half = 2 ** (bits - 1)
+    start = -(-bits * chunk // 128) * 16
     out = []
-    for i, code in enumerate(codes[:chunk]):
+    for i, code in enumerate(codes):
         at = start + i // cfg.block_size * 2
         scale = float_of(int.from_bytes(message[at : at + 2], "little") << 16)
         out.append(np.float32((code + half) % (2 * half) - half) * scale)
@@ -238,7 +246,7 @@ def buckets(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[int], tuple[list[
 
 
 def config(codec: str, blocks: tuple[int, int], rounding: str) -> CodecConfig:
-    own = {"rotation": blocks[1], "rounding": rounding} if codec in ("int8", "int4") else {}
+    own = {"rotation": blocks[1], "rounding": rounding} if codec in BLOCK_CODECS else {}
     return CodecConfig(codec=codec, block_size=blocks[0], **own)
 
 
@@ -266,7 +274,7 @@ def test_encode_is_the_page_bit_for_bit(bucket: Any, cfg: CodecConfig, seed: int
     assert bytes(message.tolist()) == naive_message(source, chunks, sizes, strides, outer, cfg, seed)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("blocks", BLOCKS)
 @np.errstate(all="ignore")
@@ -294,7 +302,7 @@ def test_decode_puts_every_shard_back(bucket: Any, cfg: CodecConfig) -> None:
         torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("blocks", BLOCKS)
 @np.errstate(all="ignore")
 def test_decode_is_code_times_scale(codec: str, blocks: tuple[int, int]) -> None:
@@ -340,12 +348,12 @@ def test_the_example_of_the_page() -> None:
 
 
 def test_limits_are_those_of_the_page() -> None:
-    found = re.findall(r"^ +\| `(int8|int4)` \|(.*)\|$", DOCUMENT.read_text(), flags=re.MULTILINE)
-    assert len(found) == 2
+    found = re.findall(r"^ +\| `(int8|int4|int2)` \|(.*)\|$", DOCUMENT.read_text(), flags=re.MULTILINE)
+    assert len(found) == 3
     for codec, cells in found:
         for dtype, cell in zip(FLOATS, cells.split("|")):
             top = torch.full((16,), torch.finfo(dtype).max, dtype=dtype)
-            top[0] *= -1 if codec == "int4" else 1
+            top[0] *= 1 if codec == "int8" else -1
             record = make(codec, block_size=16).encode([top], [16])
             stored = bytes(record[16:18].tolist())
             assert int.from_bytes(stored, "little") == int(cell.split("`")[1], 16)

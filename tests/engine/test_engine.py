@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.codecs.formats import chunk_numel
+from hzero.codecs.codec import Codec
+from hzero.codecs.formats import RecordFormat, chunk_numel
 from hzero.comm import Collectives, WireLog
 from hzero.comm.wires import STAGE
 from hzero.config import GuardConfig, parse_config
@@ -100,6 +101,37 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
     for read, _, resident in results:
         assert all(torch.equal(got, expected) for got, expected in zip(read, want, strict=True))
         assert bool(resident) == ranks[0].weights.plan.resident
+
+
+def test_errors_of_differences_do_not_add_up() -> None:
+    """Of 40 refreshes in int2: each difference contains the error of the last one. All ranks hold the same bits."""
+    groups: dict[Any, Any] = {}
+    ranks = [Rank(rank, {"preset": "lean"}, groups) for rank in range(WORLD)]
+    codec = Codec.from_config(ranks[0].params[0].route.plan.refresh_hops()[0].codec)
+    assert codec.format == RecordFormat.of("int2", 64)
+    steps = torch.randn(40, sum(NUMELS), generator=torch.Generator().manual_seed(3)).sinh() * 1e-3  # heavy tails
+    walk = (steps.cumsum(0) + 1).split(NUMELS, 1)
+    share = codec.error_bound(1.0, torch.float32)  # of the largest element of a difference
+    bound = 1.01 * float(steps.abs().max()) * share / (1 - share)
+
+    def follow(one: Rank) -> list[list[torch.Tensor]]:
+        found = []
+        for version in range(len(steps)):
+            for shard, flat in zip(one.shards, walk):
+                own = flat[version][one.rank * len(shard) : (one.rank + 1) * len(shard)]
+                shard[: len(own)] = own
+            one.weights.mark_stale(one.params)
+            found.append(one.read())
+        return found
+
+    results = on_all(ranks, follow)
+    for version, read in enumerate(results[0]):
+        assert all(torch.equal(flat, other[version][key]) for other in results for key, flat in enumerate(read))
+    errors = torch.stack([torch.cat(read) for read in results[0]]) - torch.cat(walk, 1)
+    assert not errors[0].any(), "the first refresh is whole"
+    assert float(errors.abs().max()) < bound
+    early, late = (float(part.square().mean().sqrt()) for part in (errors[1:20], errors[20:]))
+    assert 0 < late < 1.3 * early, "no drift"
 
 
 def test_padding_behind_the_last_element_is_no_weight() -> None:

@@ -178,6 +178,16 @@ def test_where_differences_have_no_effect_or_another_one() -> None:
     assert not within.differences and any("over no tier here" in note for note in within.notes)
     coarse = ShardPlan.from_config(block, Grid(2, 8, 1), 0)  # weights over the node
     assert coarse.differences == 7 and any("on gpu every use gathers" in one for one in coarse.adaptations)
+    for grid, scope, sent in (
+        (Grid(2, 4, 2), "package", "int2"),
+        (Grid(2, 8, 1), "node", "int2"),
+        (Grid(1, 4, 2), "package", "int2"),
+        (Grid(1, 8, 1), "node", ""),
+    ):
+        lean = ShardPlan.from_config(parse_config({"preset": "lean"}), grid, 0)
+        assert lean.weights_scope == scope and bool(lean.differences) == bool(sent)
+        assert {hop.codec.codec for hop in lean.refresh_hops()} == {sent} - {""}
+        assert {hop.codec.codec for hop in lean.unshard_hops()} == {"none" if sent else "int8"}, "as topo"
     codecs = {"weights": {"gcd": "int4", "gpu": "none", "node": "none"}}
     block = parse_config({"preset": "replica", "refresh_differences": True, "codecs": codecs})
     exact = ShardPlan.from_config(block, Grid(2, 8, 1), 0)
