@@ -26,38 +26,52 @@ struct Place {
   bool has_elements;  // of the record; the last threads may have none
 };
 
-// A workgroup takes HZ_THREADS / lanes successive blocks of one record.
-HZ_DEVICE Place place(const hz_bucket& bucket) {
-  hz_u32 index = 0;
-  while (index + 1 < bucket.tensors && bucket.tensor[index + 1].first_group <= workgroup()) ++index;
-  const hz_tensor& tensor = bucket.tensor[index];
-  const hz_u32 per_group = HZ_THREADS / bucket.lanes;
-  const hz_u32 blocks = (tensor.chunk + bucket.block_size - 1) / bucket.block_size;
-  const hz_u32 per_row = (blocks + per_group - 1) / per_group;
-  const hz_u32 group = workgroup() - tensor.first_group;
-  const hz_u32 row = group / per_row;
-  const hz_u32 block = (group - row * per_row) * per_group + thread() / bucket.lanes;
-  const hz_u32 lane = thread() % bucket.lanes, element = block * bucket.block_size + lane * 16;
-  return Place{tensor, row, block, blocks, lane, element, lane * 16 < bucket.block_size && element < tensor.chunk};
+HZ_DEVICE hz_u32 quotient(hz_u32 number, const hz_divisor& by) {
+  return (hz_u32)((hz_u64)number * by.factor >> by.shift);
 }
+
+// A workgroup takes as many successive blocks of one record as its threads suffice for. Of a tensor whose records have
+// one block each it takes those of as many rows: at tens of thousands of ranks a bias has one element in each.
+HZ_DEVICE Place place(const hz_bucket& bucket) {
+  // The last tensor that begins here or before. Scalar comparisons of successive numbers: no load waits for another.
+  hz_u32 index = 0;
+#pragma unroll
+  for (int i = 1; i < HZ_BUCKET_TENSORS; ++i) index += bucket.first_group[i] <= workgroup();
+  const hz_tensor& tensor = bucket.tensor[index];
+  const hz_u32 together = 8 - tensor.lanes_shift;  // 2^together blocks
+  const hz_u32 group = workgroup() - bucket.first_group[index], own = thread() >> tensor.lanes_shift;
+  const hz_u32 per_row = (tensor.blocks + (1u << together) - 1) >> together;
+  const bool many = tensor.blocks == 1;
+  const hz_u32 row = many ? (group << together) + own : quotient(group, tensor.per_row);
+  const hz_u32 block = many ? 0 : ((group - row * per_row) << together) + own;
+  const hz_u32 lane = thread() & ((1u << tensor.lanes_shift) - 1), element = block * bucket.block_size + lane * 16;
+  return Place{tensor,
+               row,
+               block,
+               tensor.blocks,
+               lane,
+               element,
+               lane * 16 < bucket.block_size && element < tensor.chunk && row < bucket.rows};
+}
+static_assert(HZ_THREADS == 1 << 8, "place() counts on it");
 
 HZ_DEVICE hz_i64 shard_of(const hz_bucket& bucket, hz_u32 row) {
   hz_i64 shard = 0;
 #pragma unroll 1
   for (int axis = (int)bucket.axes - 1; axis >= 0; --axis) {
-    const hz_u32 size = bucket.sizes[axis];
-    shard += (hz_i64)(row % size) * bucket.strides[axis];
-    row /= size;
+    const hz_u32 before = quotient(row, bucket.by_sizes[axis]);
+    shard += (hz_i64)(row - before * bucket.sizes[axis]) * bucket.strides[axis];
+    row = before;
   }
   return shard;
 }
 
 // A record's address: row `row` of pieces of `inner` rows, with a checksum behind every part.
-HZ_DEVICE hz_u8* record_at(const hz_checks& checks, hz_u64 payload, hz_i64 row_bytes, hz_u32 inner, hz_i64 start,
-                           hz_u32 record_bytes, hz_u32 row) {
-  const hz_u32 piece = row / inner;
+HZ_DEVICE hz_u8* record_at(const hz_checks& checks, hz_u64 payload, hz_i64 row_bytes, hz_u32 inner,
+                           const hz_divisor& by_inner, hz_i64 start, hz_u32 record_bytes, hz_u32 row) {
+  const hz_u32 piece = quotient(row, by_inner);
   hz_u8* first = pointer<hz_u8>(payload);
-  if (checks.sums) first += (hz_i64)(piece / checks.pieces) * HZ_CHECKSUM_BYTES;
+  if (checks.sums) first += (hz_i64)quotient(piece, checks.by_pieces) * HZ_CHECKSUM_BYTES;
   return first + (hz_i64)piece * inner * row_bytes + inner * start + (hz_i64)(row - piece * inner) * record_bytes;
 }
 
@@ -114,6 +128,57 @@ HZ_DEVICE void no_sums(float (&sums)[16]) {
   for (int i = 0; i < 16; ++i) sums[i] = -0.0f;
 }
 
+// Elements of which only the bits matter.
+template <int BYTES>
+struct Bits {
+  enum { bytes = BYTES };
+  typedef hz_u8 type;
+};
+template <>
+struct Bits<2> {
+  enum { bytes = 2 };
+  typedef hz_u16 type;
+};
+template <>
+struct Bits<4> {
+  enum { bytes = 4 };
+  typedef hz_u32 type;
+};
+
+// Bits of up to 16 elements of BYTES bytes, zeros beyond `count`, from any address of such elements, and to one.
+template <int BYTES>
+HZ_DEVICE void read(const void* shard, hz_u32 element, int count, Words (&words)[BYTES]) {
+  typedef typename Bits<BYTES>::type Element;
+  const Element* source = (const Element*)shard + element;
+  if (count >= 16 && (hz_u64)source % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < BYTES; ++i) words[i] = ((const Words*)source)[i];
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * BYTES; ++i) {
+    hz_u32 word = 0;
+#pragma unroll
+    for (int j = 0; j < 4 / BYTES; ++j)
+      if (i * (4 / BYTES) + j < count) word |= (hz_u32)source[i * (4 / BYTES) + j] << j * 8 * (BYTES % 4);
+    words[i / 4].word[i % 4] = word;
+  }
+}
+
+template <int BYTES>
+HZ_DEVICE void write(void* shard, hz_u32 element, int count, const Words (&words)[BYTES]) {
+  typedef typename Bits<BYTES>::type Element;
+  Element* target = (Element*)shard + element;
+  if (count >= 16 && (hz_u64)target % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < BYTES; ++i) ((Words*)target)[i] = words[i];
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if (i < count) target[i] = (Element)(words[i * BYTES / 16].word[i * BYTES / 4 % 4] >> i * BYTES % 4 * 8);
+}
+
 // Up to 16 elements as float32, +0 beyond `count`.
 template <class Type>
 HZ_DEVICE void load(const typename Type::type* source, int count, float (&x)[16]) {
@@ -158,6 +223,41 @@ HZ_DEVICE void store(typename Type::type* target, int count, float (&x)[16]) {
       rotate<4>(x);
     }
   }
+}
+
+// The same from a record of elements and to one, which is padded to 16 bytes: whole ones, zeros behind the last
+// element.
+template <int BYTES>
+HZ_DEVICE void load_elements(const hz_u8* record, const Place& at, Words (&words)[BYTES]) {
+  const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
+#pragma unroll
+  for (int i = 0; i < BYTES; ++i)
+    words[i] = i * (16 / BYTES) < (int)(rest < 16 ? rest : 16) ? ((const Words*)record)[at.element / 16 * BYTES + i]
+                                                               : Words{{0, 0, 0, 0}};
+}
+
+template <int BYTES>
+HZ_DEVICE void store_elements(hz_u8* record, const Place& at, const Words (&words)[BYTES]) {
+  const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
+#pragma unroll
+  for (int i = 0; i < BYTES; ++i)
+    if (i * (16 / BYTES) < (int)(rest < 16 ? rest : 16)) ((Words*)record)[at.element / 16 * BYTES + i] = words[i];
+}
+
+// Element `i` of such words as float32, and 16 elements as words.
+template <class Type>
+HZ_DEVICE float element_of(const Words (&words)[Type::bytes], int i) {
+  const hz_u32 word = words[i * Type::bytes / 16].word[i * Type::bytes / 4 % 4];
+  return Type::bytes == 4 ? float_of(word) : Type::widen((typename Type::type)(word >> i * Type::bytes % 4 * 8));
+}
+
+template <class Type>
+HZ_DEVICE void words_of(const float (&x)[16], Words (&words)[Type::bytes]) {
+#pragma unroll
+  for (int i = 0; i < 4 * Type::bytes; ++i)
+    words[i / 4].word[i % 4] =
+        Type::bytes == 4 ? bits_of(x[i])
+                         : (hz_u32)Type::narrow(x[i * 2 % 16]) | (hz_u32)Type::narrow(x[(i * 2 + 1) % 16]) << 16;
 }
 
 // ---- rotation ------------------------------------------------------------------------------------------------------
@@ -263,15 +363,52 @@ HZ_DEVICE hz_u32 mix(hz_u32 word) {
   return word ^ word >> 16;
 }
 
+struct Largest {
+  HZ_DEVICE hz_u32 of(hz_u32 a, hz_u32 b) { return a > b ? a : b; }
+};
+struct Smallest {
+  HZ_DEVICE hz_u32 of(hz_u32 a, hz_u32 b) { return a < b ? a : b; }
+};
+
 // ---- checksums -----------------------------------------------------------------------------------------------------
 
+// Where a part of a payload starts that has a piece, and its number.
+HZ_DEVICE hz_u64 part_of(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes, hz_u32 piece, hz_u32& part) {
+  part = quotient(piece, checks.by_pieces);
+  return payload + part * (checks.pieces * piece_bytes + HZ_CHECKSUM_BYTES);
+}
+
+// Adds a thread's sum to the checksum of a part, if it has elements. Whole waves call it: if all of a wave have the
+// same part, and only a record of one block shares a wave with others, one thread adds for all.
+HZ_DEVICE void add_up(const hz_checks& checks, const Place& at, hz_u32 part, hz_u64 sum) {
+  hz_u32 least = at.has_elements ? part : ~0u, most = at.has_elements ? part : 0;
+  if (at.blocks == 1) {
+#pragma unroll
+    for (hz_u32 m = 1; m < HZ_WAVE; m *= 2) {
+      least = Smallest::of(least, swap_halves(least, m));
+      most = Largest::of(most, swap_halves(most, m));
+    }
+    if (least != most) {
+      if (at.has_elements) add_atomically(pointer<hz_u64>(checks.sums + part * checks.step), sum);
+      return;
+    }
+    part = most;
+  }
+#pragma unroll
+  for (hz_u32 m = 1; m < HZ_WAVE; m *= 2) {
+    const hz_u32 low = swap_halves((hz_u32)sum, m), high = swap_halves((hz_u32)(sum >> 32), m);
+    sum += (hz_u64)high << 32 | low;
+  }
+  if (thread() % HZ_WAVE == 0) add_atomically(pointer<hz_u64>(checks.sums + part * checks.step), sum);
+}
+
 // Adds what this thread has of a record, its codes and, if it is the first of a block, the scale, to the checksum of
-// the part that has piece `piece` (docs/payload_format.md); the last ones count the padding too. Whole waves call it.
+// the part that has piece `piece` (docs/payload_format.md); the last ones count the padding too.
 template <int BITS>
 HZ_DEVICE void check(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes, hz_u32 piece, const hz_u8* record,
                      hz_u32 scales, const Place& at, const hz_u32 (&words)[BITS / 2]) {
-  const hz_u32 part = piece / checks.pieces;
-  const hz_u64 start = payload + part * (checks.pieces * piece_bytes + HZ_CHECKSUM_BYTES);
+  hz_u32 part;
+  const hz_u64 start = part_of(checks, payload, piece_bytes, piece, part);
   const hz_u32 first = 1 + (hz_u32)(((hz_u64)record - start) / 4);  // words count from 1
   hz_u64 sum = 0;
   if (at.has_elements) {
@@ -287,22 +424,24 @@ HZ_DEVICE void check(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes
     for (hz_u32 i = at.block; i < end; ++i)
       sum += ((hz_u64)((const hz_u16*)(record + scales))[i] << i % 2 * 16) * mix(first + scales / 4 + i / 2);
   }
+  add_up(checks, at, part, sum);
+}
+
+// The same of up to 16 bytes times `count` of a record of elements, from `place` words on.
+template <int BYTES>
+HZ_DEVICE void check_elements(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes, hz_u32 piece,
+                              const hz_u8* record, const Place& at, const Words (&words)[BYTES]) {
+  hz_u32 part;
+  const hz_u64 start = part_of(checks, payload, piece_bytes, piece, part);
+  const hz_u32 first = 1 + (hz_u32)(((hz_u64)record - start) / 4) + at.element / 4 * BYTES;
+  hz_u64 sum = 0;
 #pragma unroll
-  for (hz_u32 m = 1; m < HZ_WAVE; m *= 2) {
-    const hz_u32 low = swap_halves((hz_u32)sum, m), high = swap_halves((hz_u32)(sum >> 32), m);
-    sum += (hz_u64)high << 32 | low;
-  }
-  if (thread() % HZ_WAVE == 0) add_atomically(pointer<hz_u64>(checks.sums + part * checks.step), sum);
+  for (int i = 0; i < 4 * BYTES; ++i)
+    sum += (hz_u64)words[i / 4].word[i % 4] * mix(first + i);  // those behind it are 0
+  add_up(checks, at, part, at.has_elements ? sum : 0);
 }
 
 // ---- the arithmetic of a block -------------------------------------------------------------------------------------
-
-struct Largest {
-  HZ_DEVICE hz_u32 of(hz_u32 a, hz_u32 b) { return a > b ? a : b; }
-};
-struct Smallest {
-  HZ_DEVICE hz_u32 of(hz_u32 a, hz_u32 b) { return a < b ? a : b; }
-};
 
 // The largest or smallest value over the `lanes` threads that share a block. Every thread of the workgroup calls it.
 template <class Choice>
@@ -396,7 +535,7 @@ template <int BITS>
 HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales, float (&x)[16],
                              hz_u32 (&words)[BITS / 2]) {
   const bool stochastic = bucket.stochastic != 0;
-  const float scale = scale_of<BITS>(x, at.lane, bucket.lanes, bucket.limit, stochastic);
+  const float scale = scale_of<BITS>(x, at.lane, 1u << at.tensor.lanes_shift, bucket.limit, stochastic);
   const hz_u32 column = at.tensor.first_block * bucket.block_size + at.element;
   codes_of<BITS>(x, scale, stochastic, stochastic ? mix(at.row ^ bucket.key) : 0, column, words);
   if (at.has_elements) {

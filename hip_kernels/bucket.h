@@ -3,16 +3,22 @@
 // docs/payload_format.md.
 #pragma once
 
-#define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
+#define HZ_BUCKET_TENSORS 38  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
 #define HZ_CHECKSUM_BYTES 16  // behind each part of a payload that has checksums
-#define HZ_BUCKET_VERSION 9   // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 10  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
 typedef unsigned int hz_u32;
 typedef unsigned long long hz_u64;
 typedef long long hz_i64;
+
+// A number to divide by: n / d is n * factor >> shift, in 64 bits, for every n below 2^31. The host finds both, so that
+// no thread divides.
+struct hz_divisor {
+  hz_u32 factor, shift;
+};
 
 struct hz_tensor {
   hz_u64 data;       // address of the shards in order: what is encoded, or where decoded elements and sums go
@@ -23,13 +29,15 @@ struct hz_tensor {
   hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload
   hz_i64 out_start;  // the same for the payload written by decode_sum_encode
   hz_u32 chunk;      // elements of one shard, below 2^31
+  hz_u32 blocks;     // of a shard
   hz_u32 scales;     // where the scales start in a record, in bytes
   hz_u32 out_scales;
   hz_u32 record_bytes;
   hz_u32 out_record_bytes;
   hz_u32 first_block;  // blocks of the tensors before in a row: columns of stochastic rounding count from here
-  hz_u32 first_group;  // workgroups of the tensors before; device kernels only
   float factor;        // of the residual
+  hz_u32 lanes_shift;  // 2^lanes_shift threads share a block, each with 16 of its elements; device kernels only
+  hz_divisor per_row;  // workgroups of a row with more than one block; device kernels only
 };
 
 // Where the checksums of a payload are. Kernels add to them, so they start at zero, or at what is to be added.
@@ -37,6 +45,7 @@ struct hz_checks {
   hz_u64 sums;    // address of the first part's; 0: the payload has none
   hz_i64 step;    // bytes from one to the next
   hz_u32 pieces;  // successive pieces of the payload that are one part
+  hz_divisor by_pieces;
 };
 
 struct hz_bucket {
@@ -49,8 +58,9 @@ struct hz_bucket {
   hz_u32 outer;          // pieces of the payload; the peers of a sum
   hz_u32 inner;          // rows of a piece
   hz_u32 out_inner;
-  hz_u32 block_size;  // elements that share a scale, a multiple of 16 to 512; in codecs zfp and mpc, which are the
-                      // host's alone, those that are worked on together
+  hz_divisor by_inner, by_out_inner;
+  hz_u32 block_size;  // elements that share a scale, a multiple of 16 to 512; in codecs without scales those that are
+                      // worked on together
   float limit;        // largest scale to be written
   hz_u32 stochastic;  // 0: to nearest even. Otherwise scales are rounded up, so that no code is clamped
   hz_u32 key;         // of stochastic rounding, made from the seed
@@ -62,8 +72,11 @@ struct hz_bucket {
   hz_u32 axes;
   hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..
   hz_u32 strides[HZ_BUCKET_AXES];  // in shards
+  hz_divisor by_sizes[HZ_BUCKET_AXES];
   hz_u32 tensors;
-  hz_u32 workgroups;  // device kernels only
-  hz_u32 lanes;       // device kernels only: threads that share a block, each with 16 of its elements; a power of two
+  hz_u32 rows;                            // that threads share: all, of sums those of a piece; device kernels only
+  hz_u32 workgroups;                      // device kernels only
+  hz_u32 first_group[HZ_BUCKET_TENSORS];  // workgroups of the tensors before, 2^32 - 1 behind the last; device kernels
+                                          // only
   hz_tensor tensor[HZ_BUCKET_TENSORS];
 };

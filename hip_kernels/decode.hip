@@ -19,8 +19,8 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
   const Place at = place(bucket);
   if (!at.has_elements && !bucket.rotation && !bucket.checks.sums) return;
   const hz_tensor& tensor = at.tensor;
-  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
-                                  tensor.record_bytes, at.row);
+  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
+                                  tensor.start, tensor.record_bytes, at.row);
   float x[16];
   hz_u32 words[BITS / 2];
   no_sums(x);
@@ -31,8 +31,8 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
     for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);
   }
   if (bucket.checks.sums)
-    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, at.row / bucket.inner, record,
-                tensor.scales, at, words);
+    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, quotient(at.row, bucket.by_inner),
+                record, tensor.scales, at, words);
   if (bucket.rotation) hadamard(bucket, at, x, 1.0f);
   const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk + at.element;
   const int count = at.has_elements ? (int)(tensor.chunk - at.element) : 0;
@@ -45,6 +45,30 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
   store<Target>(pointer<typename Target::type>(tensor.data) + first, count, x);
 }
 
+// Codecs none and bf16: the elements of a record, or bfloat16 ones as another type.
+template <class Target, int BYTES, bool CASTS = false>
+HZ_DEVICE void decode_elements(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  const hz_tensor& tensor = at.tensor;
+  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
+                                  tensor.start, tensor.record_bytes, at.row);
+  Words words[BYTES];
+  load_elements<BYTES>(record, at, words);
+  if (bucket.checks.sums)
+    check_elements<BYTES>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes,
+                          quotient(at.row, bucket.by_inner), record, at, words);
+  typename Target::type* shard = pointer<typename Target::type>(tensor.data) + shard_of(bucket, at.row) * tensor.chunk;
+  const int count = at.has_elements ? (int)(tensor.chunk - at.element) : 0;
+  if constexpr (CASTS) {
+    float x[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = element_of<Bf16>(words, i);
+    store<Target>(shard + at.element, count, x);
+  } else {
+    write<BYTES>(shard, at.element, count, words);
+  }
+}
+
 }  // namespace hz
 
 #define HZ_DECODE(codec, bits, name, Target) \
@@ -55,3 +79,8 @@ HZ_DECODE(int8, 8, fp16, Fp16)
 HZ_DECODE(int4, 4, fp32, Fp32)
 HZ_DECODE(int4, 4, bf16, Bf16)
 HZ_DECODE(int4, 4, fp16, Fp16)
+HZ_KERNEL(decode_none_8) { hz::decode_elements<hz::Bits<1>, 1>(bucket); }
+HZ_KERNEL(decode_none_16) { hz::decode_elements<hz::Bits<2>, 2>(bucket); }
+HZ_KERNEL(decode_none_32) { hz::decode_elements<hz::Bits<4>, 4>(bucket); }
+HZ_KERNEL(decode_bf16_fp32) { hz::decode_elements<hz::Fp32, 2, true>(bucket); }
+HZ_KERNEL(decode_bf16_fp16) { hz::decode_elements<hz::Fp16, 2, true>(bucket); }

@@ -37,7 +37,23 @@ HZ_DEVICE void decode_sum(const hz_bucket& bucket) {
   if (at.has_elements) store<Fp32>(pointer<float>(at.tensor.data) + first, count, sums);
 }
 
+// Codecs none and bf16.
+template <class Type>
+HZ_DEVICE void decode_sum_elements(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  float sums[16];
+  no_sums(sums);
+  const hz_i64 first = (hz_i64)at.row * at.tensor.chunk + at.element;
+  const int count = at.has_elements ? (int)(at.tensor.chunk - at.element) : 0;
+  if (at.tensor.residual) load<Fp32>(pointer<const float>(at.tensor.residual) + first, count, sums);
+  add_elements<Type>(bucket, at, sums);
+  store<Fp32>(pointer<float>(at.tensor.data) + first, count, sums);
+}
+
 }  // namespace hz
 
 HZ_KERNEL(decode_sum_int8) { hz::decode_sum<8>(bucket); }
 HZ_KERNEL(decode_sum_int4) { hz::decode_sum<4>(bucket); }
+HZ_KERNEL(decode_sum_none_fp32) { hz::decode_sum_elements<hz::Fp32>(bucket); }
+HZ_KERNEL(decode_sum_none_bf16) { hz::decode_sum_elements<hz::Bf16>(bucket); }
+HZ_KERNEL(decode_sum_none_fp16) { hz::decode_sum_elements<hz::Fp16>(bucket); }

@@ -21,12 +21,35 @@ HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
   no_sums(sums);
   add_peers<BITS>(bucket, at, sums);
   hz_u8* record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
-                            at.tensor.out_start, at.tensor.out_record_bytes, at.row);
+                            bucket.by_out_inner, at.tensor.out_start, at.tensor.out_record_bytes, at.row);
   hz_u32 words[OUT_BITS / 2];
   encode_block<OUT_BITS>(bucket, at, record, at.tensor.out_scales, sums, words);
   if (bucket.out_checks.sums)
     check<OUT_BITS>(bucket.out_checks, bucket.out_payload, bucket.out_inner * bucket.out_row_bytes,
-                    at.row / bucket.out_inner, record, at.tensor.out_scales, at, words);
+                    quotient(at.row, bucket.by_out_inner), record, at.tensor.out_scales, at, words);
+}
+
+// Codec none: the sum, rounded once. It may be written where the first peer's payload was.
+template <class Type>
+HZ_DEVICE void add_up_elements(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  float sums[16];
+  no_sums(sums);
+  add_elements<Type>(bucket, at, sums);
+  hz_u8* record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
+                            bucket.by_out_inner, at.tensor.out_start, at.tensor.out_record_bytes, at.row);
+  const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    sums[i] = sums[i] == sums[i] ? sums[i] : float_of(0x7fc00000u);  // the only NaN that a sum becomes
+    sums[i] = i < (int)(rest < 16 ? rest : 16) ? sums[i] : 0.0f;     // -0 is no padding
+  }
+  Words words[Type::bytes];
+  words_of<Type>(sums, words);
+  store_elements<Type::bytes>(record, at, words);
+  if (bucket.out_checks.sums)
+    check_elements<Type::bytes>(bucket.out_checks, bucket.out_payload, bucket.out_inner * bucket.out_row_bytes,
+                                quotient(at.row, bucket.by_out_inner), record, at, words);
 }
 
 }  // namespace hz
@@ -37,3 +60,6 @@ HZ_SUM(int8, 8, int8, 8)
 HZ_SUM(int8, 8, int4, 4)
 HZ_SUM(int4, 4, int8, 8)
 HZ_SUM(int4, 4, int4, 4)
+HZ_KERNEL(decode_sum_encode_none_none_fp32) { hz::add_up_elements<hz::Fp32>(bucket); }
+HZ_KERNEL(decode_sum_encode_none_none_bf16) { hz::add_up_elements<hz::Bf16>(bucket); }
+HZ_KERNEL(decode_sum_encode_none_none_fp16) { hz::add_up_elements<hz::Fp16>(bucket); }

@@ -1,4 +1,4 @@
-// Encode: block quantisation of a bucket of tensors into one payload, int8 or int4.
+// Encode: block quantisation of a bucket of tensors into one payload, int8 or int4; or their elements, none and bf16.
 //
 // Computes, for every block of a record: the scale from the block's extreme, the codes to nearest even or
 // stochastically, and, where residuals are given, the same of source + factor * residual together with what the codes
@@ -36,13 +36,13 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
     for (int i = 0; i < 16; ++i) x[i] = add(x[i], mul(residual[i], tensor.factor));
   }
   if (bucket.rotation) hadamard(bucket, at, x, divide(1.0f, (float)bucket.rotation));
-  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, tensor.start,
-                            tensor.record_bytes, at.row);
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
+                            tensor.start, tensor.record_bytes, at.row);
   hz_u32 words[BITS / 2];
   const float scale = encode_block<BITS>(bucket, at, record, tensor.scales, x, words);
   if (bucket.checks.sums)
-    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, at.row / bucket.inner, record,
-                tensor.scales, at, words);
+    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, quotient(at.row, bucket.by_inner),
+                record, tensor.scales, at, words);
   if (tensor.left) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -63,6 +63,30 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
   }
 }
 
+// Codecs none and bf16: the bits of elements where a record has them, or bfloat16 of them.
+template <class Source, int BYTES, bool CASTS = false>
+HZ_DEVICE void encode_elements(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  const hz_tensor& tensor = at.tensor;
+  const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk;
+  const int count = at.has_elements ? (int)present(tensor, first) - (int)at.element : 0;
+  const typename Source::type* shard = pointer<const typename Source::type>(tensor.data) + first;
+  Words words[BYTES];
+  if constexpr (!CASTS) {
+    read<BYTES>(shard, at.element, count, words);
+  } else {
+    float x[16];
+    load<Source>(shard + at.element, count, x);
+    words_of<Bf16>(x, words);
+  }
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
+                            tensor.start, tensor.record_bytes, at.row);
+  store_elements<BYTES>(record, at, words);
+  if (bucket.checks.sums)
+    check_elements<BYTES>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes,
+                          quotient(at.row, bucket.by_inner), record, at, words);
+}
+
 }  // namespace hz
 
 #define HZ_ENCODE(codec, bits, name, Source) \
@@ -73,3 +97,8 @@ HZ_ENCODE(int8, 8, fp16, Fp16)
 HZ_ENCODE(int4, 4, fp32, Fp32)
 HZ_ENCODE(int4, 4, bf16, Bf16)
 HZ_ENCODE(int4, 4, fp16, Fp16)
+HZ_KERNEL(encode_none_8) { hz::encode_elements<hz::Bits<1>, 1>(bucket); }
+HZ_KERNEL(encode_none_16) { hz::encode_elements<hz::Bits<2>, 2>(bucket); }
+HZ_KERNEL(encode_none_32) { hz::encode_elements<hz::Bits<4>, 4>(bucket); }
+HZ_KERNEL(encode_bf16_fp32) { hz::encode_elements<hz::Fp32, 2, true>(bucket); }
+HZ_KERNEL(encode_bf16_fp16) { hz::encode_elements<hz::Fp16, 2, true>(bucket); }

@@ -551,6 +551,7 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
 }  // namespace HZ_ISA
 }  // namespace hz
 
+#include "copy.h"
 #include "mpc.h"
 #include "zfp.h"
 

@@ -3,35 +3,51 @@
 #include "../bucket.h"
 
 // name, function: the names are those of the device kernels.
-#define HZ_EACH_KERNEL(DO)                                 \
-  DO(encode_int8_fp32, encode<Fp32, 8>)                    \
-  DO(encode_int8_bf16, encode<Bf16, 8>)                    \
-  DO(encode_int8_fp16, encode<Fp16, 8>)                    \
-  DO(encode_int4_fp32, encode<Fp32, 4>)                    \
-  DO(encode_int4_bf16, encode<Bf16, 4>)                    \
-  DO(encode_int4_fp16, encode<Fp16, 4>)                    \
-  DO(decode_int8_fp32, decode<Fp32, 8>)                    \
-  DO(decode_int8_bf16, decode<Bf16, 8>)                    \
-  DO(decode_int8_fp16, decode<Fp16, 8>)                    \
-  DO(decode_int4_fp32, decode<Fp32, 4>)                    \
-  DO(decode_int4_bf16, decode<Bf16, 4>)                    \
-  DO(decode_int4_fp16, decode<Fp16, 4>)                    \
-  DO(decode_sum_int8, decode_sum<8>)                       \
-  DO(decode_sum_int4, decode_sum<4>)                       \
-  DO(decode_sum_encode_int8_int8, decode_sum_encode<8, 8>) \
-  DO(decode_sum_encode_int8_int4, decode_sum_encode<8, 4>) \
-  DO(decode_sum_encode_int4_int8, decode_sum_encode<4, 8>) \
-  DO(decode_sum_encode_int4_int4, decode_sum_encode<4, 4>) \
-  DO(encode_zfp_fp32, encode_zfp<Fp32>)                    \
-  DO(encode_zfp_bf16, encode_zfp<Bf16>)                    \
-  DO(encode_zfp_fp16, encode_zfp<Fp16>)                    \
-  DO(decode_zfp_fp32, decode_zfp<Fp32>)                    \
-  DO(decode_zfp_bf16, decode_zfp<Bf16>)                    \
-  DO(decode_zfp_fp16, decode_zfp<Fp16>)                    \
-  DO(decode_sum_zfp, decode_sum_zfp)                       \
-  DO(encode_mpc_fp32, encode_mpc)                          \
-  DO(decode_mpc_fp32, decode_mpc<Fp32>)                    \
-  DO(decode_mpc_bf16, decode_mpc<Bf16>)                    \
+#define HZ_EACH_KERNEL(DO)                                    \
+  DO(encode_int8_fp32, encode<Fp32, 8>)                       \
+  DO(encode_int8_bf16, encode<Bf16, 8>)                       \
+  DO(encode_int8_fp16, encode<Fp16, 8>)                       \
+  DO(encode_int4_fp32, encode<Fp32, 4>)                       \
+  DO(encode_int4_bf16, encode<Bf16, 4>)                       \
+  DO(encode_int4_fp16, encode<Fp16, 4>)                       \
+  DO(decode_int8_fp32, decode<Fp32, 8>)                       \
+  DO(decode_int8_bf16, decode<Bf16, 8>)                       \
+  DO(decode_int8_fp16, decode<Fp16, 8>)                       \
+  DO(decode_int4_fp32, decode<Fp32, 4>)                       \
+  DO(decode_int4_bf16, decode<Bf16, 4>)                       \
+  DO(decode_int4_fp16, decode<Fp16, 4>)                       \
+  DO(decode_sum_int8, decode_sum<8>)                          \
+  DO(decode_sum_int4, decode_sum<4>)                          \
+  DO(decode_sum_encode_int8_int8, decode_sum_encode<8, 8>)    \
+  DO(decode_sum_encode_int8_int4, decode_sum_encode<8, 4>)    \
+  DO(decode_sum_encode_int4_int8, decode_sum_encode<4, 8>)    \
+  DO(decode_sum_encode_int4_int4, decode_sum_encode<4, 4>)    \
+  DO(encode_none_8, encode_elements<1>)                       \
+  DO(encode_none_16, encode_elements<2>)                      \
+  DO(encode_none_32, encode_elements<4>)                      \
+  DO(encode_bf16_fp32, encode_elements<2, Fp32>)              \
+  DO(encode_bf16_fp16, encode_elements<2, Fp16>)              \
+  DO(decode_none_8, decode_elements<1>)                       \
+  DO(decode_none_16, decode_elements<2>)                      \
+  DO(decode_none_32, decode_elements<4>)                      \
+  DO(decode_bf16_fp32, decode_elements<2, Fp32>)              \
+  DO(decode_bf16_fp16, decode_elements<2, Fp16>)              \
+  DO(decode_sum_none_fp32, decode_sum_elements<Fp32>)         \
+  DO(decode_sum_none_bf16, decode_sum_elements<Bf16>)         \
+  DO(decode_sum_none_fp16, decode_sum_elements<Fp16>)         \
+  DO(decode_sum_encode_none_none_fp32, add_up_elements<Fp32>) \
+  DO(decode_sum_encode_none_none_bf16, add_up_elements<Bf16>) \
+  DO(decode_sum_encode_none_none_fp16, add_up_elements<Fp16>) \
+  DO(encode_zfp_fp32, encode_zfp<Fp32>)                       \
+  DO(encode_zfp_bf16, encode_zfp<Bf16>)                       \
+  DO(encode_zfp_fp16, encode_zfp<Fp16>)                       \
+  DO(decode_zfp_fp32, decode_zfp<Fp32>)                       \
+  DO(decode_zfp_bf16, decode_zfp<Bf16>)                       \
+  DO(decode_zfp_fp16, decode_zfp<Fp16>)                       \
+  DO(decode_sum_zfp, decode_sum_zfp)                          \
+  DO(encode_mpc_fp32, encode_mpc)                             \
+  DO(decode_mpc_fp32, decode_mpc<Fp32>)                       \
+  DO(decode_mpc_bf16, decode_mpc<Bf16>)                       \
   DO(decode_mpc_fp16, decode_mpc<Fp16>)
 
 namespace hz {

@@ -21,7 +21,7 @@ import torch
 from hzero.codecs import reference
 from hzero.codecs.blocks import noise_key
 from hzero.codecs.formats import RecordFormat, Rows, layout_of
-from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary
+from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
 from hzero.codecs.reference import NAMES, Adds
 from hzero.validation import ConfigError, is_rank_0, one_of
 
@@ -122,36 +122,28 @@ class KernelBackend:
         self.launcher = launcher
 
     def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
-        """Encodes a bucket."""
-        if not self._has(fmt):
+        """Encodes a bucket; kernels for records of elements add nothing to them."""
+        if not self._has(fmt) or (adds and not fmt.traits.reference):
             return reference.encoder(rows, fmt, dtype, adds)
         fields = {"": (), "base": ("residual",), "residuals": ("residual", "left")}[adds]
         return Launch(self.launcher, "encode", rows, fmt, dtype, ("data", "numel", *fields), adds=adds)
 
-    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
-        """Decodes a message into tensors in shard order, or adds it to them."""
-        if not self._has(fmt) or (add and not fmt.traits.codes):
-            return reference.decoder(rows, fmt, dtype, add)
-        launch = Launch(self.launcher, "decode", rows, fmt, dtype, _DECODED[add])
-        return lambda payload, tensors, *checksums: launch(payload, tensors, added=tensors, checksums=checksums)
-
-    def summer(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
-        """Decodes the pieces of a payload and sums them in float32, in their order."""
-        if not self._has(fmt) or not fmt.traits.fixed:
-            return reference.summer(rows, fmt, dtype, add)
-        launch = Launch(self.launcher, "decode_sum", rows, fmt, dtype, _DECODED[add])
-        return lambda payload, sums, *checksums: launch(payload, sums, added=sums, checksums=checksums)
+    def decoder(
+        self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False
+    ) -> Callable[..., None]:
+        """Decodes a message into tensors in shard order, or sums its pieces in float32 in their order; or adds it to them."""
+        if not self._has(fmt) or not (fmt.traits.fixed if sums else fmt.traits.codes or not add):
+            return reference.decoder(rows, fmt, dtype, add, sums)
+        fields = ("data", "residual") if add else ("data",)
+        return Launch(self.launcher, "decode_sum" if sums else "decode", rows, fmt, dtype, fields).decode
 
     def recoder(
         self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat
     ) -> Callable[..., None] | None:
-        """Sums and encodes in one kernel if blocks agree; None if they do not."""
-        if not (fmt.alike(out) and self._has(fmt) and self._has(out)):
+        """Sums and encodes in one kernel if blocks agree, or elements; None if they do not."""
+        if not (self._has(fmt) and self._has(out) and (fmt.alike(out) or (fmt == out and not fmt.traits.reference))):
             return reference.recoder(rows, fmt, dtype, summed, out)
-        launch = Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, summed=summed)
-        return lambda payload, message, seed=0, *checksums: launch(
-            payload, out_payload=message, seed=seed, checksums=checksums
-        )
+        return Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, summed=summed).recode
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
         """Of bytes that no kernel has in its registers; the library has a function for it, devices take the reference."""
@@ -162,7 +154,15 @@ class KernelBackend:
         return fmt.traits.compiled == "all" or (fmt.traits.compiled == "cpu" and not self.launcher.on_device)
 
 
-_DECODED = {False: ("data",), True: ("data", "residual")}
+def _kernel(operator: str, fmt: RecordFormat, dtype: torch.dtype, out: RecordFormat | None) -> str:
+    """The name of a kernel. Bfloat16 elements have the same records in codec ``bf16`` as in ``none``."""
+    if fmt.traits.reference:
+        of_type = {"decode_sum": "", "decode_sum_encode": f"_{out and out.codec}"}.get(operator, f"_{NAMES[dtype]}")
+        return f"{operator}_{fmt.codec}{of_type}"
+    stored = dtype if fmt.traits.plain else torch.bfloat16
+    if "sum" in operator:
+        return f"{operator}_none{'_none' if out else ''}_{NAMES[stored]}"
+    return f"{operator}_none_{8 * stored.itemsize}" if stored == dtype else f"{operator}_bf16_{NAMES[dtype]}"
 
 
 def _sums_of(message: torch.Tensor | None, rows: Rows | None, *sums: torch.Tensor) -> list[int]:
@@ -201,8 +201,7 @@ class Launch:
         out: RecordFormat | None = None,
         summed: Rows | None = None,
     ) -> None:
-        of_type = {"decode_sum": "", "decode_sum_encode": f"_{out and out.codec}"}.get(operator, f"_{NAMES[dtype]}")
-        self._kernel = operator, f"{operator}_{fmt.codec}{of_type}"
+        self._kernel = operator, _kernel(operator, fmt, dtype, out)
         self._launcher, self._operator, self._fields = launcher, operator, fields
         self._rows, self._fmt, self._dtype, self._adds, self._out, self._summed = rows, fmt, dtype, adds, out, summed
         self._stochastic = (out or fmt).stochastic
@@ -240,34 +239,61 @@ class Launch:
             bucket["limit"] = (out or fmt).scale_limit("fp32" if sums or self._adds else NAMES[self._dtype])
         bucket["axes"] = len(rows.sizes)
         bucket["sizes"][: len(rows.sizes)], bucket["strides"][: len(rows.sizes)] = rows.sizes, rows.strides
+        bucket["by_sizes"][: len(rows.sizes)] = [divisor(size) for size in rows.sizes]
+        bucket["by_inner"] = divisor(rows.inner)
         of_tensors: dict[str, Sequence[int]] = {
             "chunk": rows.chunks,
+            "blocks": [-(-chunk // together) for chunk in rows.chunks],
             "first_block": [start % 2**32 for start in layout.block_starts],
             "start": layout.record_starts,
             "record_bytes": layout.record_bytes,
             "scales": layout.scales_offsets,
         }
         if out:
-            written = layout_of(rows.chunks, out, torch.float32.itemsize)
+            written = layout_of(rows.chunks, out, self._dtype.itemsize)
             assert self._summed is not None
             bucket["out_row_bytes"], bucket["out_inner"] = written.row_bytes, self._summed.inner
+            bucket["by_out_inner"] = divisor(self._summed.inner)
             of_tensors["out_start"], of_tensors["out_record_bytes"] = written.record_starts, written.record_bytes
             of_tensors["out_scales"] = written.scales_offsets
         for name, message in (("checks", rows), ("out_checks", self._summed)):
             if message and message.parts:
                 bucket[name]["pieces"] = message.outer // message.parts
+                bucket[name]["by_pieces"] = divisor(message.outer // message.parts)
         tensor = bucket["tensor"][: len(some)]
         tensor["factor"] = -1.0 if self._adds == "base" else 0.0
         for name, values in of_tensors.items():
             tensor[name] = [values[index] for index in some]
         if self._launcher.on_device:
-            # Threads of a device that share a block: 16 elements each, a power of two; of a long block again and again.
-            lanes = min(1 << (together // 16 - 1).bit_length(), THREADS)
-            chunks = tensor["chunk"].astype(np.int64)
-            groups = -(-chunks // (together * (THREADS // lanes))) * (rows.inner if sums else rows.total)
-            tensor["first_group"] = np.cumsum(groups) - groups
-            bucket["lanes"], bucket["workgroups"] = lanes, groups.sum()
+            bucket["rows"] = rows.inner if sums else rows.total
+            self._share(bucket, tensor, together)
         return bucket
+
+    @staticmethod
+    def _share(bucket: np.ndarray, tensor: np.ndarray, together: int) -> None:
+        """How the workgroups of a device share the rows of all tensors.
+
+        A block has a power of two of threads, for 16 elements each. A workgroup has blocks of one row, or, of a tensor with one
+        block a row, as many rows.
+        """
+        first = 0
+        bucket["first_group"] = 2**32 - 1
+        for index, one in enumerate(tensor):
+            lanes = 1 << (-(-min(int(one["chunk"]), together) // 16) - 1).bit_length()
+            blocks, rows = int(one["blocks"]), int(bucket["rows"])
+            own = THREADS // min(lanes, THREADS)
+            one["lanes_shift"], one["per_row"] = lanes.bit_length() - 1, divisor(-(-blocks // own))
+            bucket["first_group"][index] = first
+            first += -(-rows // own) if blocks == 1 else -(-blocks // own) * rows
+        bucket["workgroups"] = first
+
+    def decode(self, payload: torch.Tensor, tensors: Sequence[torch.Tensor], *checksums: torch.Tensor) -> None:
+        """Decodes or sums a message into tensors, or onto them."""
+        self(payload, tensors, added=tensors, checksums=checksums)
+
+    def recode(self, payload: torch.Tensor, message: torch.Tensor, seed: int = 0, *checksums: torch.Tensor) -> None:
+        """Sums the pieces of a message and encodes the sums."""
+        self(payload, seed=seed, out_payload=message, checksums=checksums)
 
     def __call__(
         self,

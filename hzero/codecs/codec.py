@@ -241,7 +241,7 @@ class Decoder:
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
         self._dtype, self._what = torch.float32 if sums else dtype, _described(rows, fmt)
         self.bytes = rows.message_bytes(fmt, dtype.itemsize)
-        self._run = (backend.summer if sums else backend.decoder)(rows, fmt, dtype, add)
+        self._run = backend.decoder(rows, fmt, dtype, add, sums)
 
     def __call__(
         self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None, *checksums: torch.Tensor

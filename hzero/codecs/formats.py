@@ -276,8 +276,21 @@ class Traits:
 
 
 TRAITS: dict[CodecName, Traits] = {
-    "none": Traits(lambda fmt, numel, itemsize: (numel * itemsize,), keeps=tuple(FLOATS), exact=True, plain=True),
-    "bf16": Traits(lambda fmt, numel, itemsize: (2 * numel,), _bf16_error, keeps=("fp32", "bf16")),
+    "none": Traits(
+        lambda fmt, numel, itemsize: (numel * itemsize,),
+        compiled="all",
+        keeps=tuple(FLOATS),
+        exact=True,
+        plain=True,
+        span=lambda encodes, longest: 1024,
+    ),
+    "bf16": Traits(
+        lambda fmt, numel, itemsize: (2 * numel,),
+        _bf16_error,
+        compiled="all",
+        keeps=("fp32", "bf16"),
+        span=lambda encodes, longest: 1024,
+    ),
     "int8": Traits(
         lambda fmt, numel, itemsize: (numel, SCALE_BYTES * fmt.blocks(numel)),
         _block_error,

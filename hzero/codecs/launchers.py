@@ -18,21 +18,26 @@ import torch
 from hzero.files import cache_folder, distrust, replacing
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 9, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 10, 38, 6, 256
+
+#: A number to divide by, see `divisor`.
+DIVISOR = np.dtype([("factor", "u4"), ("shift", "u4")])
 
 TENSOR = np.dtype(
     [
         *((name, "u8") for name in ("data", "residual", "left")),
         *((name, "i8") for name in ("numel", "start", "out_start")),
-        *((name, "u4") for name in ("chunk", "scales", "out_scales", "record_bytes", "out_record_bytes")),
-        *((name, "u4") for name in ("first_block", "first_group")),
+        *((name, "u4") for name in ("chunk", "blocks", "scales", "out_scales", "record_bytes", "out_record_bytes")),
+        ("first_block", "u4"),
         ("factor", "f4"),
+        ("lanes_shift", "u4"),
+        ("per_row", DIVISOR),
     ],
     align=True,
 )
 
 #: Where a payload's checksums are.
-CHECKS = np.dtype([("sums", "u8"), ("step", "i8"), ("pieces", "u4")], align=True)
+CHECKS = np.dtype([("sums", "u8"), ("step", "i8"), ("pieces", "u4"), ("by_pieces", DIVISOR)], align=True)
 
 #: The whole structure.
 BUCKET = np.dtype(
@@ -40,18 +45,29 @@ BUCKET = np.dtype(
         *((name, "u8") for name in ("payload", "out_payload")),
         *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
         *((name, CHECKS) for name in ("checks", "out_checks")),
-        *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size")),
+        *((name, "u4") for name in ("outer", "inner", "out_inner")),
+        *((name, DIVISOR) for name in ("by_inner", "by_out_inner")),
+        ("block_size", "u4"),
         ("limit", "f4"),
         *(
             (name, "u4")
             for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference", "kept_bytes", "axes")
         ),
         *((name, "u4", AXES) for name in ("sizes", "strides")),
-        *((name, "u4") for name in ("tensors", "workgroups", "lanes")),
+        ("by_sizes", DIVISOR, AXES),
+        *((name, "u4") for name in ("tensors", "rows", "workgroups")),
+        ("first_group", "u4", TENSORS),
         ("tensor", TENSOR, TENSORS),
     ],
     align=True,
 )
+
+
+def divisor(number: int) -> tuple[int, int]:
+    """A `DIVISOR`: ``n // number == n * factor >> shift`` for every ``n`` below 2**31 (Granlund and Montgomery, PLDI 1994)."""
+    shift = 31 + (number - 1).bit_length()
+    return -(-(1 << shift) // number), shift
+
 
 #: Folder of the compiled parts, in an installation and in a checkout that was set up.
 NATIVE = Path(__file__).resolve().parents[1] / "native"

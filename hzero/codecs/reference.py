@@ -1,15 +1,13 @@
 """Reference backend: the payload formats in plain torch, on any device. The other backends follow it bit for bit.
 
-Every backend has the functions at the top. Four prepare a call on one layout; of a message that has checksums, what writes it
+Every backend has the functions at the top. Three prepare a call on one layout; of a message that has checksums, what writes it
 adds them to those that are there, and what reads it to a tensor. Arguments are checked by
 `hzero.codecs.codec`, outputs exist. Records are written tensor by tensor; the modules of codecs have their arithmetic
-(`hzero.codecs.formats.Traits.reference`). Codecs ``none`` and ``bf16``, whose records are elements, are copies and casts, which
-torch does as fast as memory allows: the other backends leave them to this one.
+(`hzero.codecs.formats.Traits.reference`). The records of codecs ``none`` and ``bf16`` are elements.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +34,6 @@ _SLICE = 1 << 22
 
 def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
     """A call ``(payload, source, seed, added, factors)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
-    if not fmt.traits.reference and not adds:
-        return _Elements(rows, fmt, dtype).encode
     # Sums with residuals, and differences that a codec rounds, are float32.
     coded = dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
 
@@ -55,7 +51,7 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
                 values = values + added[index].view(-1).float() * factors[index]
             flat = pad(values, (0, rows.total * chunk - values.numel()))
             shards = _shards(flat, chunk, rows).reshape(rows.total, chunk)
-            shards = shards.to(coded if fmt.traits.plain else torch.float32)
+            shards = shards.to(torch.float32 if fmt.traits.reference else coded)
             shards = rotated(shards, fmt, 1 / max(fmt.rotation, 1))
             written = _record_of(shards, fmt, NAMES.get(coded, ""), seed, _first_block(rows, fmt, index))
             record.copy_(written.view(record.shape))
@@ -71,10 +67,8 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
     return encode
 
 
-def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
-    """A call ``(payload, tensors, checksums)`` that decodes a message, see `hzero.codecs.codec.Decoder`."""
-    if not fmt.traits.reference and not add:
-        return _Elements(rows, fmt, dtype).decode
+def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Callable[..., None]:
+    """A call ``(payload, tensors, checksums)`` that decodes a message, or sums its pieces, see `hzero.codecs.codec.Decoder`."""
 
     @torch.no_grad()
     def decode(payload: torch.Tensor, tensors: Sequence[torch.Tensor], checksums: Any = None) -> None:
@@ -85,28 +79,19 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Cal
             target = _shards(tensors[index].view(-1), chunk, rows)
             target.copy_(values.float() + target if add else values)
 
-    return decode
-
-
-def summer(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
-    """A call ``(payload, sums, checksums)`` that sums the pieces of a payload in float32, see `hzero.codecs.codec.Decoder`."""
-    if not fmt.traits.reference:
-        message = _Elements(Rows.of(rows.chunks, (rows.inner,)), fmt, dtype)
-        return functools.partial(message.sum, rows.outer, add)
-
     @torch.no_grad()
-    def sum_(payload: torch.Tensor, sums: Sequence[torch.Tensor], checksums: Any = None) -> None:
+    def sum_(payload: torch.Tensor, tensors: Sequence[torch.Tensor], checksums: Any = None) -> None:
         _check(payload, rows.parts, checksums)
         for index, record in records_of(payload, rows, fmt, dtype):
             chunk = rows.chunks[index]
-            total = sums[index].view(rows.inner, chunk)
+            total = tensors[index].view(rows.inner, chunk)
             parts = _values_of(record.flatten(0, -2), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
             if fmt.rotation:  # decoded as one sum, and added as such
                 parts = rotated(_in_order(parts), fmt).unsqueeze(0)
             for peer, part in enumerate(parts):
                 (total.add_ if peer or add else total.copy_)(part)
 
-    return sum_
+    return sum_ if sums else decode
 
 
 def recoder(
@@ -123,13 +108,15 @@ def recoder(
     @torch.no_grad()
     def recode(payload: torch.Tensor, message: torch.Tensor, seed: int = 0, checksums: Any = None) -> None:
         _check(payload, rows.parts, checksums)
-        message.zero_()
-        records = zip(records_of(payload, rows, fmt, dtype), records_of(message, summed, out, coded))
-        for (index, record), (_, written) in records:
-            chunk = rows.chunks[index]
-            parts = _values_of(record.flatten(0, -2), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
-            total = _record_of(_in_order(parts).to(coded), out, "fp32", seed, _first_block(rows, out, index))
-            written.copy_(total.view(written.shape))
+        sums = []
+        for index, record in records_of(payload, rows, fmt, dtype):
+            parts = _values_of(record.flatten(0, -2), rows.chunks[index], fmt, dtype)
+            total = _in_order(parts.view(rows.outer, rows.inner, -1)).to(coded)
+            sums.append((index, total.nan_to_num_(math.nan, math.inf, -math.inf) if out.traits.plain else total))
+        message.zero_()  # it may lie where the payload does
+        for (index, total), (_, written) in zip(sums, records_of(message, summed, out, coded)):
+            record = _record_of(total, out, "fp32", seed, _first_block(rows, out, index))
+            written.copy_(record.view(written.shape))
         _check(message, summed.parts)
 
     return recode
@@ -231,89 +218,3 @@ def _shards(flat: torch.Tensor, chunk: int, rows: Rows) -> torch.Tensor:
     """View ``[*sizes, chunk]`` of shards in the order of the rows."""
     strides = (*(stride * chunk for stride in rows.strides), 1)
     return flat.as_strided((*rows.sizes, chunk), strides, flat.storage_offset())
-
-
-# ---- elements: codecs none and bf16 ---------------------------------------------------------------------------------
-
-
-class _Elements:
-    """Records of elements: where those of a bucket lie in a message and in the tensors, found once.
-
-    Args:
-        rows: The rows of the message.
-        fmt: Its format.
-        dtype: Type of the tensors.
-    """
-
-    def __init__(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> None:
-        self._type = dtype if fmt.traits.plain else torch.bfloat16
-        self._casts = self._type != dtype
-        #: Of each tensor with elements: its place in the bucket and elements of all its shards; size, stride and offset of its
-        #: records in the message, of what follows them, and of the shards in the tensor.
-        self._places: list[int] = []
-        self._numels: list[int] = []
-        self._in_message: list[_View] = []
-        self._gaps: list[_View] = []
-        self._in_tensors: list[_View] = []
-        layout = layout_of(rows.chunks, fmt, dtype.itemsize)
-        width, start = layout.row_bytes // self._type.itemsize, 0
-        for index, (chunk, size) in enumerate(zip(rows.chunks, layout.record_bytes)):
-            if not chunk:
-                continue
-            own, reached, strides = size // self._type.itemsize, 1, [1]
-            for axis in reversed(rows.sizes):
-                strides.insert(0, reached * own if reached < rows.inner else reached * width)
-                reached *= axis
-            self._places.append(index)
-            self._numels.append(rows.total * chunk)
-            self._in_message.append(((*rows.sizes, chunk), tuple(strides), start))
-            if own > chunk:
-                self._gaps.append(((*rows.sizes, own - chunk), tuple(strides), start + chunk))
-            self._in_tensors.append(((*rows.sizes, chunk), (*(stride * chunk for stride in rows.strides), 1), 0))
-            start += rows.inner * own
-
-    @torch.no_grad()
-    def encode(self, payload: torch.Tensor, source: Sequence[torch.Tensor], *_: Any) -> None:
-        """Writes a message."""
-        if not self._places:
-            return
-        message, tensors = payload.view(self._type), [source[place] for place in self._places]
-        for index, (tensor, numel) in enumerate(zip(tensors, self._numels)):
-            if missing := numel - tensor.numel():
-                tensors[index] = pad(tensor.view(-1), (0, missing))
-        torch._foreach_copy_(_views([message] * len(tensors), self._in_message), _views(tensors, self._in_tensors))
-        for gap in self._gaps:
-            _view(message, gap).zero_()
-        if self._casts:
-            # Which NaN a conversion makes depends on the processor.
-            message.nan_to_num_(math.nan, math.inf, -math.inf)
-
-    @torch.no_grad()
-    def decode(self, payload: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Reads a message."""
-        if self._places:
-            records = _views([payload.view(self._type)] * len(self._places), self._in_message)
-            torch._foreach_copy_(_views([tensors[place] for place in self._places], self._in_tensors), records)
-
-    @torch.no_grad()
-    def sum(self, peers: int, add: bool, payload: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
-        """Sums the messages of peers, one after the other, in float32 and in their order."""
-        if not self._places:
-            return
-        totals = _views([sums[place] for place in self._places], self._in_tensors)
-        for peer, message in enumerate(payload.view(self._type).view(peers, -1)):
-            parts = _views([message] * len(totals), self._in_message)
-            (torch._foreach_add_ if peer or add else torch._foreach_copy_)(totals, parts)
-
-
-#: Size, stride and offset.
-_View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
-
-
-def _view(tensor: torch.Tensor, view: _View) -> torch.Tensor:
-    size, stride, offset = view
-    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _views(tensors: Sequence[torch.Tensor], views: Sequence[_View]) -> list[torch.Tensor]:
-    return [_view(tensor, view) for tensor, view in zip(tensors, views)]

@@ -21,15 +21,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.profiler import record_function
 
-from hzero.codecs.codec import Codec, checksums
-from hzero.codecs.formats import CHECKSUM_BYTES
+from hzero.codecs.codec import Codec, Recoder, checksums
+from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat
 from hzero.codecs.reference import Adds, module_of
 from hzero.comm.checksum import Arrived, Comparison, addressed, addresses
 from hzero.comm.lanes import Chain, DeviceStreams, Lanes, Steps
 from hzero.comm.peers import HopError, MissingPeerError, Peers
 from hzero.comm.wirelog import HopTimer, WireEntry, WireLog
 from hzero.comm.wires import STAGE, DisagreementError, Lane, Work
-from hzero.config import TIERS, Algorithm, Tier
+from hzero.config import PLAIN, TIERS, Algorithm, Tier
 from hzero.plan.program import Cross, Decode, Encode, Kind, Program, Sum, Turn
 from hzero.plan.shards import ShardPlan
 
@@ -330,6 +330,7 @@ class Bound:
     def _prepared(self, dtype: torch.dtype, device: torch.device) -> list[_Step]:
         """The steps for inputs of a type."""
         steps, ready = self._program.steps, list[_Step]()
+        checked = self._program.checked if self._collectives.plan.checksum else lambda _: (0, 0)
         makers: dict[Any, Callable[..., list[_Step]]] = {
             Encode: self._encoding,
             Turn: self._turning,
@@ -342,7 +343,7 @@ class Bound:
             following = next((one for one in steps[index:] if isinstance(one, Cross)), None)
             salt = (1 + TIERS.index(following.tiers[0])) * _SALT if index and following is not None else 0
             crosses = isinstance(step, Cross)
-            parts = self._checked(index) if crosses else (self._checked(index - 1)[1], self._checked(index + 1)[0])
+            parts = checked(index) if crosses else (checked(index - 1)[1], checked(index + 1)[0])
             made = [one._replace(salt=salt) for one in makers[type(step)](step, dtype, device, parts)]
             if parts[0] and not crosses:
                 made[0] = made[0]._replace(run=partial(_compared, made[0].run))
@@ -355,23 +356,6 @@ class Bound:
                 dtype = self.bucket.dtype
         return ready
 
-    def _checked(self, index: int) -> tuple[int, int]:
-        """Parts of a hop's message whose checksums the steps before and behind it write and read; 0: the hop does that.
-
-        The kernels of codecs with scales do it as they write or read the bytes. A message that passes, or whose codec has no
-        such kernel, is read once more.
-        """
-        before, cross, behind = (dict(enumerate(self._program.steps)).get(index + place) for place in (-1, 0, 1))
-        if not self._collectives.plan.checksum or not isinstance(cross, Cross) or not cross.codec.traits.codes:
-            return 0, 0
-        if cross.kind not in ("all_gather", "all_to_all"):
-            return 0, 0
-        sent = cross.ranks if cross.kind == "all_to_all" else 1
-        made = before.outer if isinstance(before, Encode | Sum) else 0
-        taken = behind.peers if isinstance(behind, Sum) else behind.outer if isinstance(behind, Decode) else 0
-        received = cross.ranks if taken and taken % cross.ranks == 0 else 0
-        return sent if made and made % sent == 0 else 0, received
-
     def _floats(self, dtype: torch.dtype, rows: int) -> Floats:
         return Floats(dtype, [rows * chunk for chunk in self.bucket.chunks])
 
@@ -380,6 +364,8 @@ class Bound:
         codec = Codec.from_config(step.codec)
         made: list[_Step] = []
         encoded = bucket.dtype if step.codec.traits.exact else dtype
+        if step.codec.traits.plain and dtype != encoded == torch.bfloat16:  # the same records: cast as they are encoded
+            codec, encoded = Codec(RecordFormat.of("bf16")), dtype
         if order.table is not None:
             made.append(_Step(None, partial(self._in_table, _rows_of(order.table, device)[0])))
         if encoded != dtype:
@@ -590,6 +576,7 @@ class Collective:
         self._parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
         library_sums = self.peers.wires.library_sums and collectives.library_sums and not self.checksum
         self._sums = reduces and not library_sums
+        self._add_up: Recoder | None = None
         self._start = self._starter()
         in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
         elsewhere = {"all_gather": in_flight * ranks, "broadcast": 0, "send": 0, "receive": 0}
@@ -690,22 +677,25 @@ class Collective:
 
             if self.read:
                 return Arrived(output.view(-1), len(senders), compare)
-            bare = parts[:, :-CHECKSUM_BYTES]
-            compare(checksums(bare))
-            output = bare.reshape(-1)
-        if self._sums:
+            if self._sums:
+                sums = output.new_zeros(len(senders), dtype=torch.int64)
+                output = self._summed(output.view(-1), sums)
+            else:
+                bare = parts[:, :-CHECKSUM_BYTES]
+                sums, output = checksums(bare), bare.reshape(-1)
+            compare(sums)
+        elif self._sums:
             output = self._summed(output)
         return output if self.then is None else self.then(output)
 
-    def _summed(self, output: torch.Tensor) -> torch.Tensor:
-        """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of the elements, which are overwritten."""
-        first, *others = output.view(self.dtype).view(len(self.peers.ranks), -1)
-        if len(others) == 1:  # one addition rounds once in any type
-            return first.add_(others[0]).view(torch.uint8)
-        total = first.to(torch.float32)
-        for other in others:
-            total.add_(other)
-        return first.copy_(total).view(torch.uint8)
+    def _summed(self, output: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
+        """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of the elements, in place of the first ones."""
+        size = self.size // len(self.peers.ranks)
+        if self._add_up is None:  # for the device of what arrives
+            codec, parts = Codec.from_config(PLAIN), (len(self.peers.ranks) if sums else 0, 0)
+            how: dict[str, Any] = {"dtype": self.dtype, "device": output.device, "to": codec, "parts": parts}
+            self._add_up = codec.summer(len(self.peers.ranks), (size // self.dtype.itemsize,), inner=1, **how)
+        return self._add_up(output, output[:size], 0, *sums)
 
 
 class Pending:

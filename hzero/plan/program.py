@@ -201,6 +201,25 @@ class Program:
         kept = (step for step in self.steps if isinstance(step, Encode) and step.residual is not None)
         return sum(step.order.rows for step in kept)
 
+    def checked(self, index: int) -> tuple[int, int]:
+        """Parts of a hop's message whose checksums the steps before and behind it write and read; 0: the hop does that.
+
+        What encodes or decodes does it in the same pass. A message that passes, or whose codec has no kernels, is read once more;
+        what a reduce-scatter brings is summed, and compared, by the hop.
+
+        Args:
+            index: Of the step; any that does not cross has no such parts.
+        """
+        before, cross, behind = (dict(enumerate(self.steps)).get(index + place) for place in (-1, 0, 1))
+        kinds = ("all_gather", "all_to_all", "reduce_scatter")
+        if not isinstance(cross, Cross) or cross.kind not in kinds or cross.codec.traits.compiled != "all":
+            return 0, 0
+        sent = 1 if cross.kind == "all_gather" else cross.ranks
+        made = before.outer if isinstance(before, Encode | Sum) else 0
+        taken = behind.peers if isinstance(behind, Sum) else behind.outer if isinstance(behind, Decode) else 0
+        reads = taken and taken % cross.ranks == 0 and cross.kind != "reduce_scatter"
+        return sent if made and made % sent == 0 else 0, cross.ranks if reads else 0
+
     def moved(self, chunks: Sequence[int], itemsize: int) -> list[tuple[Step, int, int]]:
         """Each step with the bytes that it takes and those that it leaves, for a bucket as in `Cross.message_bytes`."""
         found: list[tuple[Step, int, int]] = []

@@ -227,16 +227,22 @@ class _Builder:
         machine, stage, number = self._machine, self._stage, 0
         chunks = [chunk_numel(numel, machine.grid.world_size) for numel in bucket.numels]
         found: list[tuple[str, str, bool, list[Phase]]] = []
-        for step, taken, left in program.moved(chunks, self._job.itemsize) if program.crossings else ():
+        moved = program.moved(chunks, self._job.itemsize) if program.crossings else []
+        for index, (step, taken, left) in enumerate(moved):
             phases = [machine.kernel(taken + left)]
             if isinstance(step, Cross):
                 number = program.crossings.index(step)
-                size, sent = step.array_bytes(chunks, self._job.itemsize), step
-                if stage is None or not stage.checksum:
-                    phases = []
-                else:  # both sides sum all words; what a library would sum is sent in parts
+                size, sent, phases = step.array_bytes(chunks, self._job.itemsize), step, []
+                if stage is not None and stage.checksum:
                     size += CHECKSUM_BYTES * step.ranks
-                    sent = replace(step, kind="all_to_all") if step.kind == "reduce_scatter" else step
+                    written, read = program.checked(index)
+                    again = (0 if written else taken) + (0 if read else left)
+                    if (
+                        step.kind == "reduce_scatter"
+                    ):  # what a library would sum is sent in parts, and summed by the hop
+                        sent, again = replace(step, kind="all_to_all"), again + taken
+                    if again:
+                        phases.append(machine.kernel(again))
                 algorithm = "hierarchical" if self._hierarchical else step.algorithms.of(taken)
                 phases.append(machine.transfer(sent, size, algorithm))
             crossing = program.crossings[number]

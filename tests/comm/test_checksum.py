@@ -132,10 +132,19 @@ def _reduced(grid: Grid, flips: int = -1, **block: Any) -> list[Any]:
     return on_all(plans, reduce)
 
 
-@pytest.mark.parametrize("codecs", [{}, {"gradients": {"node": {"codec": "int8", "block_size": 64}}}])
-def test_codecs_with_scales_make_and_compare_checksums_in_their_kernels(codecs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"codecs": {"gradients": {"node": {"codec": "int8", "block_size": 64}}}},
+        {"codecs": {"gradients": "bf16"}},
+        {"preset": "lossless"},
+    ],
+    ids=["int4", "unlike", "bf16", "none"],
+)
+def test_kernels_make_and_compare_checksums(own: dict[str, Any]) -> None:
     """No hop reads a message for them. The sums have the bits of those without checksums."""
-    grid, own = Grid(2, 1, 2), {"codecs": codecs} if codecs else {}
+    grid = Grid(2, 1, 2)
     with mock.patch.object(runtime, "checksums") as read, mock.patch.object(checksum, "checksums") as written:
         got = _reduced(grid, checksum=True, **own)
     assert not read.called and not written.called

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hzero.codecs import backends
 from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
 from hzero.comm.lanes import DeviceStreams
 from hzero.comm.runtime import Arena, Call
@@ -24,6 +25,7 @@ from hzero.plan.program import Program, StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import finished, peers
+from tests.kernels.launches import launches
 
 #: Awkward on purpose: chunks of no multiple of 16 bytes, and one without elements.
 CHUNKS = (33, 1, 0, 129, 7)
@@ -108,6 +110,16 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
         assert not asked, (name, asked)
         for before, after in zip(first, second):
             assert torch.equal(before, after) or block
+
+
+@pytest.mark.parametrize(("preset", "gather", "micro"), [("lossless", 1, 2), ("zero3", 2, 2), ("topo", 1, 3)])
+def test_a_bucket_starts_one_kernel_a_step_whatever_its_tensors(preset: str, gather: int, micro: int) -> None:
+    """As `python -m tests.kernels.launches` prints; torch would start one or two for each of the twelve tensors."""
+    if backends.choice("cpu").name != "host":
+        pytest.skip("the host library is not built")
+    found = launches(preset)
+    assert (found["gather"].total(), found["micro"].total()) == (gather, micro), found
+    assert found["refresh"].total() <= 1 and found["boundary"].total() <= 2, found
 
 
 def test_streams_keep_buffers_that_an_engine_has_left() -> None:

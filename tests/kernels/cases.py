@@ -123,7 +123,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         yield from compare("encode_difference", source, base, rows, fmt, seed)
 
     payload = REFERENCE.encode(source, rows, fmt, seed)
-    for dtype in FLOATS:
+    for dtype in (case.dtype,) if fmt.traits.plain else FLOATS:
         yield from compare("decode", payload, rows, fmt, dtype)
         onto = [numbers("normal", rows.total * chunk, dtype, 5) for chunk in case.chunks]
         yield from compare("decode_onto", payload, rows, fmt, onto)
@@ -135,7 +135,11 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     for codec, like in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 19 else 4):
         # Other blocks are encoded in a second step.
         size = fmt.block_size if like and fmt.traits.codes else 64
-        out = RecordFormat.of(codec, size, fmt.rotation * like, fmt.stochastic)
+        out = (
+            fmt
+            if like and not fmt.traits.reference
+            else RecordFormat.of(codec, size, fmt.rotation * like, fmt.stochastic)
+        )
         yield from compare("decode_sum_encode", payload, *how, rows.inner, out, seed)
 
 

@@ -306,17 +306,17 @@ def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch
 
 
 def test_doctor_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    def summer(*how: Any) -> Any:
-        add_up = reference.summer(*how)
+    def decoder(*how: Any) -> Any:
+        decode = reference.decoder(*how)
 
-        def one_more(payload: torch.Tensor, sums: list[torch.Tensor]) -> None:
-            add_up(payload, sums)
-            sums[0].add_(1)
+        def one_more(payload: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+            decode(payload, tensors)
+            tensors[0].add_(1)
 
-        return one_more
+        return one_more if how[4] else decode
 
     wrong = types.ModuleType("wrong")
-    vars(wrong).update(vars(reference), summer=summer)
+    vars(wrong).update(vars(reference), decoder=decoder)
     monkeypatch.setattr(backends, "choice", lambda kind: backends.Choice("host", wrong, "a test"))
     findings = list(check_codecs())
     assert {status for status, _ in findings} == {2}

@@ -20,7 +20,7 @@ from tests.kernels.emulated import FAMILIES, KERNELS
 from tests.ranks import LONG
 
 #: Kernels of each family: types and codecs.
-COUNTS = {"encode": 6, "decode": 6, "decode_sum": 2, "decode_sum_encode": 4}
+COUNTS = {"encode": 11, "decode": 11, "decode_sum": 5, "decode_sum_encode": 7}
 
 
 def _compiler(name: str) -> list[str]:
@@ -91,6 +91,9 @@ def test_memory_is_accessed_16_bytes_at_a_time(assembly: dict[str, str]) -> None
             found = Counter(re.findall(r"^\s+((?:global|flat|scratch|buffer)_\w+)", body, re.MULTILINE))
             assert not [access for access in found if not access.startswith("global_")], (name, found)
             reads, writes = "global_load_dwordx4", "global_store_dwordx4"
+            if "none" in name or "bf16_" in name:
+                assert found[reads] and found[writes], (name, found)
+                continue
             if name.startswith("encode"):
                 wide = [reads, writes] if "int8" in name else [reads]
             elif name.startswith("decode_sum_encode"):
@@ -103,7 +106,7 @@ def test_memory_is_accessed_16_bytes_at_a_time(assembly: dict[str, str]) -> None
             assert found["global_store_dwordx4"] or found["global_store_dwordx2"], (name, found)
     # Exchanges within 16 lanes go by DPP; only those of 16 and more lanes, through the crossbar.
     dpp = re.findall(r"v_(?:max|min)_u32_dpp|v_mov_b32_dpp", assembly["encode"])
-    assert len(dpp) >= 4 * COUNTS["encode"]
+    assert len(dpp) >= 4 * 6  # the kernels of codecs with scales
 
 
 def test_products_and_sums_are_not_contracted(assembly: dict[str, str]) -> None:

@@ -117,6 +117,39 @@ def test_codecs_of_processors_alone(target: tuple[Any, torch.device]) -> None:
         assert_agrees(target, Case(chunk, fmt=MPC[index % 3], dtype=torch.float32, kind=kind, seed=index, **rows))
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_codecs_of_elements(target: tuple[Any, torch.device], codec: Any) -> None:
+    """Copies and casts, of every type, with records of one workgroup and of less, and rows in another order."""
+    fmt = RecordFormat.of(codec)
+    chunks = [(1100, 3, 1), (33, 0, 8)] if emulated(target) else [(2500, 17, 1), (1, 3, 0, 15, 1023, 16), (1024, 1025)]
+    for seed, (kind, chunk) in enumerate(itertools.product(("normal", "nan"), chunks)):
+        rows: dict[str, Any] = {"sizes": (3, 2), "strides": (1, 3), "outer": 3, "short": 4 * (seed % 2)}
+        for dtype in FLOATS:
+            case = Case(chunk, fmt=fmt, dtype=dtype, kind=kind, seed=seed, unaligned=seed % 3 == 1, **rows)
+            assert_agrees(target, case)
+
+
+def test_codec_none_keeps_every_bit(target: tuple[Any, torch.device]) -> None:
+    """Of NaNs too, and of bytes that are no floats."""
+    backend, device = target
+    rows = Rows.of((300, 1, 17), (4,), outer=2)
+    for dtype in (torch.uint8, *FLOATS):
+        make = functools.partial(torch.randint, 0, 256, dtype=torch.uint8)
+        source = [make((4 * chunk * dtype.itemsize,)).view(dtype).to(device) for chunk in rows.chunks]
+        fmt = RecordFormat.of("none")
+        decoded = Calls(backend).decode(Calls(backend).encode(source, rows, fmt), rows, fmt, dtype)
+        for before, after in zip(source, decoded):
+            assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), dtype
+
+
+@pytest.mark.parametrize("rotation", [0, 64])
+def test_a_workgroup_has_many_rows_of_small_shards(target: tuple[Any, torch.device], rotation: int) -> None:
+    """Shards of a block or less, of more rows than one workgroup takes, with sums that start from what is there."""
+    fmt = RecordFormat.of("int8", 128, rotation)
+    sizes, chunks = ((2, 150), (1, 64)) if emulated(target) else ((4, 700), (1, 64, 128, 16))
+    assert_agrees(target, Case(chunks, sizes, (1, sizes[0]), sizes[0], fmt, torch.bfloat16, short=5, seed=rotation))
+
+
 def of_blocks(codec: str, size: int) -> Case:
     return Case((3 * size + 21,), (2,), (1,), 1, RecordFormat.of(codec, size), torch.bfloat16, seed=size)
 
@@ -269,6 +302,8 @@ def test_a_graph_captures_the_calls() -> None:
         ("int4", 16, 0, False),
         ("int8", 48, 0, True),
         ("int4", 64, 64, False),
+        ("none", 0, 0, False),
+        ("bf16", 0, 0, False),
     ],
 )
 def test_checksums_are_of_the_bytes_behind_which_they_are(
@@ -299,7 +334,7 @@ def test_checksums_are_of_the_bytes_behind_which_they_are(
             continue
         totals, sums = read(Decoder(fmt, checked, dtype, False, backend, True), None)
         assert torch.equal(sums, want) and same(totals, Decoder(fmt, rows, dtype, False, backend, True)(bare))
-        for other in (block_size, 32):  # in one kernel, or in two
+        for other in {block_size or 32, 32}:  # in one kernel, or in two
             out, summed = (
                 RecordFormat.of("int8", other, rotation if other == block_size else 0),
                 Rows.of(chunks, (inner,)),
@@ -353,7 +388,7 @@ def test_nothing_is_written_beyond_the_outputs(target: tuple[Any, torch.device])
             rotated, half = fmt._replace(rotation=rotation), [bordered(6 * chunk, torch.float16)]
             backend.decoder(rows, rotated, torch.float16, False)(message, half)
             backend.decoder(rows, rotated, torch.float16, True)(message, half)
-        backend.summer(rows, fmt, torch.float32, False)(message, [bordered(3 * chunk, torch.float32)])
+        backend.decoder(rows, fmt, torch.float32, False, True)(message, [bordered(3 * chunk, torch.float32)])
         backend.recoder(rows, fmt, torch.float32, Rows.of((chunk,), (3,)), out)(message, bordered(other, torch.uint8))
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,18 @@ def test_checksums_cost_little_but_are_not_free() -> None:
     machine, job = _machine(48), _model("gpt_neox_20b")
     steps = [predict(_preset("topo", machine.grid, checksum=on), job, machine).step_s for on in (False, True)]
     assert steps[0] < steps[1] < 1.2 * steps[0]
+
+
+def test_a_checksum_is_a_pass_of_its_own_only_where_a_hop_reads_again() -> None:
+    """Reductions sum the bytes as they encode and decode them; a gather sends what is resident, so it reads that once more."""
+    machine, job = _machine(2), _model("gpt_neox_1b")
+    passes = []
+    for on in (False, True):
+        tasks = tasks_of(_preset("topo", machine.grid, checksum=on), job, machine)
+        passes.append(
+            Counter(task.name.split()[0] for task in tasks for phase in task.phases if set(phase.work) == {"memory"})
+        )
+    assert passes[0]["reduce"] == passes[1]["reduce"] and passes[0]["forward"] < passes[1]["forward"]
 
 
 def test_a_step_with_everything_else_free_is_its_compute() -> None:

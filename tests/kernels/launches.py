@@ -1,0 +1,122 @@
+"""Counts what a rank starts on its device for one layer in a micro-step: kernels of codecs, and torch's operators on data.
+
+    python -m tests.kernels.launches [PRESET ...]
+
+It runs the stage's programs with wires that bring nothing, on a CPU. A device starts the same calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hzero.codecs import backends
+from hzero.codecs.formats import chunk_numel
+from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
+from hzero.comm.runtime import Call
+from hzero.comm.wires import STAGE
+from hzero.config import parse_config
+from hzero.plan.program import Program, StagePrograms
+from hzero.plan.shards import ShardPlan
+from hzero.topology import Grid
+from tests.comm.simulated import finished, peers
+
+#: Parameters of a GPT-NeoX layer of width 256: weights and biases of two norms, of attention and of the MLP.
+WIDTH = 256
+NUMELS = (*(WIDTH,) * 4, 3 * WIDTH**2, 3 * WIDTH, WIDTH**2, WIDTH, 4 * WIDTH**2, 4 * WIDTH, 4 * WIDTH**2, WIDTH)
+GRID = Grid(2, 4, 2)
+
+
+class Wires:
+    """Wires that bring nothing; the library sums."""
+
+    library_sums = True
+
+    def __getattr__(self, kind: str) -> Any:
+        return lambda *_: SimpleNamespace(wait=lambda: None)
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators that start something on a device: those that write memory, once for each tensor of a list."""
+
+    def __init__(self, started: Counter[str]) -> None:
+        super().__init__()
+        self.started = started
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        made = [one for one in func._schema.returns if one.alias_info is None]
+        name = func._schema.name.removeprefix("aten::")
+        if not name.startswith("profiler::") and (written or (made and "empty" not in name)):
+            # Views of tensors that are apart: one kernel for each.
+            self.started[name] += len(args[0]) if isinstance(args[0], (list, tuple)) else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """What is started inside, by name."""
+    started: Counter[str] = Counter()
+    launcher = backends.choice("cpu").backend.launcher
+    launch = launcher.launch
+
+    def counts(family: str, kernel: str, *arguments: Any) -> None:
+        started[kernel] += 1
+        launch(family, kernel, *arguments)
+
+    with mock.patch.object(launcher, "launch", counts), _Operators(started):
+        yield started
+
+
+def launches(preset: str, **block: Any) -> dict[str, Counter[str]]:
+    """Of one layer: to gather it, to sum its gradients within their scope, and, once a step, to refresh it and cross the rest."""
+    plan = ShardPlan.from_config(parse_config({"preset": preset, **block}), GRID, 3)
+    groups = {(STAGE, tier): (Wires(), list(plan.tier_group(tier))) for tier in plan.grid.crossed}
+    collectives = Collectives(plan, peers(3, groups), WireLog(), ErrorFeedback() if plan.error_feedback else None)
+    programs, world = StagePrograms.of(plan), GRID.world_size
+    chunks = tuple(chunk_numel(numel, world) for numel in NUMELS)
+    keys, dtype = tuple(range(len(chunks))), torch.bfloat16
+    shards = [torch.ones(chunk, dtype=dtype) for chunk in chunks]
+    sums = [torch.ones(plan.gradient_rows * chunk) for chunk in chunks]
+    held: Any = shards
+    if plan.resident:
+        held = torch.zeros(
+            plan.resident_codec.format.message_bytes(chunks, plan.resident_rows, dtype.itemsize), dtype=torch.uint8
+        )
+    runs: dict[str, tuple[Program, str, Any]] = {
+        "gather": (programs.unshard, "weights", held),
+        "micro": (programs.micro, "gradients", [torch.ones(numel, dtype=dtype) for numel in NUMELS]),
+        "refresh": (programs.refresh, "weights", shards),
+        "boundary": (programs.boundary, "gradients", sums),
+    }
+    found = {}
+    for name, (program, role, value) in runs.items():
+        found[name] = Counter[str]()
+        if not program.steps:
+            continue
+        bound = collectives.bind(program, Bucket(keys, chunks, dtype, role))
+        totals = [torch.zeros(plan.gradient_rows * chunk) for chunk in chunks] if name == "micro" else None
+        for _ in range(2):  # the first run prepares
+            with counted() as found[name]:
+                finished(bound.steps(lambda value=value: value, None, Call(5, 6, into=lambda totals=totals: totals)))
+    return found
+
+
+def main() -> None:
+    for preset in sys.argv[1:] or ("lossless", "topo", "zero3", "mild"):
+        found = {name: sum(started.values()) for name, started in launches(preset).items()}
+        micro = 2 * found["gather"] + found["micro"]
+        step = found["refresh"] + found["boundary"]
+        print(f"{preset:10} {micro:4} launches per layer and micro-step, {step:4} more per step: {found}")
+
+
+if __name__ == "__main__":
+    main()
