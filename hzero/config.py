@@ -224,7 +224,7 @@ class CodecsConfig(Frozen):
         expert: Activations and their gradients on the way to experts and back.
         pipeline: Activations and their gradients between the stages of a `PipelineModule`, in the codec of the outermost
             tier between two stages.
-        optimizer: Updated weights of a `PipelineModule`, sent by the ranks that keep their optimizer states.
+        optimizer: Updated weights of a `PipelineModule`, sent by the ranks that keep their optimizer states; Muon's matrices.
         exceptions: Codecs of parameters by name; `*` matches any part, as in `{"*norm*": "none"}`. The first
             pattern that matches a name sets the codec of both roles on all tiers.
     """

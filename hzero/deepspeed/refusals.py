@@ -36,6 +36,11 @@ _SUPPORTED = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "false",
     "zero_optimization.stage3_allgather_sequential": "false",
 }
+#: Stock requires the first. An optimizer on the host gathers matrices past all hooks.
+_SUPPORTED_WITH_MUON = {
+    "zero_optimization.reduce_scatter": "false",
+    "zero_optimization.offload_optimizer.device": "none",
+}
 _SUPPORTED_IN_PIPELINES = {
     "fp16.enabled": "false; use bf16",
     "data_types.grad_accum_dtype": "fp32",
@@ -76,12 +81,14 @@ def check_config(config: DeepSpeedConfig) -> None:
         raise ConfigError(
             f"{KEY} needs zero_optimization.stage 3, found {stage}; set it to 3 or remove the {KEY} block"
         )
-    _check_optimizer(config.optimizer_name)
-    _refuse(config, _SUPPORTED, "")
+    muon = config.optimizer_name == "muon"
+    _refuse(config, _SUPPORTED | (_SUPPORTED_WITH_MUON if muon else {}), " with Muon" if muon else "")
     if config.hzero_block.sequence is not None:
         _refuse(config, _SUPPORTED_WITH_SEQUENCES, " with the key sequence")
     if stage == 1:
         _refuse(config, _SUPPORTED_IN_PIPELINES, " with pipeline stages")
+        if muon:
+            raise ConfigError("optimizer.type: found muon with pipeline stages; expected another optimizer")
         written = config.hzero_block.written
         unused = [key for key in written if key.partition(".")[0] not in _OF_PIPELINES]
         unused += [key for key in ("codecs.weights", "codecs.except") if key in written]
@@ -111,12 +118,10 @@ def check_engine(engine: DeepSpeedEngine) -> None:
         engine._config.hzero_block.sequence is not None and engine.mpu is not None
     ):  # as of Ulysses, here or in Accelerate
         raise ConfigError(f"mpu: found {type(engine.mpu).__name__} with {KEY}.sequence; expected one of them")
-    _check_optimizer(engine.optimizer_name())
-
-
-def _check_optimizer(name: str | None) -> None:
-    if str(name).lower() == "muon":
-        raise ConfigError(f"optimizer.type: found {name}, which {KEY} does not support; possible: another optimizer")
+    if (
+        engine.client_optimizer is not None and engine.optimizer_name() == "Muon"
+    ):  # torch's steps flat shards as matrices
+        raise ConfigError("optimizer: found Muon of the script; expected optimizer.type Muon in the configuration")
 
 
 def _refuse(config: DeepSpeedConfig, table: Mapping[str, str], where: str) -> None:

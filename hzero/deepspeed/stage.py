@@ -16,6 +16,7 @@ from hzero.block import KEY
 from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import versions
+from hzero.deepspeed.muon import Matrix
 from hzero.deepspeed.stage_state import Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter
@@ -142,6 +143,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         # Stock gathers persistent parameters flat over the world after each step, which takes 30 s on 32 nodes
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
         self.persistent_parameters = []
+        self.reduce_scatter = True  # for Muon stock requires false, which would keep gradients from `accumulate`
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
         self.hzero.mark_stale()  # stock has moved the primary shards
 
@@ -221,6 +223,25 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if has_overflow:
             self.hzero.guard.discarded(self.loss_scaler, self._stepped(), self._gradient_of)
         super()._update_scale(has_overflow)
+
+    def _apply_muon_to_accumulated_grads(self) -> None:
+        """Stock, before the norm is taken; the matrices travel by `hzero.deepspeed.muon`."""
+        if not self.use_muon:
+            return
+        matrices = []
+        for number, group in enumerate(self.fp16_groups):
+            if not self.sub_groups_using_muon[number]:
+                continue
+            self.sub_groups_lacking_loss_scale.add(number)
+            master = self.fp32_partitioned_groups_flat[number]
+            if "momentum_buffer" not in self.optimizer.state.get(master, {}):
+                self._create_momentum_buffer(self.fp16_partitioned_groups_flat_numel[number], number, master.ds_id)
+            momenta = self.optimizer.state[master]["momentum_buffer"]
+            for param, shard in zip(group, self.averaged_gradients[number]):
+                start = self.grad_position[self.get_param_id(param)][1]
+                matrices.append(Matrix(param, shard, momenta.narrow(0, start, shard.numel())))
+        assert self.hzero.orthogonalizer is not None  # the same parameters are marked
+        self.hzero.orthogonalizer.update(matrices, self.muon_beta, self.muon_ns_method)
 
     def _new_window(self) -> None:
         self.hzero.gradients.clear()

@@ -25,6 +25,7 @@ from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from hzero.comm import lasting
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autotp
+from hzero.deepspeed.muon import Orthogonalizer
 from hzero.deepspeed.refusals import check_partition
 from hzero.deepspeed.versions import attributes
 from hzero.engine.engine import Engine, Partition, Traffic
@@ -180,6 +181,9 @@ class StageState(Engine):
         plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         routes, codes = routes_of(module, plan)
         self.module, self._autotp = module, autotp.take_over(module, config, partition.world)
+        # DeepSpeed marks the parameters of models that it trains by Muon.
+        uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
+        self.orthogonalizer = Orthogonalizer(config, partition) if uses_muon else None
         self._forward = module.forward
         managed = managed_parameters(module, routes, codes)
         super().__init__(config, plan, partition, module, managed, bucket_numel, current_device(), async_accelerator())

@@ -32,7 +32,14 @@ from hzero.validation import ConfigError
 VERSIONS = ((0, 18, 6), (0, 20))
 SUPPORTED = "hzero supports deepspeed >=0.18.6,<0.20"
 #: What only newer ones of them can do: the first that can.
-NEWER = {"pipeline stages": "0.19.8", "AutoTP": "0.19.8", "managed_gradient_accumulation false": "0.19.4"}
+NEWER = {
+    "pipeline stages": "0.19.8",
+    "AutoTP": "0.19.8",
+    "Muon": "0.19.8",
+    "managed_gradient_accumulation false": "0.19.4",
+}
+#: What is relied on for them alone.
+_PARTS = {"pipeline": "pipeline stages", "muon": "Muon"}
 #: ``{"methods": {part: {"module:Class.method": {"arguments": "...", "sources": {hash: "releases"}}}}, "attributes": {...}}``.
 RELEASES = json.loads((Path(__file__).parent / "releases.json").read_text())
 
@@ -82,17 +89,16 @@ def changes() -> Iterator[str]:
 
 @functools.cache
 def sources(file: Path) -> dict[str, str]:
-    """Hashes of the sources of a file's methods, by ``Class.method``."""
+    """Hashes of the sources of a file's methods, by ``Class.method``, and of its functions."""
     text = file.read_text()
-    lines = text.splitlines()
+    lines, body = text.splitlines(), ast.parse(text).body
+    found = {one.name: one for one in body if isinstance(one, ast.FunctionDef)}
+    for owner in [one for one in body if isinstance(one, ast.ClassDef)]:
+        for method in [one for one in owner.body if isinstance(one, ast.FunctionDef)]:
+            found[f"{owner.name}.{_mangled(owner.name, method.name)}"] = method
     return {
-        f"{owner.name}.{_mangled(owner.name, method.name)}": hashlib.sha256(
-            "\n".join(lines[method.lineno - 1 : method.end_lineno]).encode()
-        ).hexdigest()[:12]
-        for owner in ast.parse(text).body
-        if isinstance(owner, ast.ClassDef)
-        for method in owner.body
-        if isinstance(method, ast.FunctionDef)
+        name: hashlib.sha256("\n".join(lines[one.lineno - 1 : one.end_lineno]).encode()).hexdigest()[:12]
+        for name, one in found.items()
     }
 
 
@@ -114,6 +120,7 @@ def check_features(config: DeepSpeedConfig) -> None:
     asked = {
         "pipeline stages": "zero_optimization.stage: found 1" if config.zero_config.stage == 1 else "",
         "AutoTP": f"tensor_parallel.autotp_size: found {size}" if size > 1 else "",
+        "Muon": "optimizer.type: found muon" if config.optimizer_name == "muon" else "",
         # Such a version ignores the key.
         f"{managed} false": f"{managed}: found False" if config._param_dict.get(managed, True) is False else "",
     }
@@ -190,7 +197,8 @@ def attributes(*values: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _parts() -> list[str]:
-    return ["stage3"] if "pipeline stages" in lacking() else ["stage3", "pipeline"]
+    missing = lacking()
+    return ["stage3"] + [part for part, feature in _PARTS.items() if feature not in missing]
 
 
 def _mangled(owner: str, name: str) -> str:

@@ -335,6 +335,6 @@ _PIPELINE = "a PipelineModule does, with zero_optimization.stage 1 and more than
 _ANY_MODEL = "a model does, with hzero.comm.for_dimension(dimension, config, group), before its engine is built"
 _SENDERS = {
     "pipeline": _PIPELINE,
-    "optimizer": _PIPELINE,
+    "optimizer": f"{_PIPELINE}, and so does Muon",
     "tensor": f"AutoTP does (tensor_parallel.autotp_size), or {_ANY_MODEL}",
 }

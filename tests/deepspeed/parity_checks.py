@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import deepspeed
@@ -13,8 +14,10 @@ import hzero
 from hzero.deepspeed import versions
 from hzero.validation import ConfigError
 from tests.deepspeed.training import (
+    LR,
     OFFLOAD,
     TOPOLOGY,
+    WORLD,
     AwkwardNet,
     assert_losses,
     batch,
@@ -100,6 +103,58 @@ def check_unmanaged_accumulation_gives_stocks_norms() -> None:
     blocks = (None, {"preset": "lossless", "topology": TOPOLOGY})
     stock, found = (run(block, 3, 3, managed_gradient_accumulation=False).norms for block in blocks)
     assert_losses(found, stock, TOLERANCE, "norms")
+
+
+@torch._dynamo.config.patch(disable=True)
+def check_muon_gives_stocks_losses_and_norms() -> None:
+    """Each loads the other's checkpoint. Every matrix travels whole to one rank and back, and nothing else does."""
+    if "Muon" in versions.lacking():
+        pytest.skip("the installed DeepSpeed has another Muon")
+    params = {"lr": LR, "momentum": 0.9, "weight_decay": 0.01, "torch_adam": True}
+    folder, found = shared_folder(), dict[tuple[str, int], tuple[list[float], list[float]]]()
+    blocks = {"stock": None, "hzero": {"preset": "lossless", "topology": TOPOLOGY}}
+    for first, name in itertools.product((0, STEPS), blocks):
+        zero = {"stage": 3, "reduce_scatter": False}
+        config = ds_config(blocks[name], 3, zero_optimization=zero) | {"optimizer": {"type": "Muon", "params": params}}
+        engine, norms = engine_of(config, _Matrices()), list[float]()
+        if first:
+            engine.load_checkpoint(str(folder), tag="hzero" if name == "stock" else "stock")
+        losses = train(engine, STEPS, 3, first=first, norms=norms)
+        if not first:
+            engine.save_checkpoint(str(folder), tag=name)
+        found[name, first] = losses, norms
+        if name == "hzero":
+            hzero.state(engine).settle()
+            sent = {
+                entry.tier: entry.raw_bytes
+                for entry in hzero.state(engine).wire_log.entries()
+                if entry.role == "optimizer"
+            }
+            rows = [
+                math.ceil(numel / WORLD) for numel in (29 * 17, 13 * 29)
+            ]  # the longest of each round, by their shards
+            assert sent == dict.fromkeys(("gcd", "node"), STEPS * sum(rows) * 2 * WORLD * 4 // 2)
+        engine.destroy()
+    for first in (0, STEPS):
+        for got, want, what in zip(found["hzero", first], found["stock", first], ("losses", "norms"), strict=True):
+            assert_losses(got, want, TOLERANCE, f"{what} from step {first}")
+
+
+class _Matrices(torch.nn.Module):
+    """More matrices than ranks, of odd sizes, beside parameters that Adam steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(37, 13)
+        sizes = ((13, 29), (29, 17), (17, 29), (29, 13), (13, 29), (29, 13))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(*size) for size in sizes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - self.embed(tokens.flip(1))).square().mean()
 
 
 def check_topo_trains() -> None:
