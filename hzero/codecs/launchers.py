@@ -7,8 +7,12 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import struct
+import subprocess
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -151,54 +155,55 @@ class DeviceKernels:
     compiles the sources at first use, and the result is kept on disk.
 
     Raises:
-        ImportError: CuPy is not installed, cannot be loaded, or finds no compiler; the message names the extra to
-            install.
+        ImportError: The kernels cannot be compiled or loaded; the message has the reason.
         OSError: A device that the kernels do not support.
     """
 
     on_device = True
 
     def __init__(self) -> None:
-        extra = "rocm" if torch.version.hip else "cuda"
-        try:
-            import cupy
-            from cupy.cuda import nvrtc
-        except Exception as error:  # CuPy raises what its libraries raise
-            raise ImportError(f'cupy cannot be imported ({_line(error)}); pip install "hzero[{extra}]"') from None
-        if bool(cupy.cuda.runtime.is_hip) != bool(torch.version.hip):
-            raise ImportError(f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"')
-        self._cupy, self._compiler = cupy, nvrtc
-        self._sources = SOURCES[0] if SOURCES[0].is_dir() else SOURCES[1]
-        self._id = hash_files([*self._sources.glob("*.h"), *self._sources.glob("*.hip")])
-        architecture = self._architecture(torch.cuda.current_device())
+        index = torch.cuda.current_device()  # loads and starts the runtime
+        architecture = self._architecture(index)
         if torch.version.hip and not architecture.startswith("gfx9"):
             raise OSError(f"the kernels are written for gfx9 (MI50 to MI300), this is {architecture}")
+        self._sources = SOURCES[0] if SOURCES[0].is_dir() else SOURCES[1]
+        self._id = hash_files([*self._sources.glob("*.h"), *self._sources.glob("*.hip")])
         try:
-            self._modules(torch.cuda.current_device())
-        except Exception as error:  # the compiler's libraries may be missing or too old for the device
-            raise ImportError(
-                f'the kernels cannot be loaded for {architecture} ({_line(error)}); pip install "hzero[{extra}]"'
-            ) from error
+            # A process may have loaded a second HIP, which sees neither torch's memory nor its streams, and a bare name may
+            # find that one. So HIP's functions are looked up through torch's own extension: the loader then searches the
+            # libraries that torch is linked with, wherever they are. NVIDIA's driver exists once.
+            self._runtime = Library(torch._C.__file__, "hip") if torch.version.hip else Library("libcuda.so.1", "cu")
+            self._modules(index)
+        except (OSError, AttributeError, RuntimeError) as error:
+            why = str(error).partition("\n")[0]  # a log may follow
+            raise ImportError(f"the kernels cannot be loaded for {architecture}: {why}") from error
 
     def describe(self) -> str:
         """Architecture of the current device, and where its kernels come from."""
         architecture = self._architecture(torch.cuda.current_device())
-        built = self._built("encode", architecture).exists()
-        how = "built with the installation" if built else "compiled on this machine"
-        return f"kernels for {architecture}, {how}, cupy {self._cupy.__version__}"
+        how = "built with the installation" if self._built("encode", architecture).exists() else "compiled on first use"
+        return f"kernels for {architecture}, {how}"
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Starts a kernel of a file of `FAMILIES` on the device's current stream."""
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
-        stream = self._stream(index, torch.cuda.current_stream(index).cuda_stream)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
+        address = ctypes.c_void_p(bucket.ctypes.data)  # the call copies what is there
+        name = "ModuleLaunchKernel" if torch.version.hip else "LaunchKernel"
         with contextlib.nullcontext() if index == current else torch.cuda.device(index):
-            function = self._function(index, family, kernel)
-            function((workgroups,), (THREADS,), (bucket,), stream=stream)
+            self._enter(index)
+            handle = self._function(index, family, kernel)
+            self._runtime(kernel, name, handle, workgroups, 1, 1, THREADS, 1, 1, 0, stream, ctypes.byref(address), None)
 
-    @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
-    def _stream(self, index: int, pointer: int) -> Any:
-        return self._cupy.cuda.ExternalStream(pointer, index)
+    def _enter(self, index: int) -> None:
+        """Gives this thread the device's context if it has called nothing of CUDA yet. HIP does so itself."""
+        context = ctypes.c_void_p()
+        if not torch.version.hip:
+            self._runtime("context", "CtxGetCurrent", ctypes.byref(context))
+            if not context:
+                self._runtime("context", "DevicePrimaryCtxRetain", ctypes.byref(context), index)
+                self._runtime("context", "CtxSetCurrent", context)
 
     @staticmethod
     @functools.cache
@@ -212,29 +217,36 @@ class DeviceKernels:
         """The installation's code object; its name holds the hash of these sources."""
         return NATIVE / f"{family}.{architecture}.{self._id}.hsaco"
 
-    @functools.cache  # noqa: B019
-    def _function(self, index: int, family: str, kernel: str) -> Any:
-        return self._modules(index)[family].get_function(kernel)
+    @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
+    def _function(self, index: int, family: str, kernel: str) -> ctypes.c_void_p:
+        function, (module, _) = ctypes.c_void_p(), self._modules(index)[family]
+        self._runtime(kernel, "ModuleGetFunction", ctypes.byref(function), module, kernel.encode())
+        return function
 
     @functools.cache  # noqa: B019
-    def _modules(self, index: int) -> dict[str, Any]:
-        """Loads all families at once, so that none is compiled or loaded while a graph is captured."""
+    def _modules(self, index: int) -> dict[str, tuple[ctypes.c_void_p, bytes]]:
+        """Loads all families at once, so that none is compiled or loaded while a graph is captured.
+
+        Their code stays with them, since HIP may read it as long as a module is loaded.
+        """
         architecture = self._architecture(index)
         modules = {}
         with torch.cuda.device(index):
+            self._enter(index)
             for family in FAMILIES:
-                built = self._built(family, architecture)
-                module = self._cupy.cuda.function.Module()
-                module.load(built.read_bytes() if built.exists() else self._compiled(family, architecture))
-                modules[family] = module
+                built, module = self._built(family, architecture), ctypes.c_void_p()
+                code = built.read_bytes() if built.exists() else self._compiled(family, architecture)
+                self._runtime(family, "ModuleLoadData", ctypes.byref(module), code)
+                modules[family] = module, code
         return modules
 
     def _compiled(self, family: str, architecture: str) -> bytes:
-        headers = sorted(self._sources.glob("*.h"))
         source = self._sources / f"{family}.hip"
         option = "--offload-arch=" if torch.version.hip else "--gpu-architecture="
         options = (f"{option}{architecture}", "-std=c++17")
-        built_by = (*options, self._compiler.getVersion(), torch.version.hip, torch.version.cuda)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._compiler("version", "Version", ctypes.byref(major), ctypes.byref(minor))
+        built_by = (*options, (major.value, minor.value), torch.version.hip, torch.version.cuda)
         key = hashlib.sha256(repr(built_by).encode()).hexdigest()[:12]
         kept = cache_folder() / f"{family}.{architecture}.{self._id}.{key}"
         try:
@@ -242,34 +254,106 @@ class DeviceKernels:
                 raise OSError(why)
             return kept.read_bytes()
         except OSError:
-            code = self._compile(source, headers, options)
+            code = compiled(self._compiler, source, options)
             with contextlib.suppress(OSError):  # where the folder cannot be written, later processes compile again
                 kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with replacing(kept, "wb") as file:
                     file.write(code)
             return code
 
-    def _compile(self, source: Path, headers: list[Path], options: tuple[str, ...]) -> bytes:
-        # Not by cupy.RawModule: on ROCm that would flush subnormal numbers, which the payload format keeps.
-        program = self._compiler.createProgram(
-            source.read_text(), source.name, [h.read_bytes() for h in headers], [h.name.encode() for h in headers]
-        )
-        try:
-            self._compiler.compileProgram(program, options)
-            return (self._compiler.getPTX if torch.version.hip else self._compiler.getCUBIN)(program)
-        except self._compiler.NVRTCError:
-            log = self._compiler.getProgramLog(program).strip()
-            raise RuntimeError(f"{source} does not compile with {' '.join(options)}:\n{log}") from None
-        finally:
-            self._compiler.destroyProgram(program)
+    @functools.cached_property
+    def _compiler(self) -> Library:
+        """Hiprtc or NVRTC: torch's, one next to its runtime, or one that CuPy loads if it shares the runtime."""
+        name = "hiprtc" if torch.version.hip else "nvrtc"
+        torchs = f"{Path(torch._C.__file__).parent}/lib/libcaffe2_nvrtc.so"  # the library through which torch compiles
+        beside = [str(path) for runtime in runtimes() for path in Path(runtime).parent.glob(f"lib{name}.so*")]
+        if not beside and not loaded(f"lib{name}") and len(runtimes_with_cupy()) == 1:
+            import cupy  # noqa: F401
+        for path in [torchs, *beside, *loaded(f"lib{name}")]:
+            with contextlib.suppress(OSError, AttributeError):
+                return Library(path, name)
+        raise RuntimeError(f"found no {name} in torch's libraries nor beside them, nor a CuPy that shares them")
+
+
+class Library:
+    """Functions of a library that begin with the same letters and give a status, zero if all went well.
+
+    Args:
+        path: The library, or one that is linked to it.
+        prefix: The letters: ``hip``, ``hiprtc``, ``cu`` or ``nvrtc``.
+
+    Raises:
+        AttributeError: There are no such functions.
+        OSError: It cannot be loaded.
+    """
+
+    def __init__(self, path: str, prefix: str) -> None:
+        self._library, self._prefix = ctypes.CDLL(path), prefix
+        self._words = getattr(self._library, f"{prefix}GetErrorString")
+        self._words.restype = ctypes.c_int if prefix == "cu" else ctypes.c_char_p
+
+    def __call__(self, what: str, function: str, *arguments: Any) -> None:
+        """Calls a function, for ``what``. Raises RuntimeError with the library's words for its status."""
+        if status := getattr(self._library, self._prefix + function)(*arguments):
+            words = ctypes.c_char_p()
+            if self._prefix == "cu":
+                self._words(status, ctypes.byref(words))
+            else:
+                words.value = self._words(status)
+            if self._prefix == "hip":
+                self._library.hipGetLastError()  # forgets it, or torch's next check would raise it
+            raise RuntimeError(f"{what}: {self._prefix}{function}: {(words.value or b'').decode()} ({status})")
+
+
+def compiled(compiler: Library, source: Path, options: Sequence[str]) -> bytes:
+    """The code object of a source, by hiprtc or NVRTC. Raises RuntimeError with the compiler's log."""
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def content(name: str) -> bytes:
+        compiler(source.name, f"Get{name}Size", program, ctypes.byref(size))
+        found = ctypes.create_string_buffer(size.value)
+        compiler(source.name, f"Get{name}", program, found)
+        return found.raw
+
+    texts = [option.encode() for option in options] + [b"-I" + os.fsencode(source.parent)]
+    name = source.name.encode()
+    compiler(source.name, "CreateProgram", ctypes.byref(program), source.read_bytes(), name, 0, None, None)
+    try:
+        compiler(source.name, "CompileProgram", program, len(texts), (ctypes.c_char_p * len(texts))(*texts))
+        return content("Code" if torch.version.hip else "CUBIN")
+    except RuntimeError as error:
+        log = content("ProgramLog").strip(b"\0\n ").decode(errors="replace")
+        raise RuntimeError(f"{source} does not compile with {' '.join(options)}: {error}\n{log}") from None
+    finally:
+        compiler(source.name, "DestroyProgram", ctypes.byref(program))
+
+
+def runtimes(maps: str | None = None) -> list[str]:
+    """Files of the GPU runtimes that a process has loaded: this one, or that of a ``/proc/PID/maps``."""
+    return loaded("libamdhip64" if torch.version.hip else "libcuda", maps)
+
+
+def loaded(name: str, maps: str | None = None) -> list[str]:
+    """Files of a library that a process has loaded, each once; none where a container hides them."""
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape") if maps is None else maps
+    # Wheels put 8 digits into the names of the libraries that they bring.
+    return sorted(set(re.findall(rf"/(?:.*/)?{name}(?:-[0-9a-f]{{8}})?\.so.*", maps or "")))
+
+
+def runtimes_with_cupy() -> list[str]:
+    """`runtimes` of a process that imports torch and CuPy, of whatever distribution; none if it cannot.
+
+    Another process, since a library cannot be unloaded again.
+    """
+    if find_spec("cupy"):
+        command = [sys.executable, "-c", "import torch, cupy; print(open('/proc/self/maps').read())"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return runtimes(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout)
+    return []
 
 
 def hash_files(paths: Sequence[Path]) -> str:
     """Twelve digits for the names and contents of files, as the function of this name in CMakeLists.txt computes them."""
     lines = sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -141,7 +141,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         site = site_of(os.environ, expected) if slingshot else None
         findings += check_environment(site, len(nodes), gfx90a=bool(kinds & MI200))
         findings += check_torch(sum(len(node.devices) for node in nodes.values()))
-        findings += [*check_codecs(), *check_deepspeed(), *check_fsdp2(), *check_rccl(len(nodes))]
+        findings += [*check_codecs(), *check_deepspeed(), *check_fsdp2(), *check_rccl(len(nodes)), *check_runtimes()]
         sections["versions"] = ", ".join(releases())
     if parsed.config is not None:
         node = next(iter(nodes.values()), Machine("no node", ()))
@@ -432,6 +432,22 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     payload = codec.encode(source, chunks, **order)
     sums = codec.summer(2, chunks, inner=2, dtype=torch.float32, device=payload.device)(payload)
     return [payload, *codec.decode(payload, chunks, dtype=torch.float32, **order), *sums]
+
+
+def check_runtimes() -> Iterator[Finding]:
+    """GPU runtimes of this process, and of one that imports CuPy: a second one sees neither torch's memory nor its streams."""
+    import torch
+
+    from hzero.codecs.launchers import runtimes, runtimes_with_cupy
+
+    if torch.cuda.is_available():
+        ways = ("torch loads", UNUSABLE, runtimes()), ("torch with CuPy loads", DEGRADED, runtimes_with_cupy())
+        for way, worst, found in ways:
+            text = f"{way} the GPU runtime {' and '.join(found)}"
+            if len(found) > 1:
+                yield worst, f"{text}, expected one: they share neither memory nor streams; hzero does not need CuPy"
+            elif found:
+                yield GOOD, text
 
 
 def check_deepspeed() -> Iterator[Finding]:

@@ -1,16 +1,19 @@
-"""Which backend is chosen and what is said of it; the device backend with a stand-in for CuPy; `hzero doctor`."""
+"""Which backend is chosen and what is said of it; the device backend on stand-ins for HIP and CUDA; `hzero doctor`."""
 
 from __future__ import annotations
 
+import _ctypes
+import builtins
 import contextlib
 import ctypes
 import logging
+import os
+import shutil
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,11 +22,12 @@ from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import Rows
 from hzero.codecs.launchers import BUCKET, VERSION
-from hzero.commands.doctor import check_codecs
+from hzero.commands.doctor import check_codecs, check_runtimes
 from hzero.config import CodecConfig
 from hzero.validation import ConfigError
 from tests.kernels.cases import REFERENCE, Calls
-from tests.kernels.emulated import FAMILIES, KERNELS, EmulatedKernels
+from tests.kernels.emulated import FAMILIES, KERNELS
+from tests.kernels.gpu import WRONG_DEVICE, Gpu, copied, package
 
 INT8 = Codec.from_config(CodecConfig(codec="int8"))
 ENCODING = ([torch.arange(300.0)], Rows.of((300,), (1,)), INT8.format)
@@ -145,72 +149,25 @@ def test_the_library_has_the_structure_that_python_fills() -> None:
         launchers.HostLibrary().instruction_set = "neon"
 
 
-# ---- the device backend, with a stand-in for CuPy -------------------------------------------------------------------
-
-
-class _Cupy:
-    """As much of CuPy as the backend uses; kernels run in the emulation."""
-
-    def __init__(self, wave: int) -> None:
-        self.compiled: list[tuple[str, tuple[str, ...]]] = []
-        self.loaded: list[bytes] = []
-        self.launched: list[tuple[Any, ...]] = []
-        self.error = ""
-        self._emulated = EmulatedKernels(64)  # tests of the kernels have both sizes
-        self.module = types.ModuleType("cupy")
-        self.module.__version__ = "14.0"
-        self.module.cuda = types.ModuleType("cupy.cuda")
-        self.module.cuda.runtime = types.SimpleNamespace(is_hip=wave == 64)
-        self.module.cuda.ExternalStream = lambda pointer, index: types.SimpleNamespace(ptr=pointer)
-        self.module.cuda.function = types.SimpleNamespace(Module=lambda: self)
-        self.module.cuda.nvrtc = types.SimpleNamespace(
-            NVRTCError=RuntimeError,
-            getVersion=lambda: (13, 0),
-            createProgram=self._create,
-            compileProgram=self._compile,
-            getPTX=lambda program: b"code of " + program.encode(),
-            getCUBIN=lambda program: b"code of " + program.encode(),
-            getProgramLog=lambda program: "block.h(1): error",
-            destroyProgram=lambda program: None,
-        )
-
-    def _create(self, text: str, name: str, headers: list[bytes], names: list[bytes]) -> str:
-        assert text == (KERNELS / name).read_text() and b"bucket.h" in names and len(headers) == len(names)
-        return name
-
-    def _compile(self, program: str, options: tuple[str, ...]) -> None:
-        self.compiled.append((program, options))
-        if self.error:
-            raise RuntimeError(self.error)
-
-    def load(self, code: bytes) -> None:
-        self.loaded.append(code)
-
-    def get_function(self, kernel: str) -> Any:
-        def start(grid: Any, block: Any, arguments: Any, stream: Any) -> None:
-            self.launched.append((kernel, grid, block, stream.ptr))
-            (bucket,) = arguments
-            assert isinstance(bucket, np.ndarray) and bucket.size == 1 and bucket.nbytes == BUCKET.itemsize
-            self._emulated.launch("encode", kernel, bucket, grid[0], torch.device("cpu"))
-
-        return start
+# ---- the device backend, on libraries that a test answers -----------------------------------------------------------
 
 
 @pytest.fixture(params=["hip", "cuda"])
-def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Cupy:
-    """A machine with a GPU, as far as Python sees."""
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A machine with a GPU, as far as hzero sees."""
     hip = request.param == "hip"
-    found = _Cupy(64 if hip else 32)
-    for name in ("cupy", "cupy.cuda"):
-        monkeypatch.setitem(sys.modules, name, found.module if name == "cupy" else found.module.cuda)
+    if torch.cuda.is_available():
+        pytest.skip("the process has loaded the runtime of a real GPU")
+    found = Gpu(hip)
     properties = types.SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-", major=9, minor=0)
+    monkeypatch.setattr(torch._C, "__file__", str(found.folder / "torch" / "_C.so"))
     monkeypatch.setattr(torch.version, "hip", "7.0" if hip else None)
     monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=4711))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(launchers, "NATIVE", tmp_path / "native")
     launchers.DeviceKernels._architecture.cache_clear()
@@ -218,88 +175,219 @@ def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     launchers.DeviceKernels._architecture.cache_clear()
 
 
+#: Of more than 32 bits, as a pointer has.
+STREAM = 0x7F00_0000_4711
+
+
 def _encode(kernels: launchers.DeviceKernels) -> torch.Tensor:
     return Calls(KernelBackend(kernels)).encode(*ENCODING)
 
 
-def test_kernels_are_compiled_once_and_kept(cupy: _Cupy, tmp_path: Path) -> None:
-    hip = bool(torch.version.hip)
+def _built_before(folder: Path) -> None:
+    """Code objects of an installation, which need no compiler."""
+    folder.mkdir()
+    own = launchers.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
+    for family in FAMILIES:
+        for architecture in ("gfx90a", "sm_90"):
+            (folder / f"{family}.{architecture}.0123456789ab.hsaco").write_bytes(b"of other sources")
+            (folder / f"{family}.{architecture}.{own}.hsaco").write_bytes(b"built before")
+
+
+def test_kernels_are_compiled_once_and_kept(gpu: Gpu, tmp_path: Path) -> None:
     want = REFERENCE.encode(*ENCODING)
     for _ in range(2):  # the second finds it on disk
         kernels = launchers.DeviceKernels()
         for _ in range(2):
             assert torch.equal(_encode(kernels), want)
-    option = "--offload-arch=gfx90a" if hip else "--gpu-architecture=sm_90"
-    assert cupy.compiled == [(f"{family}.hip", (option, "-std=c++17")) for family in FAMILIES]
-    assert cupy.loaded == [f"code of {family}.hip".encode() for family in FAMILIES] * 2
-    assert cupy.launched == [("encode_int8_fp32", (1,), (256,), 4711)] * 4
+    option = "--offload-arch=gfx90a" if gpu.hip else "--gpu-architecture=sm_90"
+    assert gpu.compiled == [(f"{family}.hip", (option, "-std=c++17")) for family in FAMILIES]
+    assert gpu.loaded == [f"code of {family}.hip".encode() for family in FAMILIES] * 2
+    assert gpu.launched == [("encode_int8_fp32", 1, 256, STREAM)] * 4
+    assert gpu.calls.count("destroy") == len(FAMILIES)
     kept = sorted((tmp_path / "cache" / "hzero").iterdir())
     assert [path.read_bytes() for path in kept] == [f"code of {family}.hip".encode() for family in sorted(FAMILIES)]
-    assert "compiled on this machine" in kernels.describe()
+    assert "compiled on first use" in kernels.describe()
 
 
-def test_code_objects_of_the_installation_come_first(cupy: _Cupy, tmp_path: Path) -> None:
-    architecture = "gfx90a" if torch.version.hip else "sm_90"
-    (tmp_path / "native").mkdir()
-    own = launchers.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
-    for family in FAMILIES:
-        (tmp_path / "native" / f"{family}.{architecture}.0123456789ab.hsaco").write_bytes(b"of other sources")
-        (tmp_path / "native" / f"{family}.{architecture}.{own}.hsaco").write_bytes(b"built before")
+def test_code_objects_of_the_installation_come_first(gpu: Gpu, tmp_path: Path) -> None:
+    _built_before(tmp_path / "native")
     kernels = launchers.DeviceKernels()
     _encode(kernels)
-    assert cupy.loaded == [b"built before"] * len(FAMILIES) and not cupy.compiled
+    assert gpu.loaded == [b"built before"] * len(FAMILIES) and not gpu.compiled
     assert "built with the installation" in kernels.describe()
+    own = launchers.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
     for path in (KERNELS.parent / "hzero" / "native").glob("*.hsaco"):
         assert f".{own}." in path.name, "hzero/native is of other sources: make setup"
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(
-    cupy: _Cupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
         _encode(launchers.DeviceKernels())
-    assert len(cupy.compiled) == 2 * len(FAMILIES)
+    assert len(gpu.compiled) == 2 * len(FAMILIES)
 
 
-def test_a_compiler_that_fails_leaves_the_reference(cupy: _Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's library is missing, or it does not know the device."""
-    cupy.error = "compilation"
-    with pytest.raises(ImportError, match=r"the kernels cannot be loaded for .*encode\.hip does not compile") as caught:
+def test_a_compiler_that_fails_leaves_the_reference(gpu: Gpu) -> None:
+    gpu.status["compile"] = 6
+    with pytest.raises(ImportError, match=r"cannot be loaded for \w+: \S+encode\.hip does not compile") as caught:
         launchers.DeviceKernels()
-    assert "block.h(1): error" in str(caught.value.__cause__)
-
-    def missing() -> None:
-        raise RuntimeError("libnvrtc.so.13 not found\nand more")
-
-    monkeypatch.setattr(cupy.module.cuda.nvrtc, "getVersion", missing)
+    assert "ERROR_COMPILATION (6)\nblock.h(1): an error!" in str(caught.value.__cause__)
     chosen = backends.choice("cuda")
-    assert chosen.fallback and "(libnvrtc.so.13 not found); pip install" in chosen.why
+    assert chosen.fallback and chosen.backend is reference and "ERROR_COMPILATION (6)" in chosen.why
+    assert "\n" not in chosen.why
 
 
-def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "hip" if torch.version.hip else "cuda"
-    extra = f'pip install "hzero[{"rocm" if name == "hip" else "cuda"}]"'
-
-    def why() -> str:
-        backends.choice.cache_clear()
-        chosen = backends.choice("cuda")
-        assert chosen.fallback and chosen.backend is reference
-        return chosen.why
-
-    if name == "hip":
+def test_devices_that_do_not_fit_are_named(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An architecture without kernels, and code that the device does not take; in the words of the runtime."""
+    if gpu.hip:
         other = types.SimpleNamespace(gcnArchName="gfx1100", major=11, minor=0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: other)
-        assert "the kernels are written for gfx9 (MI50 to MI300), this is gfx1100" in why()
-    cupy.module.cuda.runtime.is_hip = name == "cuda"
-    assert f"this cupy is not for the GPU that torch is for; {extra}" in why()
-    for module in ("cupy", "cupy.cuda"):
-        monkeypatch.setitem(sys.modules, module, None)
-    assert "cupy cannot be imported (" in why() and why().endswith(extra)
-    monkeypatch.setenv(backends.VARIABLE, name)
-    with pytest.raises(ConfigError, match="cannot be used: cupy cannot be imported"):
-        why()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_properties", lambda index: other)
+            why = backends.choice("cuda").why
+        assert "the kernels are written for gfx9 (MI50 to MI300), this is gfx1100" in why
+        backends.choice.cache_clear()
+        launchers.DeviceKernels._architecture.cache_clear()
+    gpu.status["load"] = WRONG_DEVICE
+    name = "hip" if gpu.hip else "cu"
+    says = f"encode: {name}ModuleLoadData: no kernel image for this device (209)"
+    assert backends.choice("cuda").why.endswith(says)
+    # Otherwise torch's next launch would report it.
+    assert gpu.calls.count("forget") == gpu.hip
+    monkeypatch.setenv(backends.VARIABLE, "hip" if gpu.hip else "cuda")
+    backends.choice.cache_clear()
+    with pytest.raises(ConfigError, match=r"cannot be used: the kernels cannot be loaded for \w+: encode: "):
+        backends.choice("cuda")
+
+
+def test_a_launch_that_fails_names_kernel_and_reason(gpu: Gpu) -> None:
+    kernels = launchers.DeviceKernels()
+    _encode(kernels)
+    gpu.status["launch"] = 1
+    name = "hipModuleLaunchKernel" if gpu.hip else "cuLaunchKernel"
+    with pytest.raises(RuntimeError, match=rf"^encode_int8_fp32: {name}: out of order \(1\)$"):
+        _encode(kernels)
+
+
+def test_threads_without_a_context_get_the_devices(gpu: Gpu) -> None:
+    kernels = launchers.DeviceKernels()
+    gpu.context = 0
+    _encode(kernels)
+    assert gpu.context == (0 if gpu.hip else 0x7DEF_0000_0000)
+    assert gpu.calls.count("retain") == (0 if gpu.hip else 2)
+    _encode(kernels)
+    assert gpu.calls.count("retain") == (0 if gpu.hip else 2)
+
+
+def test_a_second_runtime_is_not_used_and_is_refused_by_doctor(gpu: Gpu, tmp_path: Path) -> None:
+    """Even if it was loaded first, for the whole process, under the same name."""
+    runtime = gpu.libraries()[0]
+    second = ctypes.CDLL(str(copied(runtime, tmp_path / "of a module")), mode=os.RTLD_GLOBAL)
+    called = []
+    answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *call: called.append(call) or 0)
+    second.answer_by(answer)
+    both = [str(runtime), str(tmp_path / "of a module" / runtime.name)]
+    try:
+        assert launchers.runtimes() == sorted(both)
+        assert torch.equal(_encode(launchers.DeviceKernels()), REFERENCE.encode(*ENCODING))
+        assert gpu.launched and not called
+        refused = [text for status, text in check_runtimes() if status == 2]
+        assert len(refused) == 1 and all(path in refused[0] for path in both)
+        Path(both[1]).unlink()  # as an update does while the process runs
+        assert f"{both[1]} (deleted)" in launchers.runtimes()
+    finally:
+        _ctypes.dlclose(second._handle)
+    assert launchers.runtimes() == [str(runtime)]
+    assert list(check_runtimes()) == [(0, f"torch loads the GPU runtime {runtime}")]
+
+
+def test_kernels_start_where_files_and_maps_are_hidden(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container may hide the maps of a process, and an update may remove the library that torch has loaded."""
+    _built_before(tmp_path / "native")
+    ctypes.CDLL(torch._C.__file__)  # as torch has
+    runtime = gpu.libraries()[0]
+    read = Path.read_text
+
+    def hidden(path: Path, **how: Any) -> str:
+        if path.name == "maps":
+            raise PermissionError(13, "Permission denied")
+        return read(path, **how)
+
+    runtime.rename(tmp_path / "aside")
+    try:
+        monkeypatch.setattr(Path, "read_text", hidden)
+        assert launchers.runtimes() == []
+        assert torch.equal(_encode(launchers.DeviceKernels()), REFERENCE.encode(*ENCODING))
+    finally:
+        (tmp_path / "aside").rename(runtime)
+    assert list(check_runtimes()) == []
+
+
+@pytest.fixture
+def without_compiler(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Torch's own way to the compiler is gone, and no compiler stands beside its runtime or is loaded."""
+    if not gpu.hip:
+        pytest.skip("the same code as for HIP")
+    extension = copied(Path(torch._C.__file__), tmp_path / "torch")  # linked with the runtime as before
+    monkeypatch.setattr(torch._C, "__file__", str(extension))
+    compiler, loaded = gpu.libraries()[1], launchers.loaded
+    aside = compiler.rename(tmp_path / compiler.name)
+    own = str(tmp_path / "of cupy")  # other tests have left theirs
+    monkeypatch.setattr(
+        launchers, "loaded", lambda *of: [path for path in loaded(*of) if "hiprtc" not in path or path.startswith(own)]
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    package(tmp_path / "site", "torch", gpu.libraries()[:1])
+    yield aside
+    aside.rename(compiler)
+    sys.modules.pop("cupy", None)
+
+
+def test_the_compiler_beside_the_runtime(gpu: Gpu, without_compiler: Path) -> None:
+    with pytest.raises(ImportError, match=r"gfx90a: found no hiprtc in torch's libraries nor beside them, nor a CuPy"):
+        launchers.DeviceKernels()
+    beside = gpu.folder / "rocm" / "libhiprtc.so"
+    shutil.copy(without_compiler, beside)
+    try:
+        gpu.answer(ctypes.CDLL(str(beside)))
+        launchers.DeviceKernels()
+    finally:
+        beside.unlink()
+    assert len(gpu.compiled) == len(FAMILIES)
+
+
+def test_a_cupy_with_torchs_runtime_brings_a_compiler(
+    gpu: Gpu, without_compiler: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever its distribution is called. Doctor says that they share the runtime."""
+    compiler = copied(without_compiler, tmp_path / "of cupy")
+    here = f"import builtins\ngetattr(builtins, 'imported', bool)({str(compiler)!r})\n"
+    package(tmp_path / "site", "cupy", [*gpu.libraries(), compiler], here)
+    monkeypatch.setattr(builtins, "imported", lambda path: gpu.answer(ctypes.CDLL(path)), raising=False)
+    launchers.DeviceKernels()
+    assert len(gpu.compiled) == len(FAMILIES) and "cupy" in sys.modules
+    assert (0, f"torch with CuPy loads the GPU runtime {gpu.libraries()[0]}") in list(check_runtimes())
+
+
+def test_a_cupy_with_a_second_runtime_is_not_imported(gpu: Gpu, without_compiler: Path, tmp_path: Path) -> None:
+    second = copied(gpu.libraries()[0], tmp_path / "of cupy")
+    package(tmp_path / "site", "cupy", [second, copied(without_compiler, tmp_path / "of cupy")])
+    with pytest.raises(ImportError, match="found no hiprtc"):
+        launchers.DeviceKernels()
+    assert "cupy" not in sys.modules and len(launchers.runtimes()) == 1
+    (text,) = [text for status, text in check_runtimes() if status == 1]
+    assert str(second) in text and str(gpu.libraries()[0]) in text and "hzero does not need CuPy" in text
+
+
+def test_a_cupy_that_cannot_be_imported_is_left_out(gpu: Gpu, without_compiler: Path, tmp_path: Path) -> None:
+    package(tmp_path / "site", "cupy", [tmp_path / "librocblas.so.5"])
+    assert launchers.runtimes_with_cupy() == []
+    assert [status for status, _ in check_runtimes()] == [0]
 
 
 # ---- hzero doctor ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import importlib.util
 import os
 import re
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from hzero.codecs.launchers import Library, compiled
 from tests.kernels.emulated import FAMILIES, KERNELS
 from tests.ranks import LONG
 
@@ -134,34 +136,16 @@ def test_kernels_compile_for_nvidia(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_compile_at_run_time_for_amd(family: str) -> None:
-    """As the device backend does it: hiprtc has no headers but those it is given."""
-    library = None
+def test_kernels_compile_at_run_time_for_amd(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the device backend compiles them, by a real hiprtc, which needs no device."""
+    monkeypatch.setattr(torch.version, "hip", "of the system")
+    found = None
     for name in ("libhiprtc.so", "libamdhip64.so", "libamdhip64.so.5", "libhiprtc.so.6", "libhiprtc.so.7"):
-        try:
-            candidate = ctypes.CDLL(name)
-            candidate.hiprtcCreateProgram  # noqa: B018 - older ones have it elsewhere
-        except (OSError, AttributeError):
-            continue
-        library = candidate
-        break
-    if library is None:
+        with contextlib.suppress(OSError, AttributeError):  # older ones have it in the runtime
+            found = found or Library(name, "hiprtc")
+    if found is None:
         pytest.skip("hiprtc is not installed")
-
-    def strings(items: list[bytes]) -> Any:
-        return (ctypes.c_char_p * len(items))(*items)
-
-    headers = sorted(KERNELS.glob("*.h"))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    assert not library.hiprtcCreateProgram(
-        ctypes.byref(program), (KERNELS / f"{family}.hip").read_bytes(), family.encode(), len(headers),
-        strings([h.read_bytes() for h in headers]), strings([h.name.encode() for h in headers]),
-    )  # fmt: skip
-    options = [b"--offload-arch=gfx90a", b"-std=c++17"]
-    status = library.hiprtcCompileProgram(program, len(options), strings(options))
-    library.hiprtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value + 1)
-    library.hiprtcGetProgramLog(program, log)
-    assert status == 0, log.value.decode()
-    library.hiprtcGetCodeSize(program, ctypes.byref(size))
-    assert size.value > 10_000
+    code = compiled(found, KERNELS / f"{family}.hip", ["--offload-arch=gfx90a", "-std=c++17"])
+    assert code[:4] == b"\x7fELF" and len(code) > 10_000
+    with pytest.raises(RuntimeError, match=r"(?s)hip does not compile with .*-Dhz_bucket=7: .*\(6\)\n.*error: "):
+        compiled(found, KERNELS / f"{family}.hip", ["--offload-arch=gfx90a", "-Dhz_bucket=7"])
