@@ -48,7 +48,7 @@ if [ "$machine" = frontier ]; then
   # Against Cray MPICH and its library for GPUs, with this machine's compiler: a wheel would bring another MPI. [torch]
   MPICC="cc -shared" pip --no-binary=mpi4py "${from[@]}" mpi4py
   "$work/env/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$work/torch.txt"
-  pip -c "$work/torch.txt" "${from[@]}" ".[train,data,rocm]"
+  pip -c "$work/torch.txt" "${from[@]}" ".[train,data]"
   "$work/env/bin/python" -m hzero --version
   "$work/env/bin/conda-pack" --quiet -p "$work/env" -o "$work/packed.tar.gz"
   mv "$work/packed.tar.gz" "$target"
@@ -58,7 +58,7 @@ else
   inside() { singularity exec -B "$work/user-software:/user-software" -B "$PWD" "$HZERO_ENV" "$@"; }
   inside python -m venv --system-site-packages /user-software
   inside /user-software/bin/python -m pip list --format=freeze | grep -iE '^(torch|deepspeed|numpy|mpi4py)==' >"$work/user-software/container.txt"
-  inside /user-software/bin/python -m pip install -c /user-software/container.txt "${from[@]}" ".[train,rocm]"
+  inside /user-software/bin/python -m pip install -c /user-software/container.txt "${from[@]}" ".[train]"
   inside /user-software/bin/python -m hzero --version
   mksquashfs "$work/user-software" "$work/packed.sqsh" -quiet -no-progress
   mv "$work/packed.sqsh" "$target"

@@ -75,7 +75,7 @@ def test_on_frontier_an_archive_is_packed(tmp_path: Path) -> None:
     assert [call[: len(start)] for call, start in zip(calls, expected)] == list(expected)
     assert calls[3].endswith("--index-url https://download.pytorch.org/whl/rocm7.1")
     assert "python -m pip install --no-binary=mpi4py mpi4py" in calls and "MPICC=cc -shared" in calls
-    assert calls[-2].endswith("torch.txt .[train,data,rocm]") and calls[-1] == "python -m hzero --version"
+    assert calls[-2].endswith("torch.txt .[train,data]") and calls[-1] == "python -m hzero --version"
     assert "next: sbatch -A abc123 -N 2 slurm/first_run.sbatch\n" in errors
     assert "first write this path into slurm/frontier.env" in errors
     again = _setup(tmp_path, "frontier", "ABC123")
@@ -93,7 +93,7 @@ def test_on_lumi_packages_go_over_the_container(tmp_path: Path) -> None:
     assert errors.splitlines()[-2].endswith("--exclusive slurm/first_run.sbatch lumi")
     assert calls[0] == "module load Local-LAIF lumi-aif-singularity-bindings"
     assert "python -m venv --system-site-packages /user-software" in calls
-    install = "python -m pip install -c /user-software/container.txt --no-index --find-links /wheels .[train,rocm]"
+    install = "python -m pip install -c /user-software/container.txt --no-index --find-links /wheels .[train]"
     assert install in calls and calls[-1] == "python -m hzero --version"
 
 
