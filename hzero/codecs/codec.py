@@ -18,7 +18,7 @@ from hzero.codecs.reference import NAMES, Adds
 from hzero.config import CodecConfig
 
 #: Types that codecs take.
-FLOATS = tuple(NAMES)
+FLOAT_DTYPES = tuple(NAMES)
 #: Addresses below are looked at: freed memory starts at 0, so that one is an offset in it.
 _LOW = 2**40
 
@@ -332,8 +332,8 @@ def checksums(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _check_dtype(dtype: torch.dtype, fmt: RecordFormat, bytes_too: bool = False) -> None:
-    if dtype not in FLOATS and not (bytes_too and dtype == torch.uint8):
-        expected = " or ".join(str(one).removeprefix("torch.") for one in FLOATS)
+    if dtype not in FLOAT_DTYPES and not (bytes_too and dtype == torch.uint8):
+        expected = " or ".join(str(one).removeprefix("torch.") for one in FLOAT_DTYPES)
         raise TypeError(f"dtype: found {dtype}, expected {expected} in codec {fmt.codec}")
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from hzero.block import load, split
-from hzero.codecs.codec import FLOATS
+from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import shared_lanes
 from hzero.comm.peers import Peers, peers_of, unused_name, wires_of
@@ -58,7 +58,7 @@ USES: tuple[Use, ...] = ("sums", "copies", "messages")
 #: The program of an operation that has nothing to send.
 _NOTHING = Program(())
 #: What a reduction makes.
-Sum: TypeAlias = Literal["sum", "mean"]
+Reduced: TypeAlias = Literal["sum", "mean"]
 
 
 class CommunicatorConfig(Frozen):
@@ -210,8 +210,7 @@ class Communicator:
         peers = peers_of(
             self.plan, timeout, channels=channels, ranks=ranks, backend=group_backend, streams=lanes.streams
         )
-        feedback = ErrorFeedback() if settings.error_feedback else None
-        self._collectives = Collectives(self.plan, peers, WireLog(), feedback, lanes, library_sums=False)
+        self._collectives = Collectives(self.plan, peers, WireLog(), lanes, library_sums=False)
         if "messages" in uses and len(ranks) > 1:
             channel = self._channels["messages"]
             self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, group_backend)
@@ -238,7 +237,7 @@ class Communicator:
 
     @torch.compiler.disable
     def all_reduce(
-        self, tensor: torch.Tensor, op: Sum = "sum", *, key: int | None = None, async_op: bool = False
+        self, tensor: torch.Tensor, op: Reduced = "sum", *, key: int | None = None, async_op: bool = False
     ) -> Any:
         """The sum, or the mean, of all ranks' tensors: a reduce-scatter over the tiers, then an all-gather back.
 
@@ -268,7 +267,7 @@ class Communicator:
 
     @torch.compiler.disable
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: Sum = "sum", *, key: int | None = None, async_op: bool = False
+        self, tensor: torch.Tensor, op: Reduced = "sum", *, key: int | None = None, async_op: bool = False
     ) -> Any:
         """This rank's part of the sum, or of the mean, of all ranks' tensors.
 
@@ -299,14 +298,9 @@ class Communicator:
         return self._run(bucket, self._summing, flat, averaged, seed=seed, **how)
 
     @property
-    def feedbacks(self) -> list[ErrorFeedback]:
-        """What keeps residuals, for who knows of steps: `ErrorFeedback.commit`, `discard`."""
-        return [self._collectives.feedback] if self._collectives.feedback is not None else []
-
-    def forget(self) -> None:
-        """Drops all residuals of error feedback: what they belong to has changed."""
-        for feedback in self.feedbacks:
-            feedback.clear()
+    def feedback(self) -> ErrorFeedback:
+        """The residuals of error feedback: `ErrorFeedback.clear` when what they belong to has changed."""
+        return self._collectives.feedback
 
     # ---- copies ----------------------------------------------------------------------------------------------
 
@@ -476,7 +470,7 @@ class Communicator:
 
     def _flat(self, operation: str, tensor: Any) -> torch.Tensor:
         """The tensor as one contiguous row, without gradient."""
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS or tensor.layout != torch.strided:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
             found = type(tensor).__name__
             if isinstance(tensor, torch.Tensor):
                 found = f"{tensor.dtype} in layout {tensor.layout}"

@@ -55,7 +55,7 @@ class DdpState:
         if len(keys) == 1 and self._layouts.get(first := next(iter(keys))) == layout:
             return first
         if keys != {None}:
-            self.communicator.forget()
+            self.communicator.feedback.clear()
             self._keys.clear()
             self._layouts.clear()
         key = next(self._numbers)

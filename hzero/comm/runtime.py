@@ -113,7 +113,6 @@ class Collectives:
         plan: The shard plan of this rank.
         peers: The ranks of every lane, see `hzero.comm.peers.peers_of`.
         wire_log: Counts every hop of a program.
-        feedback: Residuals of lossy gradient hops; None where no tier keeps one.
         lanes: Run the hops; None makes some.
         roles: The channel of each role of buckets; None: the bucket says it.
         library_sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements.
@@ -125,13 +124,13 @@ class Collectives:
         plan: ShardPlan,
         peers: dict[Lane, Peers],
         wire_log: WireLog,
-        feedback: ErrorFeedback | None = None,
         lanes: Lanes | None = None,
         roles: Mapping[str, str] | None = None,
         library_sums: bool = True,
     ) -> None:
-        self.plan, self.peers, self.wire_log, self.feedback = plan, peers, wire_log, feedback
+        self.plan, self.peers, self.wire_log = plan, peers, wire_log
         self.lanes, self.library_sums = lanes or Lanes(), library_sums
+        self.feedback = ErrorFeedback()
         self.arena = Arena(self.lanes.streams)
         self._roles = roles or {}
         #: A program, ready for a bucket; the same object for the same ones.
@@ -233,7 +232,7 @@ class _Step(NamedTuple):
         in_place: Whether what arrives lies where the message did.
     """
 
-    room: int | Floats | None
+    room: int | FlatTensors | None
     run: Callable[..., Any] = id
     takes: int = 0
     salt: int = 0
@@ -292,8 +291,8 @@ class Bound:
         if dtype is not first.dtype:  # other threads may run it too
             steps = self._prepared(first.dtype, device)
             self._ready = first.dtype, steps
-        if streams is not None and first is not value:
-            list(map(streams.used, value))
+        if streams is not None:
+            list(map(streams.used, [value] if first is value else value))
         del first
         seed = call.seed if call.first_seed is None else call.first_seed
         held: Room | None = None  # where the value lies
@@ -356,8 +355,8 @@ class Bound:
                 dtype = self.bucket.dtype
         return ready
 
-    def _floats(self, dtype: torch.dtype, rows: int) -> Floats:
-        return Floats(dtype, [rows * chunk for chunk in self.bucket.chunks])
+    def _floats(self, dtype: torch.dtype, rows: int) -> FlatTensors:
+        return FlatTensors(dtype, [rows * chunk for chunk in self.bucket.chunks])
 
     def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         bucket, order, feedback, residual = self.bucket, step.order, self._collectives.feedback, step.residual
@@ -370,12 +369,12 @@ class Bound:
             made.append(_Step(None, partial(self._in_table, _rows_of(order.table, device)[0])))
         if encoded != dtype:
             made.append(_Step(self._floats(encoded, order.rows), _copied))
-        adds: Adds = "residuals" if feedback is not None and residual is not None else ""
+        adds: Adds = "residuals" if residual is not None else ""
         layout: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer}
         encode = codec.encoder(bucket.chunks, encoded, device, adds=adds, parts=parts[1], **layout)
 
         def with_residuals(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, scale: float) -> Any:
-            assert feedback is not None and residual is not None
+            assert residual is not None
             residuals, factors = feedback.of(residual, bucket.keys, tensors, scale)
             return encode(tensors, out, seed, residuals, factors)
 
@@ -767,7 +766,7 @@ class Pending:
 # ---- buffers ----------------------------------------------------------------------------------------------------------
 
 
-class Floats(NamedTuple):
+class FlatTensors(NamedTuple):
     """Tensors between two steps: their type and elements."""
 
     dtype: torch.dtype
@@ -793,7 +792,7 @@ class Room:
     def __init__(self, buffer: torch.Tensor, streams: DeviceStreams | None) -> None:
         self.buffer, self.size, self._streams = buffer, buffer.numel(), streams
         self.event: Any = None if streams is None else streams.event()
-        self.wanted: int | Floats = -1
+        self.wanted: int | FlatTensors = -1
         self.view: Any = None
 
     def __del__(self) -> None:
@@ -819,7 +818,7 @@ class Arena:
         self._free: list[Room] = []  # by size
         self._lock = threading.Lock()
 
-    def take(self, wanted: int | Floats, device: torch.device) -> Room:
+    def take(self, wanted: int | FlatTensors, device: torch.device) -> Room:
         """A buffer of at least so many bytes, or for such tensors, for the current stream."""
         size = wanted if isinstance(wanted, int) else wanted.bytes
         streams = self._streams

@@ -111,9 +111,9 @@ class WireLog:
                 return
             taken.stop()
             self._running.append((entry, taken))
-            self._settle(wait=False)
+            self._read_timers(wait=False)
 
-    def _settle(self, *, wait: bool) -> None:
+    def _read_timers(self, *, wait: bool) -> None:
         """Adds the times of hops that have ended, in order; or of all."""
         while self._running and (wait or self._running[0][1].ready()):
             entry, timer = self._running.popleft()
@@ -122,7 +122,7 @@ class WireLog:
     def entries(self) -> list[WireEntry]:
         """Totals since the last `reset`, sorted by role, tier and codec; copies, safe to keep."""
         with self._lock:
-            self._settle(wait=True)
+            self._read_timers(wait=True)
             return [dataclasses.replace(entry) for _, entry in sorted(self._entries.items())]
 
     def as_dicts(self) -> list[dict[str, Any]]:

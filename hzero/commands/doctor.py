@@ -544,8 +544,8 @@ def check_config(
         build(read)
         findings += [(DEGRADED, f"{error}; DeepSpeed ignores it") for error in ignored(read, str(path))]
         if parsed is not None and read.tensor_parallel_config.autotp_size > 1:
-            partition = autotp.check(read, parsed, grid)
-            grid, beside = (partition.grid, str(partition)) if partition is not None else (None, "")
+            owners = autotp.check(read, parsed, grid)
+            grid, beside = (owners.grid, str(owners)) if owners is not None else (None, "")
     if parsed is None:
         stock = (DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
         return [*findings, stock] if block is None else findings

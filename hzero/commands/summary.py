@@ -95,7 +95,7 @@ def _fetches(plan: ShardPlan | None, whole: int, traffic: Sequence[dict[str, Any
     """
     if plan is None:
         return 2.0
-    hops = plan.unshard_hops() if plan.resident else plan.gather_hops()
+    hops = plan.unshard_hops() if plan.keeps_copies else plan.gather_hops()
     inner = hops[-1].tier if hops else None
     seen = sum(row["without_codec"] for row in traffic if (row["role"], row["tier"]) == ("weights", inner))
     if inner is None or not seen:

@@ -15,14 +15,14 @@ from hzero.comm import Communicator, for_dimension
 from hzero.comm.activations import copy_to, reduce_from
 from hzero.config import HZeroConfig, Tier, tiers_inside
 from hzero.deepspeed.refusals import check_tensor_group
-from hzero.engine.engine import Partition
+from hzero.engine.engine import Owners
 from hzero.topology import Grid
 from hzero.validation import ConfigError, is_rank_0, some
 
 logger = logging.getLogger("hzero")
 
 
-def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Partition | None:
+def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Owners | None:
     """Refuses tensor groups that do not fit the world, and what does not go with codecs of AutoTP's sums.
 
     The tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``).
@@ -33,13 +33,13 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Pa
         world: Grid of the world; None where it is not known: tensor groups may then cross every tier inside a node.
 
     Returns:
-        The partition of rank 0 beside its tensor group; None where the world is not known.
+        The owners to which rank 0 belongs beside its tensor group; None where the world is not known.
 
     Raises:
         ConfigError: The world cannot be divided so, a tensor group crosses nodes, or groups do not fill the tiers evenly.
             DeepSpeed is to hide its sums behind compute, or codecs that the user has written have no effect.
     """
-    size, partition = config.tensor_parallel_config.autotp_size, None
+    size, owners = config.tensor_parallel_config.autotp_size, None
     if world is not None:
         if world.world_size % size:
             raise ConfigError(
@@ -47,7 +47,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Pa
             )
         for first in range(0, world.world_size, size):  # all, so that all ranks end alike
             check_tensor_group(range(first, first + size), world)
-        partition = Partition.of_ranks(range(0, world.world_size, size), world, 0)
+        owners = Owners.of_ranks(range(0, world.world_size, size), world, 0)
     tiers = _crossed(world, size)
     coded = [tier for tier in tiers if not block.codecs.tensor[tier].traits.plain]
     written = "tensor" in block.written_dimensions
@@ -62,7 +62,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Pa
             f"{KEY}.codecs.tensor: none on the tiers that tensor groups of {size} ranks "
             f"{'cross' if world is not None else 'can cross'} ({', '.join(tiers)}), and so without effect"
         )
-    return partition
+    return owners
 
 
 def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Communicator | None:

@@ -209,7 +209,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             return self._stock_load(load_dir)  # says that there is nothing
         what["tag"] = tag
         engine, name = deepspeed.runtime.engine, "get_fp32_state_dict_from_zero_checkpoint"
-        resharding = self._other_layout(folder / tag, resumes)
+        resharding = self._other_sharding(folder / tag, resumes)
         # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
         weights = functools.partial(getattr(engine, name), tag=tag)
         values: list[tuple[Any, str, Any]] = [(engine, name, weights), (self, "_resharding", resharding)]
@@ -277,26 +277,26 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             if shared and shared["plugin_kwargs"].get("num_steps", 1) == before:
                 shared["plugin_kwargs"]["num_steps"] = accumulation
 
-    def _other_layout(self, folder: Path, resumes: bool) -> Resharding | None:
-        """What reads a checkpoint of another layout as if these ranks had written it; None for one of theirs."""
+    def _other_sharding(self, folder: Path, resumes: bool) -> Resharding | None:
+        """What reads a checkpoint of another sharding as if these ranks had written it; None for one of theirs."""
         engine, optimizer = self._engine, self._engine.optimizer
         written = len(list(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{OPTIMIZER}")))
         # With tensor groups or stages DeepSpeed refuses other ranks; without an optimizer it loads on any.
         if engine.mp_world_size > 1 or not hasattr(optimizer, "fp16_groups"):
             return None
         group = optimizer.dp_process_group
-        layout = Layout.of(dist.get_world_size(group), engine._get_zero_param_shapes())
+        sharding = Sharding.of(dist.get_world_size(group), engine._get_zero_param_shapes())
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
         read = functools.partial(load, map_location="cpu", trust=self.config.trust)
-        found = Resharding(folder, layout, dist.get_rank(group), groups, read)
+        found = Resharding(folder, sharding, dist.get_rank(group), groups, read)
         if resumes and written not in (0, found.old.world_size):  # DeepSpeed would begin with a new optimizer
             raise IncompleteError(
                 f"checkpoint: {str(folder)!r} is incomplete: it has {written} of {found.old.world_size} files *{OPTIMIZER}"
             )
-        return None if found.old == layout else found
+        return None if found.old == sharding else found
 
 
-# ---- another layout -----------------------------------------------------------------------------------------------------
+# ---- another sharding -----------------------------------------------------------------------------------------------------
 #
 # ZeRO-3 cuts every parameter, and every state of the optimizer, into as many equal parts as there are ranks, in the order of
 # ranks; a rank's file holds its parts one after the other, in the order of `param_shapes`. So the part of a rank of this world is
@@ -312,7 +312,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sharding:
     """How ranks have cut parameters.
 
     Attributes:
@@ -328,8 +328,8 @@ class Layout:
     sizes: list[int]
 
     @classmethod
-    def of(cls, world_size: int, shapes: Sequence[dict[str, Sequence[int]]]) -> Layout:
-        """The layout of DeepSpeed's sub-groups, of which each gives the shapes of its parameters by name, in their order."""
+    def of(cls, world_size: int, shapes: Sequence[dict[str, Sequence[int]]]) -> Sharding:
+        """The sharding of DeepSpeed's sub-groups, of which each gives the shapes of its parameters by name, in their order."""
         found = cls(world_size, {}, {}, [0] * len(shapes))
         for index, group in enumerate(shapes):
             for name, shape in group.items():
@@ -360,31 +360,31 @@ def cut(
 
 
 class Resharding:
-    """The two files that this rank would have written of a checkpoint of another layout.
+    """The two files that this rank would have written of a checkpoint of another sharding.
 
     Args:
         folder: The checkpoint.
-        layout: Of this world.
+        sharding: Of this world.
         rank: This rank.
         param_groups: For every sub-group of this world its parameter group.
         load: Loads a file by its path; with ``mmap=True`` its tensors are read where they are used.
 
     Attributes:
-        old: The layout of the checkpoint.
+        old: The sharding of the checkpoint.
 
     Raises:
         ConfigError: The checkpoint is of other parameters.
     """
 
     def __init__(
-        self, folder: Path, layout: Layout, rank: int, param_groups: Sequence[int], load: Callable[..., Any]
+        self, folder: Path, sharding: Sharding, rank: int, param_groups: Sequence[int], load: Callable[..., Any]
     ) -> None:
-        self._folder, self._layout, self._rank, self._param_groups = folder, layout, rank, list(param_groups)
+        self._folder, self._sharding, self._rank, self._param_groups = folder, sharding, rank, list(param_groups)
         self._load, self._files = load, dict[tuple[int, str], Any]()
         model = self._file(0, MODEL)  # all ranks read this one; other files may be of a larger world
-        self.old = Layout.of(int(model["dp_world_size"]), model["param_shapes"])
+        self.old = Sharding.of(int(model["dp_world_size"]), model["param_shapes"])
         self._first = rank % self.old.world_size  # so that not all ranks read the same large file
-        missing = sorted(self.old.counts.items() ^ layout.counts.items())
+        missing = sorted(self.old.counts.items() ^ sharding.counts.items())
         if missing:
             names = some(list(dict.fromkeys(name for name, _ in missing)), 4)
             raise ConfigError(f"checkpoint: {str(folder)!r} holds other parameters than the model: {names}")
@@ -409,8 +409,8 @@ class Resharding:
 
     def _part(self, count: int, dtype: torch.dtype, source: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """This rank's part of a parameter; see `cut`."""
-        part = torch.zeros(chunk_numel(count, self._layout.world_size), dtype=dtype)
-        cut(part, count, self.old.world_size, self._layout.world_size, self._rank, source)
+        part = torch.zeros(chunk_numel(count, self._sharding.world_size), dtype=dtype)
+        cut(part, count, self.old.world_size, self._sharding.world_size, self._rank, source)
         return part
 
     def _model(self) -> dict[str, Any]:
@@ -421,7 +421,7 @@ class Resharding:
                 name: self._part(math.prod(shape), fragments[name].dtype, functools.partial(self._frozen, name))
                 for name, shape in shapes.items()
             }
-        return {**saved, "dp_world_size": self._layout.world_size, _FROZEN: fragments}
+        return {**saved, "dp_world_size": self._sharding.world_size, _FROZEN: fragments}
 
     def _frozen(self, name: str, rank: int) -> torch.Tensor:
         return self._file(rank, MODEL)[_FROZEN][name]  # type: ignore[no-any-return]
@@ -433,7 +433,7 @@ class Resharding:
     def _optimizer(self) -> dict[str, Any]:
         saved = self._file(self._first, OPTIMIZER)
         zero = saved[_STATE]
-        stock, old, new = zero[_STATE], self.old, self._layout
+        stock, old, new = zero[_STATE], self.old, self._sharding
         group_of = {index: number for number, group in enumerate(stock["param_groups"]) for index in group["params"]}
         states: list[dict[str | None, Any]] = [{None: torch.zeros(size)} for size in new.sizes]
         for name, (index, at) in new.places.items():

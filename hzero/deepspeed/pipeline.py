@@ -29,7 +29,7 @@ from hzero.comm.wires import world_timeout
 from hzero.config import HZeroConfig
 from hzero.deepspeed.stage_state import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
-from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
+from hzero.engine.engine import Owners, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
 from hzero.topology import Grid
 from hzero.validation import ConfigError, first_of_ranks, is_rank_0, on_all_ranks
@@ -44,7 +44,7 @@ class PipelineState(Traffic):
     """Communicators and wire log of an engine with pipeline stages.
 
     Attributes:
-        partition: The data-parallel ranks of this pipeline stage, over which ZeRO-1 partitions.
+        owners: The data-parallel ranks of this pipeline stage, over which ZeRO-1 partitions.
         gradients: Sums gradients over the data-parallel ranks.
         optimizer: Sends the weights that their owners have updated, over the same ranks.
         pipeline: Sends activations and their gradients; its ranks are those of one pipeline, by pipeline stage.
@@ -60,9 +60,9 @@ class PipelineState(Traffic):
 
     def __init__(self, module: torch.nn.Module, mpu: Any, config: HZeroConfig) -> None:
         data, stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
-        self.partition = Partition.of(data, config.topology)
-        check_module(module, mpu, config, self.partition.grid)
-        world = self.partition.world
+        self.owners = Owners.of(data, config.topology)
+        check_module(module, mpu, config, self.owners.grid)
+        world = self.owners.world
         self._tensor = mpu.get_slice_parallel_group()
         settings = CommunicatorConfig(
             codecs=config.codecs.gradients,
@@ -71,7 +71,7 @@ class PipelineState(Traffic):
             **{key: getattr(config, key) for key in ("node_all_gather", "checksum", "transport")},
         )
         self.gradients = Communicator(
-            settings, data, timeout=world_timeout(), role="gradients", grid=self.partition.grid, uses=["sums"]
+            settings, data, timeout=world_timeout(), role="gradients", grid=self.owners.grid, uses=["sums"]
         )
         self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
         self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
@@ -81,7 +81,7 @@ class PipelineState(Traffic):
         if is_rank_0():
             self.announce(
                 f"codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config, self.device)}: pipelines of "
-                f"{len(ranks_of(stages))} stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid})"
+                f"{len(ranks_of(stages))} stages, data parallel over {len(ranks_of(data))} ranks ({self.owners.grid})"
             )
 
     def keep_alike(self, role: Literal["gradients", "optimizer"], tensors: Sequence[torch.Tensor]) -> None:
@@ -93,7 +93,7 @@ class PipelineState(Traffic):
             role: What the codec has been of.
             tensors: Contiguous, changed in place; as many and as large on all ranks of the group.
         """
-        lossy = lossy_crossings(self.config.codecs[role], self.partition.grid)
+        lossy = lossy_crossings(self.config.codecs[role], self.owners.grid)
         if tensors and lossy and dist.get_world_size(self._tensor) > 1:
             dist._broadcast_coalesced(self._tensor, list(tensors), _COALESCED_BYTES, 0)  # as DDP's of its buffers
 
@@ -235,8 +235,8 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         """Stock, but for what sends the new weights; a step that is skipped leaves no residuals of error feedback."""
         self.hzero.verify()
         with_names(DeepSpeedZeroOptimizer.step, all_gather_dp_groups=self._gather)(self, closure)
-        for feedback in self.hzero.gradients.feedbacks:
-            feedback.discard() if self.overflow else feedback.commit()
+        feedback = self.hzero.gradients.feedback
+        feedback.discard() if self.overflow else feedback.commit()
         if self.hzero.logged_hops.wanted():
             self.hzero.settle()
 
@@ -274,13 +274,13 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Stock; then drops what error feedback keeps: it belongs to the old weights, and checkpoints have none."""
         super().load_state_dict(*args, **kwargs)
-        self.hzero.gradients.forget()
+        self.hzero.gradients.feedback.clear()
         if self.hzero.config.error_feedback and is_rank_0():
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
 
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
-        self.hzero.gradients.forget()
+        self.hzero.gradients.feedback.clear()
 
 
 def _copy(into: torch.Tensor, part: torch.Tensor) -> None:

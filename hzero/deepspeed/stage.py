@@ -353,7 +353,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 )
         # Shards that come of the micro-steps so far are added where stock keeps them.
         with torch.no_grad(), get_accelerator().stream(self.reduce_and_partition_stream):
-            self.hzero.gradients.settle()
+            self.hzero.gradients.wait_reduced()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -413,8 +413,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock; resident payloads are freed too, and rebuilt at their next use."""
         self.hzero.weights.before_change()
         super().offload_states(*args, **kwargs)
-        self.hzero.forget()
-        self.hzero.weights.drop()
+        self.hzero.drop_gathered()
+        self.hzero.weights.free()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Stock; resident payloads are rebuilt at their next use."""

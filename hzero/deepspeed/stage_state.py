@@ -28,7 +28,7 @@ from hzero.deepspeed import autotp
 from hzero.deepspeed.muon import Orthogonalizer
 from hzero.deepspeed.refusals import check_partition
 from hzero.deepspeed.versions import attributes
-from hzero.engine.engine import Engine, Partition, Traffic
+from hzero.engine.engine import Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
 from hzero.plan.shards import ShardPlan
@@ -47,18 +47,18 @@ class Managed(Parameter):
         param: DeepSpeed's parameter.
         owner: Its engine.
         stock: DeepSpeed's functions that are replaced, by name.
-        decoded: Whether ``param.data``, while it is available, came through a codec.
+        inexact: Whether ``param.data``, while it is available, came through a codec.
         unit: The layer that it is gathered with; None: it is gathered when it is requested.
-        part: The gathered parameter, until a handle takes it or the unit's turn is over.
+        whole: The gathered parameter, until a handle takes it or the unit's turn is over.
         layers: Modules that request it with their other parameters, though it is a parameter of a module inside.
     """
 
     param: ZeroParameter
     owner: StageState = field(init=False)
     stock: dict[str, Any] = field(default_factory=dict)
-    decoded: bool = False
+    inexact: bool = False
     unit: Unit | None = None
-    part: Part | None = None
+    whole: Whole | None = None
     layers: list[torch.nn.Module] = field(default_factory=list)
 
     def attach(self, owner: StageState) -> None:
@@ -70,8 +70,8 @@ class Managed(Parameter):
 
     def detach(self) -> None:
         """Gives the parameter DeepSpeed's functions back; a failed gather may have left it under way."""
-        self.put_away(decoded=True)
-        self.part = None
+        self.put_away(inexact=True)
+        self.whole = None
         if self.param.ds_status == ZeroParamStatus.INFLIGHT:
             self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
         for name, function in self.stock.items():
@@ -99,22 +99,22 @@ class Managed(Parameter):
         else:
             self.stock["partition"](*args, free_data=free_data, **kwargs)
 
-    def put_away(self, decoded: bool = False) -> None:
-        """Partitions the parameter if it is available and not in use; with ``decoded``, only if it came through a codec."""
+    def put_away(self, inexact: bool = False) -> None:
+        """Partitions the parameter if it is available and not in use; with ``inexact``, only if it came through a codec."""
         param = self.param
         available = param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules
-        if available and (self.decoded or not decoded):
+        if available and (self.inexact or not inexact):
             param.partition()
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Lets go of the gathered parameter, which has changed."""
-        self.part = None
+        self.whole = None
         if self.unit is not None:
             self.unit.waiting.discard(self)
 
     def gone(self) -> None:
         """DeepSpeed has partitioned it."""
-        self.decoded = False
+        self.inexact = False
         if self.unit is not None:
             self.unit.out.discard(self)
 
@@ -176,23 +176,23 @@ class StageState(Engine):
         bucket_numel: int,
         live_numel: int,
     ) -> None:
-        partition = Partition.of(group, config.topology)
-        check_partition(module, partition.ranks)
-        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
+        owners = Owners.of(group, config.topology)
+        check_partition(module, owners.ranks)
+        plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         routes, codes = routes_of(module, plan)
-        self.module, self._autotp = module, autotp.take_over(module, config, partition.world)
+        self.module, self._autotp = module, autotp.take_over(module, config, owners.world)
         # DeepSpeed marks the parameters of models that it trains by Muon.
         uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
-        self.orthogonalizer = Orthogonalizer(config, partition) if uses_muon else None
+        self.orthogonalizer = Orthogonalizer(config, owners) if uses_muon else None
         self._forward = module.forward
         managed = managed_parameters(module, routes, codes)
-        super().__init__(config, plan, partition, module, managed, bucket_numel, current_device(), async_accelerator())
+        super().__init__(config, plan, owners, module, managed, bucket_numel, current_device(), async_accelerator())
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
         for one in managed:
             one.attach(self)
         self._all = {one.key: one for one in managed}  # with those that a later engine has taken over
         # Weights that are whole on every device need no gather.
-        layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
+        layers = [] if plan.whole_copies else layers_of(module, min(plan.unit_numel, live_numel))
         self.units = units = Units()
         form_units(units, module, layers)
         # Functions that hold nothing else, so that a copy of the model copies no engine.
@@ -205,7 +205,7 @@ class StageState(Engine):
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
             how = ""  # forward gathers weights
-            if plan.gather_hops() and not plan.decoded:
+            if plan.gather_hops() and not plan.whole_copies:
                 kinds = Counter(type(layer).__name__ for layer in layers)
                 named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
                 how = f"; gathers by layer ({named})" if named else "; gathers by module"
@@ -220,7 +220,7 @@ class StageState(Engine):
 
     def replaced(self) -> None:
         """As of `Engine`."""
-        self.forget()
+        self.drop_gathered()
         super().replaced()
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
@@ -269,16 +269,16 @@ class StageState(Engine):
         """
         marked = self._managed if stepped is None else managed_of(stepped)
         for managed in marked:
-            managed.forget()
+            managed.drop()
         for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
             owner.units.drop()
             its = [managed for managed in marked if managed.owner is owner]
             owner.weights.mark_stale(its if stepped is not None else None)
 
-    def forget(self) -> None:
+    def drop_gathered(self) -> None:
         """Lets go of all that is gathered or under way, since all weights have changed."""
         for managed in self._managed:
-            managed.forget()
+            managed.drop()
         self.units.drop()
 
     # ---- exact weights -------------------------------------------------------------------------------------------
@@ -354,18 +354,18 @@ class StageState(Engine):
                     f"hzero: cannot gather a parameter that is not partitioned: {managed.param.ds_summary()}"
                 )
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
-                managed.forget()
+                managed.drop()
                 self.weights.mark_edited(managed)
         self.units.request(wanted)
         missing = self.units.widened(wanted)
         for brought, wait in self.weights.unshard(missing) if missing else ():
             gathering = Gathering(wait, self.lanes.streams is not None)
             for managed in cast("list[Managed]", brought):
-                managed.part = gathering.add()
+                managed.whole = gathering.add()
                 self.units.bring(managed)
         for managed in wanted:
             managed.param.ds_status = ZeroParamStatus.INFLIGHT
-            managed.decoded = managed.route.lossy
+            managed.inexact = managed.route.lossy
         return GatherHandle(wanted)
 
     def gather_kept_whole(self) -> None:
@@ -404,13 +404,13 @@ def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args
     # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
     idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
     for managed in idle:
-        inexact = managed.decoded or managed.owner.weights.plan.decoded
-        if managed.param.ds_status == ZeroParamStatus.AVAILABLE and inexact:
+        stale = managed.inexact or managed.owner.weights.plan.whole_copies
+        if managed.param.ds_status == ZeroParamStatus.AVAILABLE and stale:
             managed.param.partition()
     with lasting() if found else contextlib.nullcontext():
         gathered = stock(init, param_list, *args, **kwargs)
     for managed in idle:
-        managed.decoded = False
+        managed.inexact = False
     return gathered
 
 
@@ -431,7 +431,7 @@ def note_changes(
     for managed in found:
         managed.gone()
         if has_been_updated:
-            managed.forget()
+            managed.drop()
             _measure(managed)
             managed.owner.weights.mark_edited(managed)
 
@@ -503,7 +503,7 @@ class Unit:
     def drop(self) -> None:
         """Lets go of all. What DeepSpeed has stays until it gives it back."""
         for managed in self.members:
-            managed.part = None
+            managed.whole = None
         self.waiting.clear()
         self.out.clear()
         self.used = False
@@ -529,10 +529,10 @@ class Units:
 
     def widened(self, wanted: Iterable[Managed]) -> list[Managed]:
         """Parameters to gather for a request: those that are not there yet, with the others of their units, by id."""
-        found = {managed.key: managed for managed in wanted if managed.part is None}
+        found = {managed.key: managed for managed in wanted if managed.whole is None}
         for unit in {managed.unit for managed in found.values()} - {None}:
             for other in unit.members:  # type: ignore[union-attr]
-                if other.part is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+                if other.whole is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                     found[other.key] = other
         return [found[key] for key in sorted(found)]
 
@@ -637,15 +637,15 @@ def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.
 
 
 class Gathering:
-    """One gather of whole parameters, each with a `Part` that alone holds its memory: two layers may have one gather."""
+    """One gather of whole parameters, each with a `Whole` that alone holds its memory: two layers may have one gather."""
 
     def __init__(self, wait: Unsharded, on_streams: bool) -> None:
         self._wait, self._on_streams, self._arrived = wait, on_streams, False
-        self._parts: list[ref[Part]] = []
+        self._parts: list[ref[Whole]] = []
 
-    def add(self) -> Part:
+    def add(self) -> Whole:
         """The part of the next parameter."""
-        part = Part(self)
+        part = Whole(self)
         self._parts.append(ref(part))
         return part
 
@@ -661,7 +661,7 @@ class Gathering:
         self._arrived = True
 
 
-class Part:
+class Whole:
     """A whole parameter, flat ``[world * chunk]``, once its gather has been waited for."""
 
     def __init__(self, gathering: Gathering) -> None:
@@ -674,10 +674,10 @@ class GatherHandle:
 
     def __init__(self, managed: Sequence[Managed]) -> None:
         self._managed = managed
-        self._parts = [one.part for one in managed]
+        self._parts = [one.whole for one in managed]
         for one in managed:
             if one.unit is None:
-                one.part = None
+                one.whole = None
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
@@ -696,7 +696,7 @@ class GatherHandle:
                 flat = part.flat.view(param.ds_tensor.dtype)  # or they are bytes
                 param.data = flat[: param.ds_numel].view(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
-                if one.unit is not None and one.part is part:
+                if one.unit is not None and one.whole is part:
                     one.unit.give(one)
         self._parts = []  # they hold the tensors
 

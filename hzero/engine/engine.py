@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import backends
-from hzero.comm import Collectives, Communicator, ErrorFeedback, WireLog, in_use, limit_waits, peers_of, shared_lanes
+from hzero.comm import Collectives, Communicator, WireLog, in_use, limit_waits, peers_of, shared_lanes
 from hzero.comm.peers import unused_name
 from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wires import STAGE
@@ -30,7 +30,7 @@ logger = logging.getLogger("hzero")
 
 
 @dataclass(frozen=True)
-class Partition:
+class Owners:
     """The ranks that share every parameter's primary shards.
 
     Attributes:
@@ -48,8 +48,8 @@ class Partition:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, topology: TopologyConfig) -> Partition:
-        """The partition over a process group; None is the world.
+    def of(cls, group: dist.ProcessGroup | None, topology: TopologyConfig) -> Owners:
+        """The owners that a process group is; None is the world.
 
         Collective over the world where the topology is discovered.
 
@@ -60,8 +60,8 @@ class Partition:
         return replace(cls.of_ranks(ranks_of(group), world, dist.get_rank()), group=group)
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[int], world: Grid, rank: int) -> Partition:
-        """The partition over some ranks of the world.
+    def of_ranks(cls, ranks: Sequence[int], world: Grid, rank: int) -> Owners:
+        """The owners that some ranks of the world are.
 
         Raises:
             ConfigError: They are the world in another order, so that rank r does not own shard r; or they do not fill the
@@ -153,8 +153,8 @@ class Engine(Traffic):
 
     Args:
         config: The block.
-        plan: The shard plan of this rank, in the numbers of the partition.
-        partition: The ranks that own primary shards.
+        plan: The shard plan of this rank, in the numbers of the owners.
+        owners: The ranks that own primary shards.
         module: The model, which holds the communicators of its layers.
         parameters: Its parameters. Their routes are of `hzero.engine.parameter.routes_of`.
         bucket_numel: Max elements of the parameters that share one message of a refresh or a boundary.
@@ -164,7 +164,7 @@ class Engine(Traffic):
 
     Attributes:
         plan: As given.
-        partition: As given.
+        owners: As given.
         group: As given.
         weights: The resident weights.
         gradients: Reductions and accumulators.
@@ -178,7 +178,7 @@ class Engine(Traffic):
         self,
         config: HZeroConfig,
         plan: ShardPlan,
-        partition: Partition,
+        owners: Owners,
         module: torch.nn.Module,
         parameters: Sequence[Parameter],
         bucket_numel: int,
@@ -187,14 +187,13 @@ class Engine(Traffic):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(config, module, device, accelerator)
-        self.plan, self.partition, self.group = plan, partition, group
-        self._feedback = ErrorFeedback() if config.error_feedback else None
-        ranks = partition.ranks
-        name = unused_name(STAGE, self.lanes.failures, partition.group, ranks)
+        self.plan, self.owners, self.group = plan, owners, group
+        ranks = owners.ranks
+        name = unused_name(STAGE, self.lanes.failures, owners.group, ranks)
         roles: dict[str, str] = {role: f"{name} {role}" if self.lanes.apart else name for role in ROLES}
         channels = list(dict.fromkeys(roles.values()))
         peers = peers_of(plan, channels=channels, ranks=ranks, streams=self.lanes.streams)
-        self._collectives = Collectives(plan, peers, self.wire_log, self._feedback, self.lanes, roles)
+        self._collectives = Collectives(plan, peers, self.wire_log, self.lanes, roles)
         self._synchronous = accelerator is None
         self.weights = Weights(self._collectives, parameters, bucket_numel, accelerator)
         self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))
@@ -239,8 +238,7 @@ class Engine(Traffic):
         self.weights.mark_stale()
         self.gradients.clear()
         self.guard.audit_due = True
-        if self._feedback is not None:
-            self._feedback.clear()
+        self._collectives.feedback.clear()
 
     def state_dict(self) -> dict[str, int] | None:
         """The numbers from which seeds of stochastic rounding are made.
@@ -263,7 +261,7 @@ class Engine(Traffic):
         Args:
             seeds: What `state_dict` has given; None where the checkpoint has nothing, as one of stock.
         """
-        if self._feedback is not None and speaks(self.group):
+        if self.config.error_feedback and speaks(self.group):
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints have none")
         if seeds is not None:
             self.weights.version, self.gradients.reductions = seeds["weights"], seeds["gradients"]
@@ -283,13 +281,13 @@ class Engine(Traffic):
         return {
             "resident weights": self.weights.resident_bytes(),
             "gradient accumulators": self.gradients.peak_bytes,
-            "error feedback": self._feedback.bytes if self._feedback is not None else 0,
+            "error feedback": self._collectives.feedback.bytes,
         }
 
     def described(self) -> str:
         """Preset, grid, scopes and codecs, for the line at the start."""
         grid, _, sharding = str(self.plan).partition("; ")
-        return f"{self.config.preset} on {grid}{undeclared(self.config, self.device)}; {sharding}{self.partition}"
+        return f"{self.config.preset} on {grid}{undeclared(self.config, self.device)}; {sharding}{self.owners}"
 
     def warn_of_plan(self) -> None:
         """Logs how the plan was adapted to the machine, and which settings have no effect."""
@@ -301,7 +299,7 @@ class Engine(Traffic):
     def close(self) -> None:
         """Waits for what is under way, and frees payloads and accumulators."""
         try:
-            self.weights.drop()
+            self.weights.free()
         finally:
             self.gradients.clear()
 

@@ -14,7 +14,7 @@ import torch
 
 from hzero.comm import Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
-from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of
+from hzero.engine.parameter import READY, Parameter, alike, bucket_of
 from hzero.plan.program import IN_FLIGHT
 
 logger = logging.getLogger("hzero")
@@ -92,7 +92,7 @@ class Gradients:
         # Each holds its message twice; a bucket is one chain for each route.
         self._most = IN_FLIGHT * routes
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
-        self._layouts = functools.lru_cache(LAYOUTS)(partial(_layouts_of, collectives))
+        self._layouts = functools.lru_cache(READY)(partial(_layouts_of, collectives))
         self._sums: dict[int, torch.Tensor] = {}  # the accumulators, float32, by key
         self._bytes = 0  # of them
         self._waiting: dict[int, Parameter] = {}
@@ -204,7 +204,7 @@ class Gradients:
         self._bytes -= sum(total.nbytes for total in totals if total is not None)
         return totals
 
-    def settle(self) -> None:
+    def wait_reduced(self) -> None:
         """Waits for the reductions of the micro-steps so far.
 
         Raises:
@@ -233,7 +233,7 @@ class Gradients:
             scale: Loss scale of these gradients.
             deliver: Takes the shards, bucket by bucket, once all have arrived.
         """
-        self.settle()
+        self.wait_reduced()
         with self.all_or_nothing():
             rest = [self._waiting[key] for key in sorted(self._sums)]
             for same in alike(rest):
@@ -273,8 +273,7 @@ class Gradients:
 
     def commit(self) -> None:
         """The step with this window's gradients is done: its residuals are kept."""
-        if self._collectives.feedback is not None:
-            self._collectives.feedback.commit()
+        self._collectives.feedback.commit()
 
     def clear(self) -> None:
         """Starts a new window: nothing waits, and pending residuals are discarded."""
@@ -313,8 +312,7 @@ class Gradients:
         self._accumulates = False
         self._sums.clear()
         self._bytes = 0
-        if self._collectives.feedback is not None:
-            self._collectives.feedback.discard()
+        self._collectives.feedback.discard()
 
     def _next_seed(self) -> int:
         # Ranks round with different seeds, so that the errors of a sum do not add up.

@@ -199,9 +199,8 @@ class Guard:
         bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
         for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
             # No chain is under way.
-            gather = collectives.prepare(
-                collectives.lane(bucket, hop.tier), "all_gather", message.nbytes, "weights of an audit"
-            )
+            lane = collectives.lane(bucket, hop.tier)
+            gather = collectives.prepare(lane, "all_gather", message.nbytes, "weights of an audit")
             theirs = gather.start(message).wait().view(torch.int64)
             differs |= (theirs.view(hop.size, -1) != sums).any(dim=0)
         return differs

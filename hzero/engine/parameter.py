@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hzero.codecs.codec import FLOATS
+from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel, owned_numel
 from hzero.comm import Bucket, Chain
 from hzero.config import PLAIN, CodecConfig
@@ -21,7 +21,7 @@ _NAMED = 4
 #: Parts of names that wrappers of modules add.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 #: Sets of parameters whose messages are kept ready; experts that are chosen by chance make many.
-LAYOUTS = 1024
+READY = 1024
 
 
 class Route:
@@ -166,7 +166,7 @@ def holds_codes(param: torch.Tensor, module: torch.nn.Module) -> bool:
         param: The parameter.
         module: The module that holds it.
     """
-    if param.dtype not in FLOATS:
+    if param.dtype not in FLOAT_DTYPES:
         return True
     if getattr(param, "quant_state", None) is not None:  # bitsandbytes, a Params4bit
         return True

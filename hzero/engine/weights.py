@@ -26,7 +26,7 @@ from hzero.codecs.codec import Codec
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
-from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of
+from hzero.engine.parameter import READY, Parameter, alike, bucket_of
 from hzero.plan.program import IN_FLIGHT, Program
 
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
@@ -56,8 +56,8 @@ class Weights:
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
-        self._gathers = functools.lru_cache(LAYOUTS)(partial(_gathers_of, collectives))  # a layer is gathered again
-        self._resident = self.plan.resident
+        self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered again
+        self._copies = self.plan.keeps_copies
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self._mark(self.parameters.values())
         self.note_change()
@@ -101,7 +101,7 @@ class Weights:
         self.note_change()
 
     def _mark(self, params: Iterable[Parameter]) -> None:
-        for bucket in self._in_buckets(params) if self._resident else ():
+        for bucket in self._in_buckets(params) if self._copies else ():
             self._stale.update((param.key, bucket) for param in bucket)
 
     def remove(self, param: Parameter) -> None:
@@ -109,7 +109,7 @@ class Weights:
         del self.parameters[param.key]
         self._stale.pop(param.key, None)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Frees all resident copies; their next use rebuilds them."""
         self.collectives.lanes.drain()
         for param in self.parameters.values():
@@ -189,7 +189,7 @@ class Weights:
         An unshard of parameters that follow each other then sends a part of it as it is. The memory is freed when all of
         them have been refreshed again.
         """
-        if self.plan.decoded:
+        if self.plan.whole_copies:
             for param, whole in zip(params, refreshed):
                 param.resident = whole
             return
@@ -204,7 +204,7 @@ class Weights:
 
     def _difference(self, params: Sequence[Parameter], bucket: Bucket, seed: int) -> torch.Tensor:
         """A message of what is new in this rank's shards, against the copy that all ranks hold."""
-        row = self.plan.rank if self.plan.decoded else self.plan.rank_row
+        row = self.plan.rank if self.plan.whole_copies else self.plan.rank_row
         shards = self._shards(params, bucket)
         copies = [self._copy(param)[row, : shard.numel()] for param, shard in zip(params, shards)]
         codec = Codec.from_config(params[0].route.plan.refresh_hops()[0].codec)
@@ -221,7 +221,7 @@ class Weights:
     def _copy(self, param: Parameter) -> torch.Tensor:
         """The resident copy in the weights' own type, in place, ``[rows, chunk]``: all shards, or those of a payload."""
         rows, copy = self.plan.resident_rows, _resident(param)
-        if self.plan.decoded:
+        if self.plan.whole_copies:
             return copy.view(rows, param.chunk)
         record = PLAIN.format.record_bytes(param.chunk, param.dtype.itemsize) // param.dtype.itemsize
         return copy.view(param.dtype).view(rows, record)[:, : param.chunk]
@@ -242,11 +242,11 @@ class Weights:
         """
         if self._stale or self._ahead:
             self._refresh_needed(params)
-        if self.plan.decoded:
+        if self.plan.whole_copies:
             return [(list(params), partial(_wait_whole, params, into))]
         started: list[tuple[list[Parameter], Unsharded]] = []
         for same, gather in self._gathers(tuple(params)):
-            read = partial(self._payloads, same) if self._resident else partial(self._shards, same, gather.bucket)
+            read = partial(self._payloads, same) if self._copies else partial(self._shards, same, gather.bucket)
             targets = None if into is None else partial(_targets, same, into)
             after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
             started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
@@ -276,7 +276,7 @@ class Weights:
                         param.resident = part
                 return joined
             end += payload.numel()
-        return self.collectives.used(first).as_strided((end - start,), (1,))
+        return first.as_strided((end - start,), (1,))
 
     def resident_bytes(self) -> int:
         """Memory of the resident copies on this rank, in bytes."""
@@ -302,7 +302,7 @@ class Weights:
         """
         plan, copy, chunks = param.route.plan, _resident(param), (param.chunk,)
         codecs = [hop.codec for hop in plan.refresh_hops()]
-        if not plan.decoded:
+        if not plan.whole_copies:
             codecs.append(plan.resident_codec)
         if plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
             return torch.zeros((), dtype=torch.bool, device=copy.device)
@@ -311,7 +311,7 @@ class Weights:
             if source.format != target.format:
                 decoded = Codec.from_config(source).decode(fresh, chunks, dtype=param.dtype)
                 fresh = Codec.from_config(target).encode(decoded, chunks)
-        if plan.decoded:
+        if plan.whole_copies:
             (fresh,) = Codec.from_config(codecs[-1]).decode(fresh, chunks, dtype=param.dtype)
             held = copy.view(-1, param.chunk)[plan.rank]
         else:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hzero.codecs.codec import FLOATS
+from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.engine.parameter import plain_name
 from hzero.validation import ConfigError
 
@@ -91,7 +91,7 @@ class ShardedModule:
                 "mesh of replicas (HSDP)",
                 "a mesh of one dimension over all ranks; hzero keeps copies in the node itself",
             )
-        if len(types) > 1 or not types <= set(FLOATS):
+        if len(types) > 1 or not types <= set(FLOAT_DTYPES):
             listed = ", ".join(sorted(map(str, types)))
             raise self.refusal(
                 f"gathered parameters of {listed}", "one of float32, bfloat16 and float16 (mp_policy, or a module each)"

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hzero.comm import lasting, shared_watchdog
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import Block, HZeroConfig, parse_config
-from hzero.engine.engine import Engine, Partition, ranks_of
+from hzero.engine.engine import Engine, Owners, ranks_of
 from hzero.engine.guard import speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules, views_in
@@ -90,7 +90,7 @@ def config_of(preset: str, topology: Any, block: Mapping[str, Any]) -> HZeroConf
 
 
 @dataclass(eq=False)
-class Piece:
+class FlatParam:
     """Parameters of one module that travel in one way.
 
     Attributes:
@@ -113,7 +113,7 @@ class Unit:
     Attributes:
         module: The module.
         routes: The route of each parameter.
-        layouts: Its pieces for each set of trained parameters that there has been.
+        layouts: Its flat parameters for each set of trained parameters that there has been.
         trains: Which parameters are trained now.
         divisor: What the sums of gradients are divided by.
         left: The gradients that the last backward has left, see `ShardedModule.gradient_writes`.
@@ -121,14 +121,14 @@ class Unit:
 
     module: ShardedModule
     routes: list[Route]
-    layouts: dict[tuple[bool, ...], list[Piece]] = field(default_factory=dict)
+    layouts: dict[tuple[bool, ...], list[FlatParam]] = field(default_factory=dict)
     trains: tuple[bool, ...] = ()
     divisor: float = 1.0
     left: Any = None
 
     @property
-    def pieces(self) -> list[Piece]:
-        """Its parameters: those of one route that are trained, or frozen, are one piece."""
+    def flats(self) -> list[FlatParam]:
+        """Its parameters: those of one route that are trained, or frozen, are one flat parameter."""
         return self.layouts[self.trains]
 
     def lay_out(self, keys: Iterator[int]) -> None:
@@ -151,29 +151,29 @@ class Unit:
                 partial(module.shard, members),
                 trained,
             )
-            made.append(Piece(self, members, weight))
+            made.append(FlatParam(self, members, weight))
 
-    def trained(self) -> list[Piece]:
-        """The pieces that the optimizer changes."""
-        return [piece for piece in self.pieces if piece.weight.trained]
+    def trained(self) -> list[FlatParam]:
+        """The flat parameters that the optimizer changes."""
+        return [flat for flat in self.flats if flat.weight.trained]
 
-    def parts(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Each piece's part ``[rank][member]`` of a buffer of FSDP2 that holds all ``pieces``."""
-        if len(pieces) == 1:
+    def parts(self, buffer: torch.Tensor, flats: Sequence[FlatParam]) -> list[torch.Tensor]:
+        """Each flat parameter's part ``[rank][member]`` of a buffer of FSDP2 that holds all ``flats``."""
+        if len(flats) == 1:
             return [buffer]
-        return [torch.cat(columns, dim=1).view(-1) for columns in self._columns(buffer, pieces)]
+        return [torch.cat(columns, dim=1).view(-1) for columns in self._columns(buffer, flats)]
 
     def fill(self, buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Puts such parts of all pieces into a buffer."""
-        for columns, part in zip(self._columns(buffer, self.pieces), parts):
+        """Puts such parts of all flat parameters into a buffer."""
+        for columns, part in zip(self._columns(buffer, self.flats), parts):
             widths = [column.shape[1] for column in columns]
             torch._foreach_copy_(columns, list(part.view(len(columns[0]), -1).split(widths, dim=1)))
 
-    def _columns(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
-        places = sorted(place for piece in pieces for place in piece.members)
+    def _columns(self, buffer: torch.Tensor, flats: Sequence[FlatParam]) -> list[list[torch.Tensor]]:
+        places = sorted(place for flat in flats for place in flat.members)
         chunks = [self.module.chunks[place] for place in places]
         columns = dict(zip(places, buffer.view(self.module.process_group.size(), -1).split(chunks, dim=1)))
-        return [[columns[place] for place in piece.members] for piece in pieces]
+        return [[columns[place] for place in flat.members] for flat in flats]
 
 
 class FsdpState(Engine):
@@ -203,24 +203,22 @@ class FsdpState(Engine):
         for module in modules:
             if ranks_of(module.process_group) != ranks:
                 raise module.refusal("another mesh than that of " + first.name, "one mesh for all modules")
-        partition = Partition.of(first.process_group, config.topology)
-        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
-        if config.sequence is not None and len(partition.ranks) < partition.world.world_size:
+        owners = Owners.of(first.process_group, config.topology)
+        plan = ShardPlan.from_config(config, owners.grid, owners.rank)
+        if config.sequence is not None and len(owners.ranks) < owners.world.world_size:
             raise first.refusal("the key sequence on a mesh of some ranks", "fully_shard over the world")
-        attach(model, config, partition.world, "hzero.fsdp.apply")
+        attach(model, config, owners.world, "hzero.fsdp.apply")
         self._model = model
         routes, _ = routes_of(model, plan)
         self._keys = itertools.count()
         self._units = [Unit(one, [routes[param.sharded_param] for param in one.params]) for one in modules]
-        self._pieces: dict[int, Piece] = {}  # by the engine's keys
+        self._flats: dict[int, FlatParam] = {}  # by the engine's keys
         for unit in self._units:
             self._lay_out(unit)
-        weights = [piece.weight for piece in self._pieces.values()]
+        weights = [flat.weight for flat in self._flats.values()]
         accelerator = torch.cuda if first.device.type == "cuda" else None
         # One refresh for each module: they are as large as FSDP2's own messages.
-        super().__init__(
-            config, plan, partition, model, weights, 0, first.device, accelerator, _ranks_of_model(modules)
-        )
+        super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, _ranks_of_model(modules))
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module
         self._backwards = 0  # of this window that have ended; those of a loss in chunks are a part of the next one
         self._in_backward = self._crosses = self._flagged = self._counts = False
@@ -248,9 +246,9 @@ class FsdpState(Engine):
         """Starts to gather a module's parameters into FSDP2's buffer; the result waits for them."""
         self._notice_cut_short()
         # Refreshes go ahead of gathers, so the first gather notes the writes of all modules before any begins.
-        for one in self._units if unit.pieces[0].writes is None else (unit,):
+        for one in self._units if unit.flats[0].writes is None else (unit,):
             self._follow(one)
-        weights = [piece.weight for piece in unit.pieces]
+        weights = [flat.weight for flat in unit.flats]
         if (output.dtype, output.numel()) != (unit.module.dtype, sum(weight.numel for weight in weights)):
             raise unit.module.refusal(
                 f"a gather of {output.numel():,} elements of {output.dtype}",
@@ -268,22 +266,22 @@ class FsdpState(Engine):
 
     def _lay_out(self, unit: Unit) -> None:
         unit.lay_out(self._keys)
-        self._pieces |= {piece.weight.key: piece for piece in unit.pieces}
+        self._flats |= {flat.weight.key: flat for flat in unit.flats}
 
     def _follow(self, unit: Unit) -> None:
         """Marks what has been written outside of optimizer steps, or is trained from now on, or no more."""
         if unit.trains != unit.module.trained():
-            for piece in unit.pieces:
-                self.weights.remove(piece.weight)
+            for flat in unit.flats:
+                self.weights.remove(flat.weight)
             self._lay_out(unit)
-            for piece in unit.pieces:
-                self.weights.parameters[piece.weight.key] = piece.weight
-                piece.writes = None
-        for piece in unit.pieces:
-            writes = unit.module.writes(piece.members)
-            if writes != piece.writes:
-                piece.writes = writes
-                self.weights.mark_edited(piece.weight)
+            for flat in unit.flats:
+                self.weights.parameters[flat.weight.key] = flat.weight
+                flat.writes = None
+        for flat in unit.flats:
+            writes = unit.module.writes(flat.members)
+            if writes != flat.writes:
+                flat.writes = writes
+                self.weights.mark_edited(flat.weight)
 
     def mark_stale(self) -> None:
         """The weights have been changed in a way that hzero cannot see, such as through ``.data``. On all ranks."""
@@ -297,7 +295,7 @@ class FsdpState(Engine):
         self._notice_cut_short()
         if not self._in_backward:
             self._begin_backward()
-        numel = sum(piece.weight.numel for piece in trained)
+        numel = sum(flat.weight.numel for flat in trained)
         if gradients.numel() != numel:
             if module.changed_whole():
                 raise module.refusal(
@@ -308,7 +306,7 @@ class FsdpState(Engine):
                 f"gradients of {gradients.numel():,} elements",
                 f"those of all trained parameters, {numel:,}; parameters that a backward does not use need torch 2.12",
             )
-        members = [place for piece in trained for place in piece.members]
+        members = [place for flat in trained for place in flat.members]
         if module.steps_in_backward(members):
             raise module.refusal("a post-accumulate-grad hook, as of an optimizer in backward", "a step after backward")
         unit.divisor = module.divisor(gradients.dtype)
@@ -317,7 +315,7 @@ class FsdpState(Engine):
         self._counts |= unit not in self._in_chunks
         last = module.is_last and (self._flagged or self._backwards + 1 >= self.accumulation)
         self._crosses |= last
-        weights = [piece.weight for piece in trained]
+        weights = [flat.weight for flat in trained]
         flats = unit.parts(gradients, trained)
         self.gradients.accumulate(weights, flats, gradients.dtype, 1.0, last=last, deliver=self._deliver)
 
@@ -353,8 +351,8 @@ class FsdpState(Engine):
 
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
         for weight, shard in zip(weights, shards):
-            piece = self._pieces[weight.key]
-            piece.unit.module.add_gradients(piece.members, shard.div_(piece.unit.divisor))
+            flat = self._flats[weight.key]
+            flat.unit.module.add_gradients(flat.members, shard.div_(flat.unit.divisor))
 
     def _new_window(self) -> None:
         self.gradients.clear()
@@ -370,7 +368,7 @@ class FsdpState(Engine):
     def _warn_of_crossings(self) -> None:
         self._warned = True
         moved = 0.0
-        for weight in (piece.weight for unit in self._units for piece in unit.trained()):
+        for weight in (flat.weight for unit in self._units for flat in unit.trained()):
             chunks, itemsize = (weight.numel // self.plan.grid.world_size,), torch.float32.itemsize
             crossings = weight.route.programs.boundary.crossings
             moved += sum(cross.received * cross.message_bytes(chunks, itemsize) for cross in crossings)
@@ -384,33 +382,33 @@ class FsdpState(Engine):
     # ---- the optimizer step --------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        pieces = self._pieces_in(optimizer)
-        if not pieces:
+        flats = self._flats_in(optimizer)
+        if not flats:
             return
         if self.gradients.waiting:
             raise RuntimeError(
                 f"hzero: optimizer.step() after {self._backwards} backwards of a window of {self.accumulation}, whose gradients "
                 "have not crossed all tiers; call set_is_last_backward(True) before the last backward of a short window"
             )
-        weights = [piece.weight for piece in pieces]
+        weights = [flat.weight for flat in flats]
 
         def gradient_of(weight: Parameter) -> torch.Tensor:
-            piece = self._pieces[weight.key]
-            flat = [one.flatten().float() for one in piece.unit.module.gradients(piece.members)]
-            return torch.cat(flat) if flat else torch.empty(0)
+            flat = self._flats[weight.key]
+            shards = [one.flatten().float() for one in flat.unit.module.gradients(flat.members)]
+            return torch.cat(shards) if shards else torch.empty(0)
 
         self.before_step(weights, gradient_of)
         # A loss scaler that tells the optimizer itself finds its scale by steps like these.
         guarded = self.config.guard.discarded_steps and getattr(optimizer, "found_inf", None) is None
-        if guarded and not self._finite(pieces):
+        if guarded and not self._finite(flats):
             self.guard.discarded(None, weights, gradient_of)
-            for piece in pieces:
-                piece.unit.module.drop_gradients(piece.members)
+            for flat in flats:
+                flat.unit.module.drop_gradients(flat.members)
             self._discarded = True
 
-    def _finite(self, pieces: Sequence[Piece]) -> bool:
+    def _finite(self, flats: Sequence[FlatParam]) -> bool:
         """Whether the gradients of all ranks are finite; a step with others would spoil the weights."""
-        locals_ = [one for piece in pieces for one in piece.unit.module.gradients(piece.members) if one.numel()]
+        locals_ = [one for flat in flats for one in flat.unit.module.gradients(flat.members) if one.numel()]
         found = torch.zeros((), dtype=torch.uint8, device=self.device)
         if locals_:
             largest = torch.stack(torch._foreach_norm(locals_, float("inf")))
@@ -420,23 +418,23 @@ class FsdpState(Engine):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Fused optimizers write without moving version counters."""
-        pieces = self._pieces_in(optimizer)
-        if not pieces:
+        flats = self._flats_in(optimizer)
+        if not flats:
             return
         if not self._discarded:
-            self.weights.mark_stale([piece.weight for piece in pieces])
-            for piece in pieces:
-                piece.writes = piece.unit.module.writes(piece.members)
+            self.weights.mark_stale([flat.weight for flat in flats])
+            for flat in flats:
+                flat.writes = flat.unit.module.writes(flat.members)
         self.after_step(done=not self._discarded)
         self._discarded, self._windows = False, 0
 
-    def _pieces_in(self, optimizer: torch.optim.Optimizer) -> list[Piece]:
-        """The trained pieces that an optimizer changes."""
+    def _flats_in(self, optimizer: torch.optim.Optimizer) -> list[FlatParam]:
+        """The trained flat parameters that an optimizer changes."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         found = []
         for unit in self._units:
             optimized = unit.module.optimized(ids)
-            found += [piece for piece in unit.trained() if any(optimized[place] for place in piece.members)]
+            found += [flat for flat in unit.trained() if any(optimized[place] for place in flat.members)]
         return found
 
     # ---- checkpoints, and the end --------------------------------------------------------------------------------

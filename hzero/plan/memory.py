@@ -112,9 +112,9 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
     """
     chunks = [chunk_numel(numel, plan.grid.world_size) for numel in numels]
     resident, what = 0, "none: the weights' scope is the whole world"
-    if plan.resident and plan.decoded:
+    if plan.keeps_copies and plan.whole_copies:
         resident, what = sum(chunks) * plan.grid.world_size * itemsize, "decoded, whole on every device"
-    elif plan.resident:
+    elif plan.keeps_copies:
         codec = plan.resident_codec
         resident = codec.format.message_bytes(chunks, plan.resident_rows, itemsize)
         what = f"{'uncoded' if codec.traits.plain else codec.codec} over the {plan.weights_scope}"
@@ -203,13 +203,13 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
     states = {
         "transient gather": State(peak(programs.unshard, fetched), f"payload of {fetched:,} elements on their way")
     }
-    if plan.decoded:
+    if plan.whole_copies:
         states = dict.fromkeys(("transient parameters", "transient gather"), State(0, "none: the weights are whole"))
     states["transient refresh"] = State(0, "none")
-    if plan.resident:
+    if plan.keeps_copies:
         refreshed = min(max(plan.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
         decoded = refreshed * itemsize // plan.grid.scope_size(plan.weights_scope)
-        decoded *= plan.decoded or plan.differences > 0
+        decoded *= plan.whole_copies or plan.differences > 0
         size = count * peak(programs.uncoded if plan.differences else programs.refresh, refreshed) + decoded
         what = f"{count} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
         states["transient refresh"] = State(size, what)

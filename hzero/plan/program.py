@@ -376,11 +376,11 @@ class StagePrograms:
         """The programs of a shard plan."""
         refresh = uncoded = difference = unshard = Program(())
         if hops := plan.refresh_hops():
-            kept = None if plan.decoded else plan.resident_codec
+            kept = None if plan.whole_copies else plan.resident_codec
             refresh = gather_program(plan, hops, result=kept)
             uncoded = gather_program(plan, plain(hops), result=kept)
             message = gather_program(plan, hops, held=hops[0].codec, result=hops[-1].codec)
-            order = Order.of_hops(plan) if plan.decoded else Order.of_rows(plan.resident_rows)
+            order = Order.of_hops(plan) if plan.whole_copies else Order.of_rows(plan.resident_rows)
             difference = Program((*message.steps, Decode(hops[-1].codec, order, plan.resident_rows, add=True)))
             unshard = gather_program(plan, plan.unshard_hops(), held=plan.resident_codec, rows=plan.resident_rows)
         elif hops := plan.gather_hops():

@@ -74,7 +74,7 @@ class ShardPlan:
     Weights travel inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope, and each rank
     keeps the `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only
     the tiers inside, by `unshard_hops`: none where the scope is the device, so there the payload is complete, or is kept
-    decoded (`decoded`). Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
+    decoded (`whole_copies`). Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
     the gradients' scope and leave `gradient_rows` shards per rank to accumulate; once per step `boundary_hops` cross the
     others. A tier of size 1 is no hop.
 
@@ -112,7 +112,7 @@ class ShardPlan:
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message carries a checksum.
-        decoded: Whether resident weights are kept decoded: whole, in their own type.
+        whole_copies: Whether resident copies are whole weights in their own type, and not payloads.
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
         exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
         transport: What carries the messages.
@@ -133,7 +133,7 @@ class ShardPlan:
     refresh_message_bytes: int = 0
     node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
     checksum: bool = False
-    decoded: bool = False
+    whole_copies: bool = False
     differences: int = 0
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
     transport: TransportName = "torch"
@@ -209,7 +209,7 @@ class ShardPlan:
             codecs,
             adaptations=tuple(adaptations),
             notes=tuple(notes),
-            decoded=weights == "device" and config.resident != "payload",
+            whole_copies=weights == "device" and config.resident != "payload",
             differences=config.full_refresh_every if differs else 0,
             exceptions=tuple(config.codecs.exceptions.items()),
             unit_numel=config.unit_numel if config.unit == "layer" else 0,
@@ -275,8 +275,8 @@ class ShardPlan:
         return self._hops("gradients", tiers_outside(self.gradients_scope))
 
     @property
-    def resident(self) -> bool:
-        """Whether a resident payload is kept: ranks exist outside the weights' scope."""
+    def keeps_copies(self) -> bool:
+        """Whether resident copies are kept: ranks exist outside the weights' scope."""
         return bool(self.refresh_hops())
 
     @property

@@ -97,7 +97,7 @@ def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str, ap
     """
     plan = ShardPlan.from_config(parse_config({"preset": preset}), GRID, rank)
     common, own = random.Random(seed), random.Random(seed * 100 + rank)
-    fetches = plan.unshard_hops() if plan.resident else plan.gather_hops()
+    fetches = plan.unshard_hops() if plan.keeps_copies else plan.gather_hops()
     every = {
         "refresh": plan.refresh_hops(),
         "fetch": fetches,

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hzero.codecs import backends
-from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
+from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.lanes import DeviceStreams
 from hzero.comm.runtime import Arena, Call
 from hzero.comm.wires import STAGE
@@ -59,7 +59,7 @@ class _Allocations(TorchDispatchMode):
 def _collectives(preset: str, **block: Any) -> Collectives:
     plan = ShardPlan.from_config(parse_config({"preset": preset, **block}), Grid(2, 2, 2), 3)
     groups = {(STAGE, tier): (_Alone(), list(plan.tier_group(tier))) for tier in plan.grid.crossed}
-    return Collectives(plan, peers(3, groups), WireLog(), ErrorFeedback() if block else None)
+    return Collectives(plan, peers(3, groups), WireLog())
 
 
 def _run(collectives: Collectives, program: Program, bucket: Bucket, value: Any) -> Any:
@@ -75,11 +75,11 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
     whole = [torch.ones(8 * chunk, dtype=torch.bfloat16) for chunk in CHUNKS]
     sums = [torch.ones(plan.gradient_rows * chunk) for chunk in CHUNKS]
     held = shards
-    if plan.resident:
+    if plan.keeps_copies:
         size = plan.resident_codec.format.message_bytes(CHUNKS, plan.resident_rows, 2)
         held = torch.zeros(size, dtype=torch.uint8)
     runs = {
-        "refresh": (programs.refresh if plan.resident else None, shards),
+        "refresh": (programs.refresh if plan.keeps_copies else None, shards),
         "fetch": (programs.unshard, held),
         "micro": (programs.micro, whole),
         "boundary": (programs.boundary, sums),

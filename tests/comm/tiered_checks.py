@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import chunk_numel
-from hzero.comm import Bucket, Chain, Collectives, ErrorFeedback, HopError, WireLog, peers_of
+from hzero.comm import Bucket, Chain, Collectives, HopError, WireLog, peers_of
 from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ALGORITHMS, CodecConfig, parse_config
 from hzero.plan.program import Program, gather_program, reduce_program
@@ -43,7 +43,7 @@ def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=No
     if shard:
         block["shard"] = shard
     plan = ShardPlan.from_config(parse_config({**block, "error_feedback": list(feedback)}), grid, dist.get_rank())
-    return Collectives(plan, peers_of(plan), WireLog(), ErrorFeedback() if feedback else None)
+    return Collectives(plan, peers_of(plan), WireLog())
 
 
 def _bucket(role: str, dtype: torch.dtype) -> Bucket:

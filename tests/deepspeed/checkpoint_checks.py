@@ -22,7 +22,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
-from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Layout, Resharding, load, save_together
+from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Resharding, Sharding, load, save_together
 from hzero.manifest import Manifest, complete_in
 from tests.deepspeed.training import (
     AwkwardNet,
@@ -226,7 +226,7 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
         read = functools.partial(load, map_location="cpu", trust=False)
         target.mkdir()
         for other in range(3):
-            layout = Layout.of(3, shapes)
+            layout = Sharding.of(3, shapes)
             cut = Resharding(source, layout, other, [0, 1], read)
             for kind in (MODEL, OPTIMIZER):
                 torch.save(cut.load(kind), target / cut.path(0, kind).name.replace("rank_0", f"rank_{other}", 1))

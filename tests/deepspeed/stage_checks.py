@@ -20,7 +20,7 @@ from hzero.comm import HopError
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import TopologyConfig
 from hzero.deepspeed.stage_state import GatherHandle
-from hzero.engine.engine import Partition
+from hzero.engine.engine import Owners
 from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     OFFLOAD,
@@ -177,7 +177,7 @@ def check_a_world_in_another_order_is_refused() -> None:
     ranks = [1, 0, *range(2, dist.get_world_size())]
     permuted = process_group(("permuted", "node"), ranks, world_timeout())
     with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
-        Partition.of(permuted, TopologyConfig())
+        Owners.of(permuted, TopologyConfig())
 
 
 def _plain(masters: dict[str, torch.Tensor]) -> AwkwardNet:

@@ -184,7 +184,7 @@ def check_models_that_are_built_in_shards_of_the_data_parallel_group() -> None:
         with deepspeed.zero.Init(config_dict_or_path=ds_config(), data_parallel_group=mpu.get_data_parallel_group()):
             model = SplitNet(None)  # the same on both tensor ranks, which is enough here
         engine = engine_of(ds_config(block_of("topo")), model, mpu=mpu)
-        assert len(hzero.state(engine).partition.ranks) == 4
+        assert len(hzero.state(engine).owners.ranks) == 4
         losses = train(engine, 3, loss_of=lambda engine, *_: engine(batch(0, 0, mpu.get_data_parallel_rank())))
         assert losses[2] < losses[0]
         engine.destroy()

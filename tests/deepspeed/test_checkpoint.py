@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Layout, Resharding, cut, load, only_tensors
+from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Resharding, Sharding, cut, load, only_tensors
 from hzero.validation import ConfigError
 from tests.deepspeed.checkpoint_checks import Planted
 
@@ -46,7 +46,7 @@ def test_every_part_is_that_of_the_whole_and_few_files_are_read(old: int, new: i
 def _resharding(folder: Path, model: Any, optimizer: Any) -> Resharding:
     torch.save(model, folder / f"zero_pp_rank_0_mp_rank_00_{MODEL}")
     torch.save(optimizer, folder / f"bf16_zero_pp_rank_0_mp_rank_00_{OPTIMIZER}")
-    layout = Layout.of(2, [{"a": (4,)}])
+    layout = Sharding.of(2, [{"a": (4,)}])
     return Resharding(folder, layout, 0, [0], lambda path, mmap: torch.load(path, mmap=mmap))
 
 

@@ -83,7 +83,7 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
         for micro in range(2):
             gradients = [whole(key, micro) * (one.rank + 1) for key in range(len(NUMELS))]
             one.gradients.accumulate(one.params, gradients, torch.float32, 1.0, last=micro == 1, deliver=deliver)
-        one.gradients.settle()
+        one.gradients.wait_reduced()
         if one.gradients.waiting:
             one.gradients.finish(torch.float32, 1.0, deliver)
         one.gradients.commit()
@@ -100,7 +100,7 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
         torch.testing.assert_close(torch.cat([delivered[key] for _, delivered, _ in results]), mean)
     for read, _, resident in results:
         assert all(torch.equal(got, expected) for got, expected in zip(read, want, strict=True))
-        assert bool(resident) == ranks[0].weights.plan.resident
+        assert bool(resident) == ranks[0].weights.plan.keeps_copies
 
 
 def test_errors_of_differences_do_not_add_up() -> None:
