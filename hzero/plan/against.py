@@ -24,6 +24,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hzero.config import DEFAULT_PRESET, PRESETS
 from hzero.files import refusing, replacing
@@ -32,7 +33,7 @@ from hzero.plan.machine import Machine, Profile
 from hzero.plan.memory import footprint
 from hzero.plan.scenario import Job, Scenario, buckets_of
 from hzero.plan.shards import ShardPlan
-from hzero.plan.step import Prediction, predict, require_layers
+from hzero.plan.step import Prediction, compute_s, predict, require_layers
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
@@ -136,10 +137,11 @@ def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degre
         degrees: Of model parallelism.
     """
     own, machine = placed(job, grid, profile, degrees)
-    found = predict(scheme, own, machine)
+    known: dict[Any, Any] = {}
+    found = predict(scheme, own, machine, known)
     if degrees.pipeline == 1:
         return found
-    longer = predict(scheme, replace(own, accumulation=own.accumulation + 1), machine)
+    longer = predict(scheme, replace(own, accumulation=own.accumulation + 1), machine, known)
     idle = (degrees.pipeline - 1) / degrees.chunks
     message = machine.message(job.tokens * job.model.hidden * job.itemsize / degrees.tensor)
     waits = 2 * degrees.chunks * (job.accumulation + idle) * message
@@ -194,7 +196,7 @@ def best_degrees(scenario: Scenario, name: str) -> Price | None:
 
 def _best(scenario: Scenario, scheme: Scheme, possible: Sequence[Degrees]) -> list[Price]:
     """The three shortest steps of those degrees that the machine, the model and the batch allow and that fit."""
-    found: list[Price] = []
+    fitting: list[tuple[float, Job, Degrees]] = []  # with the seconds of compute alone
     grid, layers, micro = scenario.grid, scenario.job.model.layers, scenario.job.micro_batch
     for degrees in possible:
         tensor, stages, chunks = degrees.tensor, degrees.pipeline, degrees.chunks
@@ -206,8 +208,15 @@ def _best(scenario: Scenario, scheme: Scheme, possible: Sequence[Degrees]) -> li
                 continue
             own, machine = placed(job, grid, scenario.machine.profile, degrees)
             if scenario.holds(footprint(scheme, machine.grid, own).bytes):
-                found.append(Price(price(scheme, job, grid, machine.profile, degrees), True, job, degrees))
-    return sorted(found, key=lambda one: one.step.step_s)[:3]
+                least = compute_s(own, machine) * (1 + (stages - 1) / chunks / job.accumulation)
+                fitting.append((least, job, degrees))
+    found: list[Price] = []
+    for least, job, degrees in sorted(fitting, key=lambda one: one[0]):
+        if len(found) == 3 and least > found[-1].step.step_s:
+            break
+        step = price(scheme, job, grid, scenario.machine.profile, degrees)
+        found = sorted([*found, Price(step, True, job, degrees)], key=lambda one: one.step.step_s)[:3]
+    return found
 
 
 def _shared(scenario: Scenario, devices: int, micro: int) -> Job | None:

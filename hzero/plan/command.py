@@ -28,9 +28,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -349,7 +351,9 @@ def _about(scenario: Scenario) -> dict[str, Any]:
 def against_dict(scenario: Scenario, counts: Sequence[int], picture: Path | None) -> dict[str, Any]:
     """All schemes on some numbers of nodes, and which is the fastest where; draws them too."""
     about = _about(scenario)
-    found = {count: against(scenario.on(count)) for count in counts}
+    scenarios = [scenario.on(count) for count in counts]
+    with ProcessPoolExecutor(min(len(counts), os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
+        found = dict(zip(counts, pool.map(against, scenarios)))
     curves: dict[str, list[dict[str, Any]]] = {}
     for count, prices in found.items():
         for name, price in prices.items():
@@ -358,7 +362,7 @@ def against_dict(scenario: Scenario, counts: Sequence[int], picture: Path | None
     if picture is not None:
         draw(found, scenario, picture)
     job, batch = scenario.job, scenario.global_batch
-    grids = [scenario.on(count).grid for count in counts]
+    grids = [one.grid for one in scenarios]
     return {
         **about,
         "work": f"{batch:,} sequences" if batch else f"sequences per device: {job.micro_batch * job.accumulation}",

@@ -7,6 +7,7 @@ to the next rank. An all-reduce is a ring on few nodes and a tree on many. An al
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -225,10 +226,18 @@ class Phase:
     def parts(self) -> list[Part]:
         """Its latency and its work, those that take time."""
         longest = max(self.work.values(), default=0.0)
-        parts = [Part(self.latency_s, {})]
+        parts = [Part(self.latency_s, _shares(()))]
         if longest:
-            parts.append(Part(longest, {key: value / longest for key, value in self.work.items() if value}))
+            parts.append(
+                Part(longest, _shares(tuple((key, value / longest) for key, value in self.work.items() if value)))
+            )
         return parts
+
+
+@functools.lru_cache(1 << 14)
+def _shares(shares: tuple[tuple[Resource, float], ...]) -> dict[Resource, float]:
+    """One object for equal shares, by which `hzero.plan.step.simulate` knows what has run together before."""
+    return dict(shares)
 
 
 class Machine:

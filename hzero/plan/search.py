@@ -16,9 +16,9 @@ from hzero.codecs.formats import TRAITS
 from hzero.config import BASE_TIERS, PLAIN, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
 from hzero.experiment import key_of
 from hzero.plan.memory import Footprint, footprint
-from hzero.plan.scenario import Job, Quality, Scenario, buckets_of
+from hzero.plan.scenario import Job, Quality, Scenario
 from hzero.plan.shards import ShardPlan
-from hzero.plan.step import Prediction, predict
+from hzero.plan.step import Prediction, compute_s, predict
 from hzero.terminal import size_text
 from hzero.validation import ConfigError
 
@@ -200,7 +200,7 @@ def tune(scenario: Scenario) -> Search:
     # A setting that loses less is of interest up to the model's error above the best.
     margin = 1 + (scenario.machine.profile.error or 0.0)
     for one in fitting:
-        if len(found) >= BEST and _compute_s(one) > margin * found[BEST - 1].step.step_s:
+        if len(found) >= BEST and compute_s(one.job, one.scenario.machine) > margin * found[BEST - 1].step.step_s:
             continue  # compute alone takes longer
         found.append(one)
         found.sort(key=_order)
@@ -249,13 +249,6 @@ def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
         numel = job.prefetch
     sizes: dict[str, Any] = {name: numel for name, key in _BUCKETS.items() if key not in given}
     return replace(job, **sizes)
-
-
-def _compute_s(one: Setting) -> float:
-    """Seconds of a step's products at the profile's rate, which no communication shortens."""
-    job = one.job
-    forward, passes = sum(bucket.flops for bucket in buckets_of(job)), 4 if job.checkpointing else 3
-    return job.accumulation * passes * job.tokens * forward / one.scenario.machine.rate(job.tokens)
 
 
 def _distinct(found: Iterable[Setting]) -> list[Setting]:

@@ -53,15 +53,21 @@ def require_layers(job: Job) -> None:
         raise ConfigError(f"model: the layers of {job.name} differ; expected equal layers for a prediction")
 
 
-def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Prediction:
+def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: dict[Any, Any] | None = None) -> Prediction:
     """Predicts one step of the stage's shard plan, or of another engine.
+
+    Args:
+        scheme: The shard plan, or the other engine.
+        job: What is trained.
+        machine: What runs it.
+        known: Keeps what is simulated, for predictions that differ in the accumulation only.
 
     Raises:
         ConfigError: The model's layers differ.
     """
     require_layers(job)
     job = _as_cut(scheme, job)
-    found = _figures(scheme, job, machine)
+    found = _figures(scheme, job, machine, {} if known is None else known)
     seconds = found["seconds"]
     # Forward and backward, without what is computed again.
     flops = 3.0 * job.tokens * job.accumulation * sum(bucket.flops for bucket in buckets_of(job))
@@ -74,10 +80,25 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Predictio
     )
 
 
-def tasks_of(scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None) -> list[Task]:
-    """The tasks of every layer and micro-step, or only of some ``layers``, lane by lane in order of submission."""
+def compute_s(job: Job, machine: Machine) -> float:
+    """Seconds of a step's products at the profile's rate, which no communication shortens."""
+    forward, passes = sum(bucket.flops for bucket in buckets_of(job)), 4 if job.checkpointing else 3
+    return job.accumulation * passes * job.tokens * forward / machine.rate(job.tokens // job.tensor)
+
+
+def tasks_of(
+    scheme: Scheme | ShardPlan,
+    job: Job,
+    machine: Machine,
+    layers: int | None = None,
+    known: dict[Any, Any] | None = None,
+) -> list[Task]:
+    """The tasks of every layer and micro-step, or only of some ``layers``, lane by lane in order of submission.
+
+    ``known`` is as of `predict`.
+    """
     job = _as_cut(scheme, job)
-    return _Builder(scheme, job, machine, buckets_of(job, layers)).tasks()
+    return _Builder(scheme, job, machine, buckets_of(job, layers), {} if known is None else known).tasks()
 
 
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
@@ -87,11 +108,11 @@ def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
     return job
 
 
-def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str, float]:
+def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: dict[Any, Any]) -> dict[str, float]:
     """Seconds of a step, of waits and of busy resources; middle micro-steps, and layers, are all alike."""
     if job.accumulation > MICRO_STEPS:
         counts = (MICRO_STEPS - 1, MICRO_STEPS)
-        shorter, longer = (_figures(scheme, replace(job, accumulation=count), machine) for count in counts)
+        shorter, longer = (_figures(scheme, replace(job, accumulation=count), machine, known) for count in counts)
         return _extended(shorter, longer, job.accumulation - MICRO_STEPS)
     # But for the layers that backward finds still gathered.
     layers, behind = job.model.layers, sum(job.model.after)
@@ -99,8 +120,11 @@ def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str
     few, more = (kept + count * job.layers_together for count in LAYERS)
     if layers <= more:
         return simulate(tasks_of(scheme, job, machine))
-    shorter, longer = (simulate(tasks_of(scheme, job, machine, count)) for count in (few, more))
-    return _extended(shorter, longer, (layers - more) / (more - few))
+    if job.accumulation not in known:
+        shorter, longer = (simulate(tasks_of(scheme, job, machine, count, known)) for count in (few, more))
+        known[job.accumulation] = _extended(shorter, longer, (layers - more) / (more - few))
+    found: dict[str, float] = known[job.accumulation]
+    return found
 
 
 def _extended(shorter: dict[str, float], longer: dict[str, float], times: float) -> dict[str, float]:
@@ -111,7 +135,14 @@ def _extended(shorter: dict[str, float], longer: dict[str, float], times: float)
 class _Builder:
     """Makes the tasks of a step."""
 
-    def __init__(self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self,
+        scheme: Scheme | ShardPlan,
+        job: Job,
+        machine: Machine,
+        buckets: Sequence[Bucket],
+        known: dict[Any, Any],
+    ) -> None:
         self._job, self._machine, self._buckets = job, machine, buckets
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
@@ -128,8 +159,8 @@ class _Builder:
         self._kept = [keeps and (numel < job.reuse or not numel) for numel in behind]
         self._tasks: list[Task] = []
         # Equal buckets share their phases, by which `simulate` recognises what has run together before.
-        self._hops: dict[tuple[int, str], list[tuple[str, str, bool, list[Phase]]]] = {}
-        self._computes: dict[str, list[Phase]] = {}
+        self._hops: dict[Any, list[tuple[str, str, bool, list[Phase]]]] = known.setdefault("hops", {})
+        self._computes: dict[str, list[Phase]] = known.setdefault("computes", {})
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
         self._late = 1 + machine.profile.value("jitter_share") * math.sqrt(2 * math.log(machine.grid.nodes))
 
@@ -211,7 +242,8 @@ class _Builder:
     def _chain(self, phase: str, micro: int, bucket: Bucket, needs: Sequence[Task]) -> list[Task]:
         """The tasks of what a bucket starts at some time, one after the other."""
         program = self._programs.get((phase, micro), Program(()))
-        key = (id(program), bucket.name)
+        # First and last micro-steps differ from the others, whatever their number.
+        key = phase, micro > 0, micro == self._job.accumulation - 1, bucket.name
         if key not in self._hops:
             self._hops[key] = self._timed(program, bucket)
         made: list[Task] = []
@@ -338,6 +370,10 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
     known: dict[tuple[int, ...], list[float]] = {}
     now, done = 0.0, 0
     figures: dict[str, float] = defaultdict(float)
+    for task in tasks:  # whatever the speeds
+        for phase in task.phases:
+            for resource, seconds in phase.work.items():
+                figures[f"busy {resource}"] += seconds
     ready = list(lanes)
     while done < len(tasks):
         for lane in ready:
@@ -349,18 +385,14 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
         ready = []
         if not running:
             raise ValueError("nothing can start: a task waits for one behind it")
-        present = [parts[lane][-1] for lane in running]
-        key = tuple(map(id, present))
-        if key not in known:
-            known[key] = speeds([part.shares for part in present])
-        rates = known[key]
-        step = min(left[lane] / rate for lane, rate in zip(running, rates))
+        present = [parts[lane][-1].shares for lane in running]
+        key = tuple(map(id, present))  # equal ones are mostly the same
+        rates = known.get(key) or known.setdefault(key, speeds(present))
+        step = min([left[lane] / rate for lane, rate in zip(running, rates)])
         if COMPUTE not in running and (tier := _waited_for(lanes, running).tier):
             figures[f"exposed {tier}"] += step
         now += step
-        for lane, part, rate in zip(list(running), present, rates):
-            for resource, share in part.shares.items():
-                figures[f"busy {resource}"] += share * rate * step
+        for lane, rate in zip(list(running), rates):
             left[lane] -= step * rate
             if left[lane] > 1e-15 + 1e-12 * step:
                 continue
