@@ -99,7 +99,7 @@ def check_lossy_hooks_train_and_error_feedback_helps() -> None:
         state = _state(GRIDS[WORLD][0], **config)
         losses, _gradients = _train(state, 8)
         found[name] = sum(abs(loss - want) for loss, want in zip(losses, exact)) / 8
-        kept = {key for feedback in state.communicator.feedbacks for _, key in feedback._changed}
+        kept = {key for _, key in state.communicator.feedback._changed}
         assert len(kept) == (len(state._layouts) if "feedback" in name else 0)
         for entry in state.communicator.wire_log.entries():
             assert entry.role == "all_reduce" and entry.wire_bytes < entry.raw_bytes

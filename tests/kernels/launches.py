@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hzero.codecs import backends
 from hzero.codecs.formats import chunk_numel
-from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
+from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.runtime import Call
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
@@ -80,14 +80,14 @@ def launches(preset: str, **block: Any) -> dict[str, Counter[str]]:
     """Of one layer: to gather it, to sum its gradients within their scope, and, once a step, to refresh it and cross the rest."""
     plan = ShardPlan.from_config(parse_config({"preset": preset, **block}), GRID, 3)
     groups = {(STAGE, tier): (Wires(), list(plan.tier_group(tier))) for tier in plan.grid.crossed}
-    collectives = Collectives(plan, peers(3, groups), WireLog(), ErrorFeedback() if plan.error_feedback else None)
+    collectives = Collectives(plan, peers(3, groups), WireLog())
     programs, world = StagePrograms.of(plan), GRID.world_size
     chunks = tuple(chunk_numel(numel, world) for numel in NUMELS)
     keys, dtype = tuple(range(len(chunks))), torch.bfloat16
     shards = [torch.ones(chunk, dtype=dtype) for chunk in chunks]
     sums = [torch.ones(plan.gradient_rows * chunk) for chunk in chunks]
     held: Any = shards
-    if plan.resident:
+    if plan.keeps_copies:
         held = torch.zeros(
             plan.resident_codec.format.message_bytes(chunks, plan.resident_rows, dtype.itemsize), dtype=torch.uint8
         )
