@@ -14,7 +14,7 @@ import torch
 
 from hzero.comm import Communicator, for_dimension
 from hzero.config import HZeroConfig
-from hzero.engine.engine import Partition
+from hzero.engine.engine import Owners
 
 #: Ends a round.
 _DONE = object()
@@ -39,16 +39,14 @@ class Orthogonalizer:
 
     Args:
         config: The block.
-        partition: The ranks over which matrices are sharded.
+        owners: The ranks over which matrices are sharded.
 
     Attributes:
         group: Carries them.
     """
 
-    def __init__(self, config: HZeroConfig, partition: Partition) -> None:
-        self.group: Communicator = for_dimension(
-            "optimizer", config, partition.group, grid=partition.world, uses=["sums"]
-        )
+    def __init__(self, config: HZeroConfig, owners: Owners) -> None:
+        self.group: Communicator = for_dimension("optimizer", config, owners.group, grid=owners.world, uses=["sums"])
 
     def update(self, matrices: Iterable[Matrix], beta: float, method: str) -> None:
         """Replaces gradients by updates, and moves the momentum on. Collective.
