@@ -427,17 +427,20 @@ HZ_DEVICE void check(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes
   add_up(checks, at, part, sum);
 }
 
-// The same of up to 16 bytes times `count` of a record of elements, from `place` words on.
+// The same of what this thread has of a record of elements.
 template <int BYTES>
 HZ_DEVICE void check_elements(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes, hz_u32 piece,
                               const hz_u8* record, const Place& at, const Words (&words)[BYTES]) {
   hz_u32 part;
   const hz_u64 start = part_of(checks, payload, piece_bytes, piece, part);
-  const hz_u32 first = 1 + (hz_u32)(((hz_u64)record - start) / 4) + at.element / 4 * BYTES;
+  hz_u32 first = 1 + (hz_u32)(((hz_u64)record - start) / 4) + at.element / 4 * BYTES;
   hz_u64 sum = 0;
 #pragma unroll
-  for (int i = 0; i < 4 * BYTES; ++i)
-    sum += (hz_u64)words[i / 4].word[i % 4] * mix(first + i);  // those behind it are 0
+  for (int i = 0; i < BYTES; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum += (hz_u64)words[i].word[j] * mix(first + j);  // those behind the record are 0
+    first = anew(first + 4, (hz_u32)sum);  // sixteen products side by side take too many registers
+  }
   add_up(checks, at, part, at.has_elements ? sum : 0);
 }
 
@@ -529,20 +532,23 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
   }
 }
 
-// Encodes a block from the 16 elements that each of its lanes holds, writes codes and scale, and returns the scale.
-// Every thread of the workgroup calls it; those without elements hold zeros and write nothing.
+// Encodes a block from the 16 elements that each of its lanes holds: their codes, and the scale. Every thread of the
+// workgroup calls it; those without elements hold zeros.
 template <int BITS>
-HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales, float (&x)[16],
-                             hz_u32 (&words)[BITS / 2]) {
+HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, float (&x)[16], hz_u32 (&words)[BITS / 2]) {
   const bool stochastic = bucket.stochastic != 0;
   const float scale = scale_of<BITS>(x, at.lane, 1u << at.tensor.lanes_shift, bucket.limit, stochastic);
   const hz_u32 column = at.tensor.first_block * bucket.block_size + at.element;
   codes_of<BITS>(x, scale, stochastic, stochastic ? mix(at.row ^ bucket.key) : 0, column, words);
-  if (at.has_elements) {
-    store_codes<BITS>(record, at.element / 16, (at.tensor.chunk + 15) / 16, words);
-    if (at.lane == 0) store_scale(record + scales, at.block, at.blocks, scale);
-  }
   return scale;
+}
+
+template <int BITS>
+HZ_DEVICE void store_block(hz_u8* record, hz_u32 scales, const Place& at, const hz_u32 (&words)[BITS / 2],
+                           float scale) {
+  if (!at.has_elements) return;
+  store_codes<BITS>(record, at.element / 16, (at.tensor.chunk + 15) / 16, words);
+  if (at.lane == 0) store_scale(record + scales, at.block, at.blocks, scale);
 }
 
 }  // namespace hz

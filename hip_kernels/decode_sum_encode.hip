@@ -20,13 +20,15 @@ HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
   float sums[16];
   no_sums(sums);
   add_peers<BITS>(bucket, at, sums);
-  hz_u8* record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
-                            bucket.by_out_inner, at.tensor.out_start, at.tensor.out_record_bytes, at.row);
   hz_u32 words[OUT_BITS / 2];
-  encode_block<OUT_BITS>(bucket, at, record, at.tensor.out_scales, sums, words);
+  const float scale = encode_block<OUT_BITS>(bucket, at, sums, words);
+  const hz_u32 row = anew(at.row);
+  hz_u8* record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
+                            bucket.by_out_inner, at.tensor.out_start, at.tensor.out_record_bytes, row);
+  store_block<OUT_BITS>(record, at.tensor.out_scales, at, words, scale);
   if (bucket.out_checks.sums)
     check<OUT_BITS>(bucket.out_checks, bucket.out_payload, bucket.out_inner * bucket.out_row_bytes,
-                    quotient(at.row, bucket.by_out_inner), record, at.tensor.out_scales, at, words);
+                    quotient(row, bucket.by_out_inner), record, at.tensor.out_scales, at, words);
 }
 
 // Codec none: the sum, rounded once. It may be written where the first peer's payload was.
@@ -36,8 +38,9 @@ HZ_DEVICE void add_up_elements(const hz_bucket& bucket) {
   float sums[16];
   no_sums(sums);
   add_elements<Type>(bucket, at, sums);
+  const hz_u32 row = anew(at.row);
   hz_u8* record = record_at(bucket.out_checks, bucket.out_payload, bucket.out_row_bytes, bucket.out_inner,
-                            bucket.by_out_inner, at.tensor.out_start, at.tensor.out_record_bytes, at.row);
+                            bucket.by_out_inner, at.tensor.out_start, at.tensor.out_record_bytes, row);
   const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -49,7 +52,7 @@ HZ_DEVICE void add_up_elements(const hz_bucket& bucket) {
   store_elements<Type::bytes>(record, at, words);
   if (bucket.out_checks.sums)
     check_elements<Type::bytes>(bucket.out_checks, bucket.out_payload, bucket.out_inner * bucket.out_row_bytes,
-                                quotient(at.row, bucket.by_out_inner), record, at, words);
+                                quotient(row, bucket.by_out_inner), record, at, words);
 }
 
 }  // namespace hz

@@ -115,6 +115,7 @@ template <class T>
 HZ_DEVICE T* pointer(hz_u64 address) {
   return (T*)address;
 }
+HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 = 0) { return number; }
 HZ_DEVICE hz_u32 thread() { return emulation::group->current; }
 HZ_DEVICE hz_u32 workgroup() { return emulation::group->index; }
 #if HZ_WAVE == 64

@@ -36,13 +36,15 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
     for (int i = 0; i < 16; ++i) x[i] = add(x[i], mul(residual[i], tensor.factor));
   }
   if (bucket.rotation) hadamard(bucket, at, x, divide(1.0f, (float)bucket.rotation));
-  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
-                            tensor.start, tensor.record_bytes, at.row);
   hz_u32 words[BITS / 2];
-  const float scale = encode_block<BITS>(bucket, at, record, tensor.scales, x, words);
+  const float scale = encode_block<BITS>(bucket, at, x, words);
+  const hz_u32 row = anew(at.row);
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
+                            tensor.start, tensor.record_bytes, row);
+  store_block<BITS>(record, tensor.scales, at, words, scale);
   if (bucket.checks.sums)
-    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, quotient(at.row, bucket.by_inner),
-                record, tensor.scales, at, words);
+    check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, quotient(row, bucket.by_inner), record,
+                tensor.scales, at, words);
   if (tensor.left) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -56,10 +58,12 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) x[i] = (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u ? 0.0f : x[i];  // an overflow
     }
+    const hz_i64 begin = shard_of(bucket, row) * tensor.chunk;
+    const int kept = at.has_elements ? (int)present(tensor, begin) - (int)at.element : 0;
     if (bucket.kept_bytes == 2)
-      store<Bf16>(pointer<hz_u16>(tensor.left) + first + at.element, count, x);
+      store<Bf16>(pointer<hz_u16>(tensor.left) + begin + at.element, kept, x);
     else
-      store<Fp32>(pointer<float>(tensor.left) + first + at.element, count, x);
+      store<Fp32>(pointer<float>(tensor.left) + begin + at.element, kept, x);
   }
 }
 

@@ -9,6 +9,8 @@
 //   swap_lanes<M>          what lane ^ M holds, M 1, 2 or 4
 //   mul, add, sub, divide  float32, each rounded to nearest even by itself: never contracted, never approximated
 //   fused                  a * b + c, rounded once
+//   anew                   a number of which the compiler knows nothing: what is computed from it is computed again, so
+//                          that no register keeps it meanwhile; and not before another number, if there is one
 //   add_atomically         to a word of 64 bits in the device's memory
 //   bits_of, float_of      float32 and its bits
 //   from_half, to_half     float32 and float16, this one as 16 bits
@@ -41,6 +43,10 @@ HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) { return __shfl_xor_sync(0x
 template <int M>
 HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
   return __shfl_xor_sync(0xffffffffu, value, M);
+}
+HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
+  asm volatile("" : "+r"(number) : "r"(behind));
+  return number;
 }
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { atomicAdd(to, value); }
 HZ_DEVICE hz_u32 bits_of(float x) { return __float_as_uint(x); }
@@ -91,6 +97,10 @@ HZ_DEVICE hz_u32 dpp(hz_u32 value) {
   return __builtin_amdgcn_update_dpp(0, value, CONTROL, 0xf, 0xf, true);
 }
 HZ_DEVICE hz_u32 crossbar(hz_u32 value, hz_u32 lane) { return __builtin_amdgcn_ds_bpermute(lane * 4, value); }
+HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
+  asm volatile("" : "+v"(number) : "v"(behind));
+  return number;
+}
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) {
   __hip_atomic_fetch_add(to, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
