@@ -1,0 +1,1 @@
+"""Architectures of Hugging Face under the stage."""

@@ -1,0 +1,7 @@
+"""Models of many kinds beside stock ZeRO-3, on four ranks; ``HZERO_TESTS=all pytest -rP tests/models`` prints the table."""
+
+from __future__ import annotations
+
+from tests.ranks import LONG, on_ranks
+
+test_kinds = LONG(on_ranks({4: ("tests.models.model_checks",)}))
