@@ -171,12 +171,17 @@ class DeviceKernels:
         try:
             # A process may have loaded a second HIP, which sees neither torch's memory nor its streams, and a bare name may
             # find that one. So HIP's functions are looked up through torch's own extension: the loader then searches the
-            # libraries that torch is linked with, wherever they are. NVIDIA's driver exists once.
+            # libraries that torch is linked with, wherever they are. A HIP that was loaded for the whole process, as by
+            # LD_PRELOAD, takes calls that torch binds after that. NVIDIA's driver exists once.
+            libraries = ctypes.CDLL(torch._C.__file__), ctypes.CDLL(None)
+            places = [ctypes.cast(getattr(one, "hipModuleLoadData", 0), ctypes.c_void_p).value for one in libraries]
+            if places[1] not in (None, places[0]):
+                raise OSError(f"torch's calls may go to two runtimes: {' and '.join(runtimes())}")
             self._runtime = Library(torch._C.__file__, "hip") if torch.version.hip else Library("libcuda.so.1", "cu")
             self._modules(index)
         except (OSError, AttributeError, RuntimeError) as error:
-            why = str(error).partition("\n")[0]  # a log may follow
-            raise ImportError(f"the kernels cannot be loaded for {architecture}: {why}") from error
+            # Without the compiler's log.
+            raise ImportError(f"the kernels cannot be loaded for {architecture}: {error}".splitlines()[0]) from error
 
     def describe(self) -> str:
         """Architecture of the current device, and where its kernels come from."""

@@ -440,14 +440,13 @@ def check_runtimes() -> Iterator[Finding]:
 
     from hzero.codecs.launchers import runtimes, runtimes_with_cupy
 
-    if torch.cuda.is_available():
+    if torch.version.hip or torch.version.cuda:  # on login nodes too, where no GPU is
         ways = ("torch loads", UNUSABLE, runtimes()), ("torch with CuPy loads", DEGRADED, runtimes_with_cupy())
         for way, worst, found in ways:
-            text = f"{way} the GPU runtime {' and '.join(found)}"
-            if len(found) > 1:
-                yield worst, f"{text}, expected one: they share neither memory nor streams; hzero does not need CuPy"
-            elif found:
-                yield GOOD, text
+            if found:
+                advice = ", expected one: they share neither memory nor streams; hzero does not need CuPy"
+                text = f"{way} the GPU runtime {' and '.join(found)}"
+                yield (GOOD, text) if len(found) < 2 else (worst, text + advice)
 
 
 def check_deepspeed() -> Iterator[Finding]:
