@@ -29,19 +29,37 @@ class _Layout(NamedTuple):
     Attributes:
         params: Parameters of one route.
         micro: Reduces over the gradients' scope.
-        boundary: Reduces over the outer tiers.
+        boundary: Reduces over the outer tiers but the outermost.
+        outermost: Reduces over that.
+        part_bytes: Of each peer on the outermost tier; 0 without one.
         divides_first: Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
     """
 
     params: list[Parameter]
     micro: Bound
     boundary: Bound
+    outermost: Bound
+    part_bytes: int
     divides_first: bool
 
     @property
     def keys(self) -> tuple[int, ...]:
         """Of the parameters."""
         return self.micro.bucket.keys
+
+
+class _Sums(NamedTuple):
+    """Sums over the tiers inside the outermost one, of parameters of a layout.
+
+    Attributes:
+        layout: The layout.
+        take: Gives them, once.
+        after: Chains that make them.
+    """
+
+    layout: _Layout
+    take: Callable[[], list[torch.Tensor]]
+    after: list[Chain[Any]]
 
 
 def _layouts_of(
@@ -54,8 +72,11 @@ def _layouts_of(
     layouts: list[_Layout] = []
     for same in alike(params):
         route, bucket = same[0].route, bucket_of(same, dtype, "gradients")
-        micro, boundary = (collectives.bind(one, bucket) for one in (route.programs.micro, route.programs.boundary))
-        layouts.append(_Layout(same, micro, boundary, route.sums_travel and not divides_later))
+        programs = route.programs
+        part = sum(crossing.part_bytes(bucket.chunks, dtype.itemsize) for crossing in programs.outermost.crossings)
+        bound = [collectives.bind(one, bucket) for one in (programs.micro, programs.boundary, programs.outermost)]
+        micro, boundary, outermost = bound
+        layouts.append(_Layout(same, micro, boundary, outermost, part, route.sums_travel and not divides_later))
     return layouts
 
 
@@ -68,7 +89,8 @@ class Gradients:
        sums are added to float32 accumulators, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size
        divided by the size of the scope. If the scope is one device there is no hop, and whole gradients are added. If it is
        the world, shards of the average are delivered. In the last micro-step sums continue across the outer tiers at once,
-       while backward runs; a window of one micro-step keeps no accumulator.
+       while backward runs; a window of one micro-step keeps no accumulator. They wait before the outermost tier, of which
+       they are the smallest part, until those of several buckets make parts of ``boundary_message_bytes``.
     2. `finish`, at the boundary: delivers this rank's shards of the average. Partial sums cross the outer tiers first if the
        last micro-step has not sent them.
     3. `commit`, if the step was done; then `clear`, in any case.
@@ -97,6 +119,8 @@ class Gradients:
         self._bytes = 0  # of them
         self._waiting: dict[int, Parameter] = {}
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
+        self._inner: list[Chain[list[torch.Tensor]]] = []  # over the outer tiers but the outermost
+        self._collected: dict[tuple[int, torch.dtype], list[_Sums]] = {}  # for the outermost, by route and type
         self._crossing: list[tuple[_Layout, Chain[list[torch.Tensor]]]] = []
         self._accumulates = False  # in this window, so that its last micro-step is not the only one
         self._error: BaseException | None = None
@@ -169,7 +193,7 @@ class Gradients:
             chain.wait()
         if last and accumulates:
             # Submitted here, not by the lane that makes the sums: all ranks need one order with the gathers of weights.
-            self._submit_crossing(layout, scale, chain.take, after=[chain])
+            self._submit_crossing(_Sums(layout, chain.take, [chain]), scale)
         self._reducing.append((chain, None if accumulates else partial(deliver, layout.params)))
         while len(self._reducing) > self._most:
             self._finish_first()
@@ -240,24 +264,50 @@ class Gradients:
                 for params in in_buckets(((param, param.numel) for param in same), self.bucket_numel):
                     (layout,) = self._layouts_now(params, dtype)
                     sums = [total for total in self._take(layout.keys) if total is not None]
-                    self._submit_crossing(layout, scale, partial(list, sums))
+                    self._submit_crossing(_Sums(layout, partial(list, sums), []), scale)
                     self._limit_crossings()
+            for kind in list(self._collected):
+                self._submit_outermost(kind, scale)
             crossed = [(layout, chain.wait()) for layout, chain in self._crossing]
             self._crossing.clear()
+            self._inner.clear()
             self._waiting.clear()
             self._accumulates = False
             for layout, shards in crossed:
                 deliver(layout.params, self._cut(layout, shards))
 
-    def _submit_crossing(
-        self, layout: _Layout, scale: float, sums: Callable[[], list[torch.Tensor]], **how: Any
-    ) -> None:
-        self._crossing.append((layout, layout.boundary.run(sums, seed=self._next_seed(), scale=scale, **how)))
+    def _submit_crossing(self, sums: _Sums, scale: float) -> None:
+        layout, take, after = sums
+        if layout.boundary.lanes:
+            chain = layout.boundary.run(take, seed=self._next_seed(), scale=scale, after=after)
+            self._inner.append(chain)
+            sums = _Sums(layout, chain.take, [chain])
+        kind = layout.params[0].route.number, layout.micro.bucket.dtype
+        if any(not set(one.layout.keys).isdisjoint(layout.keys) for one in self._collected.get(kind, ())):
+            self._submit_outermost(kind, scale)  # a second gradient in one backward: a message has a parameter once
+        collected = self._collected.setdefault(kind, [])
+        collected.append(sums)
+        if sum(one.layout.part_bytes for one in collected) >= self._plan.boundary_message_bytes:
+            self._submit_outermost(kind, scale)
+
+    def _submit_outermost(self, kind: tuple[int, torch.dtype], scale: float) -> None:
+        """One message of all that is collected."""
+        collected = self._collected.pop(kind)
+        params = [param for sums in collected for param in sums.layout.params]
+        (layout,) = self._layouts_now(params, kind[1])
+        chain = layout.outermost.run(
+            lambda: [total for sums in collected for total in sums.take()],
+            seed=self._next_seed(),
+            scale=scale,
+            after=[chain for sums in collected for chain in sums.after],
+        )
+        self._crossing.append((layout, chain))
 
     def _limit_crossings(self) -> None:
         """Waits until few crossings are in flight: each holds its message twice."""
-        if len(self._crossing) > self._most:
-            self._crossing[-self._most - 1][1].wait()
+        for chains in (self._inner, [chain for _, chain in self._crossing]):
+            if len(chains) > self._most:
+                chains[-self._most - 1].wait()
 
     def _cut(self, layout: _Layout, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's shards of the average, without the padding beyond the parameters' ends."""
@@ -299,7 +349,7 @@ class Gradients:
 
     def _drop(self) -> None:
         reducing: list[Chain[Any]] = [chain for chain, _ in self._reducing]
-        for chains in (reducing, (chain for _, chain in self._crossing)):
+        for chains in (reducing, self._inner, (chain for _, chain in self._crossing)):
             for chain in chains:
                 try:
                     chain.wait()
@@ -308,6 +358,8 @@ class Gradients:
                         logger.warning("hzero: gradients that nobody waits for any more: %s", error)
         self._reducing.clear()
         self._crossing.clear()
+        self._inner.clear()
+        self._collected.clear()
         self._waiting.clear()
         self._accumulates = False
         self._sums.clear()

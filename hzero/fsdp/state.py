@@ -370,7 +370,8 @@ class FsdpState(Engine):
         moved = 0.0
         for weight in (flat.weight for unit in self._units for flat in unit.trained()):
             chunks, itemsize = (weight.numel // self.plan.grid.world_size,), torch.float32.itemsize
-            crossings = weight.route.programs.boundary.crossings
+            programs = weight.route.programs
+            crossings = programs.boundary.crossings + programs.outermost.crossings
             moved += sum(cross.received * cross.message_bytes(chunks, itemsize) for cross in crossings)
         if moved and speaks(self.group):
             logger.warning(

@@ -73,7 +73,8 @@ OTHERS = {
 }
 #: What one bucket starts in one step, in order, by when it starts and by micro-step, from 0: ``refresh`` as soon as the step
 #: before has changed the weights, ``forward`` and ``backward`` in time for a use of the bucket, ``reduce`` when backward has made
-#: its gradients, ``after`` when the optimizer has stepped.
+#: its gradients, ``boundary`` when it and the buckets that waited for it have parts that are worth a message, ``after`` when the
+#: optimizer has stepped.
 Chains: TypeAlias = dict[tuple[str, int], Program]
 
 
@@ -91,6 +92,7 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chai
         for micro in range(accumulation):
             chains["forward", micro] = chains["backward", micro] = programs.unshard
             chains["reduce", micro] = whole if micro == last else programs.micro
+        chains["boundary", last] = programs.outermost
         return {key: program for key, program in chains.items() if program.steps}
     if scheme.engine == "ddp" or scheme.stage < 3:
         reduced = _reduce("all_reduce", "world", grid)

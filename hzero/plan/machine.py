@@ -323,19 +323,20 @@ class Machine:
         work = self._inside(crossing, sent, pairs=False)
         between = nodes - 1
         inside = crossing.ranks - 1 - between
+        launches = 1
         if algorithm == "hierarchical" and crossing.kind == "all_gather" and size <= gather_buffer(nodes):
             inside = ranks - 1  # every device gathers its part between the nodes, and then all parts inside
         if nodes > 1:
             work["node"] = self._seconds(sent * groups, "net_ring_gb_s" if ranks > 1 else "net_rails_gb_s")
             doubling = algorithm == "doubling" and ranks == 1
             if doubling:
-                between = (nodes - 1).bit_length()
+                between = launches = (nodes - 1).bit_length()  # every round is an exchange of its own
             work |= self._uplink(work["node"], nodes, crossing, neighbours=not doubling)
         choices = []
         for protocol, share in (("", 1.0), ("_ll", self._value("ll_share"))):
             steps = inside * self._value(f"ring_inside{protocol}_us") + between * self._value(f"ring_net{protocol}_us")
             slowed = {resource: seconds / share for resource, seconds in work.items()}
-            choices.append(Phase((self._value("launch_us") + steps) / 1e6, slowed))
+            choices.append(Phase((launches * self._value("launch_us") + steps) / 1e6, slowed))
         return min(choices, key=lambda phase: phase.alone_s)
 
     def _pairs(self, crossing: Cross, size: float) -> Phase:

@@ -126,7 +126,8 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
         # Without a hop nothing has padded them.
         summed = 4 * (sum(chunks) * plan.gradient_rows if plan.micro_hops() else sum(numels))
     programs = StagePrograms.of(plan)
-    residual = 2 * sum(chunks) * sum(program.residual_rows for program in (programs.micro, programs.boundary))
+    reductions = programs.micro, programs.boundary, programs.outermost
+    residual = 2 * sum(chunks) * sum(program.residual_rows for program in reductions)
     return {
         "resident weights": State(resident, what),
         "gradient accumulators": State(summed, how),
@@ -213,8 +214,16 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         size = count * peak(programs.uncoded if plan.differences else programs.refresh, refreshed) + decoded
         what = f"{count} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
         states["transient refresh"] = State(size, what)
-    reduced = count * max(peak(programs.micro, bucket), peak(programs.boundary, bucket)) + made * itemsize
+    reduced = count * max(peak(one, bucket) for one in (programs.micro, programs.boundary, programs.outermost))
+    reduced += made * itemsize
     what = f"{count} buckets of {bucket:,} elements on their way, the largest gradient"
+    together = min(plan.boundary_numel(bucket, itemsize), sum(numels))
+    if together > bucket:
+        # Their sums are made of accumulators, which are there anyway, if there are some.
+        held = programs.outermost.crossings[0].rows * chunk_numel(together, plan.grid.world_size) * 4
+        reduced += count * (peak(programs.outermost, together) - peak(programs.outermost, bucket))
+        reduced += held if job.accumulation == 1 else 0
+        what += f", the sums of {together:,}"
     return {**states, "transient reduce": State(reduced, what)}
 
 

@@ -136,6 +136,10 @@ class Cross:
         """Bytes of one rank's message of a bucket, whose parameters have shards of ``chunks`` elements."""
         return self.codec.format.message_bytes(chunks, self.rows, itemsize)
 
+    def part_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
+        """Bytes of each peer's part in one rank's message, of a reduction."""
+        return self.message_bytes(chunks, itemsize) // self.ranks
+
     def array_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
         """Bytes of the whole array over the group, as nccl-tests count sizes."""
         return self.message_bytes(chunks, itemsize) * (self.ranks if self.kind == "all_gather" else 1)
@@ -361,7 +365,8 @@ class StagePrograms:
         difference: From the message of a difference of primary shards to the resident copy that it is added to.
         unshard: To whole weights, from resident payloads or, where none are kept, from primary shards.
         micro: Of gradients in every micro-step.
-        boundary: Of gradients once per step.
+        boundary: Of gradients once per step, but for the outermost tier.
+        outermost: The rest of these, of one or more buckets: parts for the peers of the outermost tier are the smallest.
     """
 
     refresh: Program
@@ -370,6 +375,7 @@ class StagePrograms:
     unshard: Program
     micro: Program
     boundary: Program
+    outermost: Program
 
     @classmethod
     def of(cls, plan: ShardPlan) -> StagePrograms:
@@ -385,14 +391,16 @@ class StagePrograms:
             unshard = gather_program(plan, plan.unshard_hops(), held=plan.resident_codec, rows=plan.resident_rows)
         elif hops := plan.gather_hops():
             unshard = gather_program(plan, hops)
-        micro = plan.micro_hops()
+        micro, (*inner, last) = plan.micro_hops(), plan.boundary_hops() or (None,)
+        rows = plan.gradient_rows // math.prod(hop.size for hop in inner)
         return cls(
             refresh,
             uncoded,
             difference,
             unshard,
             micro=reduce_program(plan, micro, plan.grid.world_size, shard_order=True),
-            boundary=reduce_program(plan, plan.boundary_hops(), plan.gradient_rows, shard_order=not micro),
+            boundary=reduce_program(plan, inner, plan.gradient_rows, shard_order=not micro),
+            outermost=reduce_program(plan, [last] if last else (), rows, shard_order=not micro and not inner),
         )
 
 

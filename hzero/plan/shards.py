@@ -29,7 +29,18 @@ from hzero.topology import Grid
 from hzero.validation import ConfigError
 
 #: What a plan has of a block as it is.
-_AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "node_all_gather", "checksum", "transport", "order")
+_AS_WRITTEN = (
+    "error_feedback",
+    "refresh_message_bytes",
+    "boundary_message_bytes",
+    "node_all_gather",
+    "checksum",
+    "transport",
+    "order",
+)
+#: Of many nodes that form no groups: a ring waits for each node. From this size on it is as fast, since its messages go to
+#: neighbours, and few of them leave a switch group.
+_UNGROUPED = NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
 #: The key that declares a scope which machines do not have by default.
 _DECLARED_BY: dict[Scope, str] = {"hive": "gpus_per_hive", "group": "nodes_per_group", "cluster": "clusters"}
 
@@ -110,6 +121,7 @@ class ShardPlan:
         codecs: Codec of each role and tier.
         error_feedback: Tiers whose gradient encoding keeps its residual.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
+        boundary_message_bytes: Bytes of a peer's part from which gradients cross the outermost tier at the boundary.
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message carries a checksum.
         whole_copies: Whether resident copies are whole weights in their own type, and not payloads.
@@ -131,6 +143,7 @@ class ShardPlan:
     adaptations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refresh_message_bytes: int = 0
+    boundary_message_bytes: int = 0
     node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
     checksum: bool = False
     whole_copies: bool = False
@@ -152,8 +165,11 @@ class ShardPlan:
         """
         adaptations: list[str] = []
         notes: list[str] = []
+        as_written = {name: getattr(config, name) for name in _AS_WRITTEN}
         if grid.groups_text:
             (adaptations if grid.nodes_per_group is None else notes).append(grid.groups_text)
+            if grid.nodes_per_group is None and "node_all_gather" not in config.written:
+                as_written["node_all_gather"] = _UNGROUPED
         scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
         for role, scope in scopes.items():
             if scope not in grid.scopes:
@@ -213,7 +229,7 @@ class ShardPlan:
             differences=config.full_refresh_every if differs else 0,
             exceptions=tuple(config.codecs.exceptions.items()),
             unit_numel=config.unit_numel if config.unit == "layer" else 0,
-            **{name: getattr(config, name) for name in _AS_WRITTEN},
+            **as_written,
         )
 
     def exception_of(self, name: str) -> int | None:
@@ -311,6 +327,13 @@ class ShardPlan:
         """
         element = self.gather_hops()[0].codec.format.element_bytes(itemsize)
         return max(bucket_numel, math.ceil(self.refresh_message_bytes * self.grid.world_size / element))
+
+    def boundary_numel(self, bucket_numel: int, itemsize: int) -> int:
+        """Max elements of the buckets that share one message of the outermost tier, see `boundary_message_bytes`."""
+        if not (hops := self.boundary_hops()):
+            return bucket_numel
+        least = self.boundary_message_bytes * self.grid.world_size / hops[-1].codec.format.element_bytes(itemsize)
+        return bucket_numel + (math.ceil(least) if least > bucket_numel else 0)
 
     @property
     def resident_rows(self) -> int:

@@ -7,6 +7,7 @@ time in order, and running tasks share resources. The collectives and kernels ar
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -171,6 +172,7 @@ class _Builder:
         refreshed: list[Task] = []  # of each message its end; a bucket's use starts those up to a few ahead
         reductions: list[Task] = []
         pending: list[Task] = []  # of each bucket's reduction what backward waits for, in order
+        waiting: list[tuple[Bucket, Task]] = []  # for a message of the outermost tier, and what makes their sums
         computed: list[Task] = []
         order = [
             (phase, micro, index)
@@ -194,10 +196,18 @@ class _Builder:
             if phase == "backward" and len(pending) > self._in_flight:
                 needs = [*needs, pending[-1 - self._in_flight]]
             computed.append(self._compute(phase, self._buckets[index], needs))
-            if phase == "backward" and (made := self._chain("reduce", micro, self._buckets[index], computed[-1:])):
+            if phase == "backward":
+                made = self._chain("reduce", micro, self._buckets[index], computed[-1:])
                 reductions += made[-1:]
                 inside = [one for one in made if not one.boundary]
-                pending.append((inside or computed)[-1])
+                if made:
+                    pending.append((inside or computed)[-1])
+                if ("boundary", micro) in self._programs:
+                    waiting.append((self._buckets[index], (made or computed)[-1]))
+                    if self._fills([bucket for bucket, _ in waiting], micro) or place + 1 == len(order):
+                        bucket, ends = _joined([bucket for bucket, _ in waiting]), [end for _, end in waiting]
+                        reductions += self._chain("boundary", micro, bucket, ends)[-1:]
+                        waiting = []
         stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], reductions))
         for bucket in self._buckets:
             self._chain("after", job.accumulation - 1, bucket, [stepped])
@@ -212,9 +222,16 @@ class _Builder:
         for index, bucket in enumerate(self._buckets):
             if messages and messages[-1][1].numel + bucket.numel <= limit:
                 _, last = messages.pop()
-                bucket = Bucket(f"{last.name}+{bucket.name}", last.numels + bucket.numels, 0.0)
+                bucket = _joined([last, bucket])
             messages.append((index, bucket))
         return messages
+
+    def _fills(self, buckets: Sequence[Bucket], micro: int) -> bool:
+        """Whether parts of a message of the outermost tier are as large as the plan asks for."""
+        assert self._stage is not None
+        world, crossing = self._machine.grid.world_size, self._programs["boundary", micro].crossings[0]
+        chunks = [chunk_numel(numel, world) for bucket in buckets for numel in bucket.numels]
+        return crossing.part_bytes(chunks, self._job.itemsize) >= self._stage.boundary_message_bytes
 
     def _add(self, task: Task) -> Task:
         self._tasks.append(task)
@@ -245,13 +262,13 @@ class _Builder:
         # First and last micro-steps differ from the others, whatever their number.
         key = phase, micro > 0, micro == self._job.accumulation - 1, bucket.name
         if key not in self._hops:
-            self._hops[key] = self._timed(program, bucket)
+            self._hops[key] = self._timed(program, bucket, late=phase == "boundary")
         made: list[Task] = []
         for lane, tier, boundary, phases in self._hops[key]:
             made.append(self._add(Task(lane, f"{phase} {bucket.name}", phases, made[-1:] or needs, tier, boundary)))
         return made
 
-    def _timed(self, program: Program, bucket: Bucket) -> list[tuple[str, str, bool, list[Phase]]]:
+    def _timed(self, program: Program, bucket: Bucket, late: bool) -> list[tuple[str, str, bool, list[Phase]]]:
         """Lane, outermost tier, whether it waits for the last micro-step, and phases of what runs on a lane at once.
 
         Kernels are on the lane of the collective before them, or of the first.
@@ -282,12 +299,18 @@ class _Builder:
             lane = tier if stage is not None else "+".join(crossing.tiers)
             if isinstance(step, Cross) and self._strict:
                 lane = "wire"
-            boundary = crossing.role == "gradients" and number >= self._inside
+            boundary = crossing.role == "gradients" and (late or number >= self._inside)
             if found and found[-1][:3] == (lane, tier, boundary):
                 found[-1][3].extend(phases)
             else:
                 found.append((lane, tier, boundary, phases))
         return found
+
+
+def _joined(buckets: Sequence[Bucket]) -> Bucket:
+    """Buckets whose parameters share a message."""
+    name, numels = "+".join(one.name for one in buckets), itertools.chain.from_iterable(one.numels for one in buckets)
+    return Bucket(name, tuple(numels), 0.0)
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class Grid:
         fitting = next(count for count in near if chosen_group(count, self.switch_nodes))
         return (
             f"{own:,} nodes form no groups: no divisor lies between a quarter and four times their square root, so collectives "
-            f"between nodes are slow; {fitting:,} nodes would form groups"
+            f"between nodes have {own - 1:,} peers; {fitting:,} nodes would form groups"
         )
 
     @property

@@ -121,7 +121,7 @@ def _reduced(grid: Grid, flips: int = -1, **block: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(plan.rank)
         value = [torch.randn(chunk * grid.world_size, generator=generator) for chunk in bucket.chunks]
         try:
-            for program in (programs.micro, programs.boundary):
+            for program in (programs.micro, programs.boundary, programs.outermost):
                 value = finished(
                     collectives.bind(program, bucket).steps(lambda value=value: value, None, Call(5, plan.rank))
                 )

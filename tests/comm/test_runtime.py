@@ -82,7 +82,7 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
         "refresh": (programs.refresh if plan.keeps_copies else None, shards),
         "fetch": (programs.unshard, held),
         "micro": (programs.micro, whole),
-        "boundary": (programs.boundary, sums),
+        "boundary": (programs.outermost, sums),
     }
     for name, (program, value) in runs.items():
         if program is None or not program.steps:

@@ -43,15 +43,19 @@ _DOUBLING = {
     "node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 20},
     "checksum": True,
 }
+_GROUPS = {
+    "topology": {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2, "nodes_per_group": 2},
+    "boundary_message_bytes": 200,
+}
 _ONE_GCD = {"topology": {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}}
 #: What is trained: block, micro-steps per step, arguments of the model, and more of DeepSpeed's configuration.
 CASES: list[tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
     (block_of("topo", **_AT_RANDOM), 2, {"checkpointing": "reentrant"}, {}),
     (block_of("zero3"), 2, {"checkpointing": "nonreentrant"}, {}),
-    (block_of("lossless"), 2, {}, {"bf16": {"enabled": True}}),
+    (block_of("lossless", boundary_message_bytes=0), 2, {}, {"bf16": {"enabled": True}}),
     (block_of("topo", **_DOUBLING), 2, {}, {}),
     (block_of("lossless", **_ONE_GCD), 3, {}, {"gradient_clipping": 0.5}),
-    (block_of("topo"), 1, {}, {"bf16": {"enabled": True}}),
+    (block_of("topo", **_GROUPS), 1, {}, {"bf16": {"enabled": True}}),
 ]
 #: Elements that DeepSpeed gathers ahead, by turns.
 PREFETCHED = (700, 0, 5000)

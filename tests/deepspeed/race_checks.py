@@ -81,6 +81,17 @@ def _node_gathers_by_doubling() -> Any:
     return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
 
 
+_GROUPS = {
+    "topology": {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2, "nodes_per_group": 2},
+    "boundary_message_bytes": 200,
+}
+
+
+def _shared_boundary_messages() -> Any:
+    """Sums of several buckets wait between the nodes of a group and the groups; without accumulators too."""
+    return _steps("topo", 1, **_GROUPS)
+
+
 def _scopes_of_one_device() -> Any:
     """No hop fetches weights or reduces the gradients of a micro-step."""
     topology = {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}
@@ -205,6 +216,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "steps, differences": functools.partial(_steps, "topo", 1, refresh_differences=True),
     "steps, differences of whole weights": functools.partial(_steps, "replica", 1, refresh_differences=True),
     "steps, gathers by doubling": _node_gathers_by_doubling,
+    "steps, shared boundary messages": _shared_boundary_messages,
     "steps, audits": functools.partial(_steps, "topo", 1, guard={"every": 1}),
     "steps, scopes of one device": _scopes_of_one_device,
     "load and offload": _load_and_offload,
@@ -220,6 +232,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 #: Of 8 ranks.
 _OF_THREE_TIERS = (
     *("steps, topo", "steps, gathers by doubling", "steps, scopes of one device", "steps, half"),
+    "steps, shared boundary messages",
     "beside tensor groups",
 )
 #: Presets whose scopes lie between those of the others.
@@ -252,9 +265,10 @@ def _expect_no_races(scenarios: Iterable[str]) -> None:
 def check_collectives_of_a_step_have_one_order() -> None:
     """Under the order ``strict``. Under ``lanes`` tiers overlap. tests/comm/test_order.py has schedules of other presets."""
     others = [preset for preset in ("zero2", *_SCHEDULES) if f"steps, {preset}" not in _BETWEEN]
-    for preset in ("topo",) if WORLD == 8 else others:
+    settings = [("topo", {}), ("topo", _GROUPS)] if WORLD == 8 else [(preset, {}) for preset in others]
+    for preset, block in settings:
         with recording() as trace:
-            engine = _steps(preset, 1 + (preset in _ACCUMULATE), order="strict")
+            engine = _steps(preset, 1 + (preset in _ACCUMULATE), order="strict", **block)
             streams = hzero.state(engine).lanes.streams._streams.values()
             assert len(streams) <= 6 and all(stream.priority < 0 for stream in streams), preset
             engine.destroy()

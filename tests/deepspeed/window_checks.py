@@ -90,7 +90,8 @@ def check_reductions_go_on_behind_the_next_forward() -> None:
 
 def check_a_boundary_that_fails_delivers_nothing() -> None:
     """All or nothing: after an error between nodes no parameter has a new gradient, and the window is given up."""
-    engine = engine_of(ds_config(block_of("lossless"), 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
+    block = block_of("lossless", boundary_message_bytes=0)
+    engine = engine_of(ds_config(block, 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
     train(engine, 1, 2)
     crossed, start = [], Collective.start
 
@@ -112,6 +113,7 @@ def _assert_given_up(engine: Any, cause: type[BaseException]) -> None:
     """Nothing of the window is kept, what is left of it is an error, and ``zero_grad`` begins a new one."""
     gradients = hzero.state(engine).gradients
     assert not gradients._waiting and not gradients._sums and not gradients._crossing and not gradients._reducing
+    assert not gradients._collected and not gradients._inner
     before = masters_of(engine)
     for go_on in (engine.optimizer.step, lambda: engine.backward(engine(batch(2, 0)))):
         with pytest.raises(RuntimeError, match="lost by an error") as told:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Guard
 from hzero.engine.parameter import Parameter, Route
 from hzero.engine.weights import Weights
+from hzero.plan.program import StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import on_all, peers_of
@@ -32,10 +34,10 @@ NUMELS = (17 * 5, 30, 1)
 class Rank:
     """The engine of one rank, whose primary shards are NaN beyond the parameters' ends."""
 
-    def __init__(self, rank: int, block: dict[str, Any], groups: dict[Any, Any]) -> None:
-        self.rank, plan = rank, ShardPlan.from_config(parse_config(block), GRID, rank)
+    def __init__(self, rank: int, block: dict[str, Any], groups: dict[Any, Any], grid: Grid = GRID) -> None:
+        self.rank, plan = rank, ShardPlan.from_config(parse_config(block), grid, rank)
         self.collectives = Collectives(plan, peers_of(plan, STAGE, groups), WireLog())
-        self.shards = [torch.full((chunk_numel(numel, WORLD),), float("nan")) for numel in NUMELS]
+        self.shards = [torch.full((chunk_numel(numel, grid.world_size),), float("nan")) for numel in NUMELS]
         self.set(0)
         route = Route(plan, 0)
         self.params = [
@@ -132,6 +134,84 @@ def test_errors_of_differences_do_not_add_up() -> None:
     assert float(errors.abs().max()) < bound
     early, late = (float(part.square().mean().sqrt()) for part in (errors[1:20], errors[20:]))
     assert 0 < late < 1.3 * early, "no drift"
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize(
+    ("block", "together", "messages"),
+    [
+        ({"preset": "lossless"}, 1, 3),
+        ({"preset": "lossless"}, 2, 2),
+        ({"preset": "lossless"}, 9, 1),
+        ({"preset": "topo"}, 2, 2),
+        ({"preset": "topo", "error_feedback": ["group"]}, 9, 1),
+        ({"preset": "lossless", "checksum": True}, 9, 1),
+    ],
+)
+def test_buckets_share_a_message_of_the_outermost_tier(
+    block: dict[str, Any], together: int, messages: int, micros: int
+) -> None:
+    """Each parameter is a bucket. Sums do not depend on the message, and with codec ``none`` are the flat sum."""
+    grid, groups = Grid(4, 1, 2, nodes_per_group=2), dict[Any, Any]()
+    (crossing,) = StagePrograms.of(ShardPlan.from_config(parse_config(block), grid, 0)).outermost.crossings
+    first = [chunk_numel(numel, 8) for numel in NUMELS[::-1][:together]]
+    least = sum(crossing.part_bytes([chunk], 4) for chunk in first) if together < 9 else 1 << 16
+
+    def step(one: Rank) -> tuple[list[torch.Tensor], dict[str, int]]:
+        delivered: dict[int, torch.Tensor] = {}
+
+        def deliver(params: list[Parameter], shards: list[torch.Tensor]) -> None:
+            delivered.update({param.key: shard for param, shard in zip(params, shards, strict=True)})
+
+        for _ in range(3):  # programs run again, and residuals are carried on
+            for micro in range(micros):
+                for param in one.params[::-1]:
+                    gradient = (whole(param.key, micro) * (one.rank + 1)).fmod(64.0)
+                    one.gradients.accumulate(
+                        [param], [gradient], torch.float32, 1.0, last=micro + 1 == micros, deliver=deliver
+                    )
+            one.gradients.finish(torch.float32, 1.0, deliver)
+            one.gradients.commit()
+            one.gradients.clear()
+        calls = {tier: one.collectives.peers[STAGE, tier].wires.calls for tier in ("gcd", "node", "group")}
+        return [delivered[key] for key in sorted(delivered)], calls
+
+    collected = {**block, "boundary_message_bytes": least}
+    results = on_all([Rank(rank, collected, groups, grid) for rank in range(8)], step)
+    assert all(calls == {"gcd": 9 * micros, "node": 9, "group": 3 * messages} for _, calls in results)
+    alone = dict[Any, Any]()
+    apart = on_all([Rank(rank, {**block, "boundary_message_bytes": 0}, alone, grid) for rank in range(8)], step)
+    for (got, _), (want, _) in zip(results, apart, strict=True):
+        assert all(map(torch.equal, got, want))
+    for key in range(len(NUMELS)) if block["preset"] == "lossless" else ():
+        flat = sum((whole(key, micro) * rank).fmod(64.0) for micro in range(micros) for rank in range(1, 9)) / 8
+        assert torch.equal(torch.cat([got[key] for got, _ in results]), flat)
+
+
+def test_a_full_message_crosses_while_backward_goes_on_and_a_parameter_is_in_it_once() -> None:
+    groups: dict[Any, Any] = {}
+    block = {"preset": "lossless", "boundary_message_bytes": 50}
+
+    def step(one: Rank) -> list[torch.Tensor]:
+        delivered = [torch.zeros(0)] * len(NUMELS)
+
+        def deliver(params: list[Parameter], shards: list[torch.Tensor]) -> None:
+            for param, shard in zip(params, shards):
+                delivered[param.key] = delivered[param.key] + shard if len(delivered[param.key]) else shard
+
+        wires, end = one.collectives.peers[STAGE, "node"].wires, time.monotonic() + 20
+        for key, messages in ((2, 0), (2, 1), (1, 1), (0, 2)):
+            one.gradients.accumulate([one.params[key]], [whole(key, 0)], torch.float32, 1.0, last=True, deliver=deliver)
+            while wires.calls < messages:
+                assert time.monotonic() < end, (key, wires.calls)
+                time.sleep(0.001)
+            assert wires.calls == messages, key
+        one.gradients.finish(torch.float32, 1.0, deliver)
+        return delivered
+
+    results = on_all([Rank(rank, block, groups) for rank in range(WORLD)], step)
+    for key, times in ((0, 1), (1, 1), (2, 2)):
+        assert torch.equal(torch.cat([shards[key] for shards in results]), whole(key, 0) * times)
 
 
 def test_padding_behind_the_last_element_is_no_weight() -> None:

@@ -163,7 +163,7 @@ def test_buffers_of_programs_are_what_a_step_takes_and_leaves() -> None:
     assert zero3.unshard.peak_bytes(chunks, 2) == whole + whole // 2 == zero3.micro.peak_bytes(chunks, 2)
     kept = parse_config({"preset": "topo", "error_feedback": ["gpu", "node"]})
     programs = StagePrograms.of(ShardPlan.from_config(kept, Grid(2, 2, 2), 0))
-    assert (programs.micro.residual_rows, programs.boundary.residual_rows) == (4, 2)
+    assert (programs.micro.residual_rows, programs.outermost.residual_rows) == (4, 2)
 
 
 # ---- order --------------------------------------------------------------------------------------------------------------
@@ -183,7 +183,8 @@ def test_topo_refreshes_once_and_crosses_nodes_in_the_last_micro_step() -> None:
         ("reduce", 0, inside),
         ("forward", 1, fetch),
         ("backward", 1, fetch),
-        ("reduce", 1, [*inside, ("node", 48, 48)]),
+        ("reduce", 1, inside),
+        ("boundary", 1, [("node", 48, 48)]),
     ]
 
 

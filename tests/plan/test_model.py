@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks.model import LONG, checks
 from hzero.config import parse_config
-from hzero.plan.collectives import Scheme
+from hzero.plan.collectives import Scheme, step_traffic
 from hzero.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
-from hzero.plan.memory import activations
+from hzero.plan.memory import activations, footprint
 from hzero.plan.scenario import Job, buckets_of, read_scenario
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import COMPUTE, Prediction, Task, predict, simulate, speeds, tasks_of
@@ -204,6 +204,35 @@ def test_collectives_of_a_device_have_one_order_where_the_library_needs_it(order
     assert (together == 0) == (order == "strict")
     assert {task.lane for task in hops} == {"gcd", "gpu", "node"} | ({"wire"} if order == "strict" else set())
     assert machine.profile.order == "strict" and load_profile("dgx_h200").order == "lanes"
+
+
+def test_topo_keeps_its_rate_on_many_nodes_with_one_micro_batch() -> None:
+    """1,999 nodes are prime, so they form no groups."""
+    job, rates = replace(_model("gpt_neox_20b"), accumulation=1), {}
+    for nodes in (16, 1999, 9408):
+        grid = Grid(nodes, 4, 2, automatic=True, switch_nodes=128)
+        rates[nodes] = predict(_preset("topo", grid), job, Machine(grid, FRONTIER)).tflops
+    assert min(rates.values()) > 0.95 * rates[16], rates
+
+
+def test_buckets_with_small_parts_share_a_message_of_the_outermost_tier() -> None:
+    grid, job = Grid(9408, 4, 2, automatic=True, switch_nodes=128), replace(_model("gpt_neox_20b"), accumulation=1)
+    machine, count, states, sent = Machine(grid, FRONTIER), [], [], []
+    for least in (0, 1 << 16):
+        plan = _preset("topo", grid, boundary_message_bytes=least)
+        tasks = [task for task in tasks_of(plan, job, machine) if task.name.startswith("boundary")]
+        assert {task.tier for task in tasks} == {"group"} and all(task.boundary for task in tasks)
+        count.append(sum(task.lane == "wire" for task in tasks))
+        states.append(footprint(plan, grid, job).states["transient reduce"])
+        sent.append([row.wire_bytes for row in step_traffic(plan, grid, job.model.numels)])
+    assert count[0] == len(buckets_of(job)) > 20 * count[1]
+    assert sent[0] == sent[1]
+    # Of 64 KiB of int8 with scales the sums in float32, for each of 147 groups; and messages, twice, of three in flight.
+    part = (1 << 16) * 147
+    assert 4.0 / (1 + 2 / 128) + 6 < (states[1].bytes - states[0].bytes) / part < 12
+    assert "the sums of" in states[1].what
+    accumulated = footprint(_preset("topo", grid), grid, replace(job, accumulation=2)).states["transient reduce"]
+    assert accumulated.bytes < states[1].bytes, "accumulators have the sums"
 
 
 def test_compression_and_tiers_win_where_tokens_are_few() -> None:
