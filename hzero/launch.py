@@ -75,6 +75,7 @@ def run_ranks(
     logs: Path,
     threads: int = 1,
     imports: Sequence[str] = (),
+    saves: bool = True,
 ) -> int:
     """Runs the ranks of a command on this machine to their end. None of them outlives this process.
 
@@ -85,6 +86,7 @@ def run_ranks(
         logs: Folder for the output of all ranks but 0.
         threads: CPU threads of each rank.
         imports: Modules that ranks need and that take long to import.
+        saves: Whether ranks save upon SIGTERM. If not, one that fails afterwards has only missed those that ended before it.
 
     Returns:
         0 if all ranks ended well, 75 if they saved and are to be started again, 2 if they refused their input, 130 after Ctrl-C
@@ -126,6 +128,8 @@ def run_ranks(
             with contextlib.suppress(EOFError):  # it sent nothing
                 if pipe.poll():
                     failures[rank] = pipe.recv()
+        if not saves and set(received) - {signal.SIGUSR1}:
+            return INTERRUPTED
         return _conclude([process.exitcode for process in processes], failures, received, logs)
     finally:
         for process in processes:

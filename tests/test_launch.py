@@ -28,16 +28,17 @@ def wait():
 def work():
     rank = int(os.environ["RANK"])
 {body}
-print("status", run_ranks(work, 3, logs=folder / "logs"), flush=True)
+print("status", run_ranks(work, 3, logs=folder / "logs", saves={saves}), flush=True)
 """
 
 
 class _Command:
     """`COMMAND` in a process of its own."""
 
-    def __init__(self, folder: Path, body: str) -> None:
+    def __init__(self, folder: Path, body: str, *, saves: bool = True) -> None:
         self._folder, self._out, self._err = folder, folder / "out", folder / "err"
         code = COMMAND.replace("{body}", "\n".join(f"    {line}" for line in body.splitlines()))
+        code = code.replace("{saves}", str(saves))
         (folder / "command.py").write_text(code)
         words = (str(folder / "command.py"), str(folder))
         self.process = fork(run_script, *words, folder=folder, env={}, out=self._out, err=self._err)
@@ -148,6 +149,15 @@ def test_signals(tmp_path: Path, sent: list[signal.Signals], body: str, status: 
     stopping = signal.SIGUSR1 not in sent
     said = f"hzero: stopping the ranks, which save if they train ({AGAIN})\n" * stopping
     assert err.partition(", perhaps")[0] == said + "hzero: rank 1 died: signal SIGKILL" * (status == 1)
+
+
+def test_ranks_that_miss_one_which_sigterm_has_ended_are_interrupted(tmp_path: Path) -> None:
+    """As measurements are, which save nothing: their command must not go on with the next one."""
+    late = "signal.signal(signal.SIGTERM, lambda *_: 1 / 0)\nwait()\ntime.sleep(60)"
+    command = _Command(tmp_path, late, saves=False)
+    command.all_ranks_wait()
+    command.signal(signal.SIGTERM)
+    assert command.finish()[0] == "status 130\n"
 
 
 def test_a_rank_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ def environment_on(cluster: Cluster, rank: int) -> dict[str, str]:
 
 def run_ranks(cluster: Cluster, work: Callable[[], None], logs: Path, threads: int = 1) -> int:
     """Runs the ranks of a cluster that is set up, as `hzero.launch.run_ranks` does, each in its namespace."""
-    return launch.run_ranks(functools.partial(_inside, cluster, work), cluster.world_size, logs=logs, threads=threads)
+    inside = functools.partial(_inside, cluster, work)
+    return launch.run_ranks(inside, cluster.world_size, logs=logs, threads=threads, saves=False)
 
 
 def _inside(cluster: Cluster, work: Callable[[], None]) -> None:

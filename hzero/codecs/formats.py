@@ -335,8 +335,8 @@ TRAITS: dict[CodecName, Traits] = {
 }
 #: Codecs whose blocks share a scale.
 BLOCK_CODECS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.codes)
-#: Codecs that give back every bit.
-LOSSLESS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.exact)
+#: Codecs that give back every bit, in messages of a fixed size.
+LOSSLESS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.exact and traits.fixed)
 #: Codecs whose messages have a fixed size, as a stage needs.
 FIXED: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.fixed)
 

@@ -263,7 +263,7 @@ class Weights:
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
         """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
-        payloads = [_resident(param) for param in params]
+        payloads: list[Any] = [param.resident for param in params]  # refreshes have made them
         first = payloads[0]
         memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
         end = start
