@@ -226,8 +226,8 @@ def test_padding_behind_the_last_element_is_no_weight() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
-@pytest.mark.parametrize("preset", ["topo", "zero3"])
-def test_a_gather_passes_few_functions_on_its_second_run(preset: str) -> None:
+@pytest.mark.parametrize(("preset", "most"), [("topo", 18), ("zero3", 20)])
+def test_a_gather_passes_few_functions_on_its_second_run(preset: str, most: int) -> None:
     """As docs/architecture.md says ("One gather"); `python -m tests.ways gather` prints them."""
     ours = {(module, name) for module, name in of_gather(preset) if not module.startswith("hzero.codecs.")}
     assert {module for module, _ in ours} <= {
@@ -236,5 +236,5 @@ def test_a_gather_passes_few_functions_on_its_second_run(preset: str) -> None:
         "hzero.comm.lanes",
         "hzero.comm.wirelog",
     }
-    assert len(ours) <= 18, sorted(ours)
+    assert len(ours) <= most, sorted(ours)
     assert {name for _, name in ours} >= {"Weights.unshard", "Bound.run", "Lanes.submit", "Lanes._run", "Chain.wait"}
