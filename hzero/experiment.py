@@ -69,7 +69,7 @@ class ModelGroup(Frozen):
 
 
 class DataGroup(Frozen):
-    """The text. ``path`` null is Python's standard library; ``max_bytes`` 0 takes all, null all of ``path``."""
+    """The text. ``path`` null is Python's standard library; ``max_bytes`` null or 0 takes all."""
 
     path: Name | None
     max_bytes: Count | None

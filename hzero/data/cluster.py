@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -15,6 +17,9 @@ from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Status
 
 from hzero.launch import rank_variables
 from hzero.validation import ConfigError, on_all_ranks
+
+#: Of Linux' prctl: the signal that a process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -33,33 +38,30 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     Raises:
         ConfigError: The ranks are too few, do not share one MPI job, or are not ``workers`` and two more.
     """
-    ranks = int(rank_variables().get("WORLD_SIZE", 1))
+    variables = rank_variables()
+    ranks = int(variables.get("WORLD_SIZE", 1))
     if ranks == 1:
         # Port 0: a busy port of the dashboard is no reason for a warning.
         with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as local:
             with Client(local) as client:
                 yield client
             return
+    if "mpi4py.MPI" not in sys.modules:  # which would not survive it
+        _go_on_in_a_child(variables["RANK"])
     from dask_mpi import initialize
-    from mpi4py import MPI
     from mpi4py.run import set_abort_status
 
-    import hzero.data.mpi  # noqa: F401 - registers mpi://, since a checkout on the path has no entry points
+    from hzero.data.mpi import WORLD
 
-    world = MPI.COMM_WORLD
     with on_all_ranks():
-        if world.size != ranks:
+        if WORLD.size != ranks:
             raise ConfigError(
-                f"MPI: found {world.size} ranks; expected the launcher's {ranks}: srun needs the --mpi of mpi4py's MPI"
+                f"MPI: found {WORLD.size} ranks; expected the launcher's {ranks}: srun needs the --mpi of mpi4py's MPI"
             )
         if ranks < 3 or workers not in (None, ranks - 2):
             raise ConfigError(f"workers: found {workers} on {ranks} ranks; expected 2 ranks more than workers")
     # As LocalCluster does: otherwise every rank prints its steps.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    processes = world.gather(f"{socket.gethostname()}:{os.getpid()}")
-    if processes and "HYDI_CONTROL_FD" in os.environ:
-        # MPICH's mpiexec kills all ranks when one dies, and names a process only.
-        print(f"hzero: processes of ranks 0 to {ranks - 1}: {' '.join(processes)}", file=sys.stderr, flush=True)
     try:
         if not initialize(protocol="mpi", dashboard=False, dashboard_address=":0", exit=False):
             raise SystemExit(0)
@@ -75,15 +77,25 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
             client.shutdown()
 
 
+def _go_on_in_a_child(rank: str) -> None:
+    """Leaves the work to a child, whose death this process can name before the launcher ends the other ranks."""
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0 and code != -signal.SIGTERM:  # which launchers send
+            print(
+                f"hzero: rank {rank} on {socket.gethostname()} was ended by signal {-code}", file=sys.stderr, flush=True
+            )
+            time.sleep(1.0)  # until the launcher has the message
+        os._exit(code % 256)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class _Deaths(SchedulerPlugin):
     """Ends the job when a worker is gone: MPI would wait for its rank at the end, and a rank cannot be started again."""
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        if scheduler.status != Status.running:
-            return
-        from hzero.data.mpi import WORLD, parsed
+        if scheduler.status == Status.running:
+            from hzero.data.mpi import end_job, parsed
 
-        host, rank, _port = parsed(worker)
-        print(f"hzero: rank {rank} on {host} is gone; the job ends", file=sys.stderr, flush=True)
-        time.sleep(1.0)  # until the launcher has the message: it stops reading when a rank aborts
-        WORLD.Abort(1)
+            host, rank, _port = parsed(worker)
+            end_job(f"rank {rank} on {host} is gone")

@@ -7,7 +7,7 @@ import json
 import os
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -16,19 +16,15 @@ from typing import Any
 from hzero.data import shards
 from hzero.data.shards import Job, Piece
 from hzero.experiment import Experiment, checkpoint_folder
-from hzero.files import cache_folder, expanded, read_json, refusing, replacing
+from hzero.files import cache_folder, expanded, refusing, replacing
 from hzero.validation import ConfigError, library_errors
 
 #: Ends a text where the tokenizer is trained here.
 END = "<|endoftext|>"
-#: Files of a folder of token ids: what they were made of, and the totals, which are written last.
-IDENTITY, COMPLETE = "prepare.json", "complete.json"
+#: Files of a folder of token ids: what they were made of, and what `datasets` reads, which is written last.
+IDENTITY, STATE = "prepare.json", "state.json"
 #: Bytes of text in a shard of `hzero train`.
 _SHARD_BYTES = 64_000_000
-#: Folders that are not the standard library itself, or not everywhere part of it.
-_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "lib2to3"}
-#: Bytes of the standard library, unless ``data.max_bytes`` says otherwise.
-_STDLIB_BYTES = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
 
 def _tokenizer_of_ids(experiment: Experiment, folder: Path) -> Any:
     """The tokenizer of a folder that `hzero data prepare` has written."""
-    if not (folder / "state.json").is_file():
+    if not (folder / STATE).is_file():
         expected = "expected one that `hzero data prepare` has completed, with data.format=arrow"
         raise ConfigError(f"data.path: found no complete data set in {str(folder)!r}; {expected}")
     if limit := experiment["data"]["max_bytes"]:
@@ -99,16 +95,20 @@ def _tokenizer_of_ids(experiment: Experiment, folder: Path) -> Any:
 
 def _tokenised(experiment: Experiment, say: Callable[[str], None]) -> tuple[Path, Any]:
     """The folder in the cache with the token ids of the text, and the tokenizer."""
-    data, model = experiment["data"], experiment["model"]
+    data = experiment["data"]
     source, files = files_of(data["path"], data["max_bytes"])
     work = shards.cut(source, files, _SHARD_BYTES)
     cache = expanded(data["cache_dir"] or cache_folder()).absolute()
     with refusing("data.cache_dir", cache):
         cache.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(experiment, source, work, cache, say)
-    job = Job("", source, cache, "data.cache_dir", tokenizer.eos_token_id, model["seq_length"], _SHARD_BYTES, len(work))
-    job = begun(job, files, tokenizer, "tokens-{}")
-    complete(job, (job.done(number) or shards.write(job, number, parts) for number, parts in enumerate(work)))
+    length, end = experiment["model"]["seq_length"], tokenizer.eos_token_id
+    job = Job(source, cache / "tokens-{}", len(work), end, length, _SHARD_BYTES)
+    job, missing = begun(job, files, tokenizer)
+    for number in missing:
+        shards.write(job, number, work[number])
+    if missing or not (job.output / STATE).is_file():
+        complete(job)
     return job.output, tokenizer
 
 
@@ -120,8 +120,7 @@ def files_of(path: str | None, limit: int | None) -> tuple[Path, list[Path]]:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        found = [p for p in root.rglob("*.py") if not _NOT_STDLIB & set(p.relative_to(root).parts)]
-        limit = _STDLIB_BYTES if limit is None else limit
+        found = list(root.glob("*.py"))
     else:
         root = expanded(path)
         inside = root.rglob("*") if root.is_dir() else [root]
@@ -134,17 +133,16 @@ def files_of(path: str | None, limit: int | None) -> tuple[Path, list[Path]]:
     return root if root.is_dir() else root.parent, found
 
 
-def begun(job: Job, files: Sequence[Path], tokenizer: Any, folder: str = "") -> Job:
+def begun(job: Job, files: Sequence[Path], tokenizer: Any) -> tuple[Job, list[int]]:
     """Makes the output folder of a job, or checks that it belongs to the job.
 
     Args:
-        job: The job without its key.
+        job: The job. ``{}`` in the name of its output is the place of a hash of all that the shards depend on.
         files: Its input.
         tokenizer: The tokenizer.
-        folder: Name of a folder in ``job.output``, with a place for the key, that is the job's; none by default.
 
     Returns:
-        The job with its key, a hash of all that the content of the shards depends on.
+        The job with the name of its output, and the numbers of the shards that are missing.
 
     Raises:
         ConfigError: The folder belongs to another job. The message names the first difference.
@@ -157,58 +155,37 @@ def begun(job: Job, files: Sequence[Path], tokenizer: Any, folder: str = "") -> 
     }
     for file in files:
         identity[f"data.path: {file.relative_to(job.source)}"] = [file.stat().st_size, file.stat().st_mtime_ns]
-    key = _hash(identity)
-    output = job.output / folder.format(key[:24])
+    output = Path(str(job.output).replace("{}", _hash(identity)))
     if (output / IDENTITY).is_file():
-        before = read_json(output / IDENTITY)
+        before = json.loads((output / IDENTITY).read_bytes())
         for name in {**before, **identity}:
-            if (found := identity.get(name)) != (expected := before.get(name)):
-                of = f"as for {str(output)!r}, or another {job.place}"
-                raise ConfigError(f"{name}: found {found}; expected {expected}, {of}")
+            if (found := identity.get(name)) != (wanted := before.get(name)):
+                raise ConfigError(f"{name}: found {found}; expected {wanted}, as for {output}, or another folder")
     elif output.is_dir() and any(output.iterdir()):
-        raise ConfigError(f"{job.place}: found other files in {str(output)!r}; expected an empty folder")
-    with refusing(job.place, output):
-        (output / "shards").mkdir(parents=True, exist_ok=True)
-        with replacing(output / IDENTITY) as written:
-            json.dump(identity, written, indent=1)
-        _save_tokenizer(tokenizer, output / "tokenizer")
-    return replace(job, key=key, output=output)
+        raise ConfigError(f"data.output: found other files in {str(output)!r}; expected an empty folder")
+    output.mkdir(parents=True, exist_ok=True)
+    with replacing(output / IDENTITY) as written:
+        json.dump(identity, written, indent=1)
+    _save_tokenizer(tokenizer, output / "tokenizer")
+    job = replace(job, output=output)
+    return job, [number for number in range(job.count) if not job.file(number).is_file()]
 
 
-def complete(job: Job, counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Makes a data set of a job's shards: for ``datasets``, or one file for Megatron. Returns the totals.
-
-    Args:
-        job: The job.
-        counts: Those of all shards; they are not consumed if the data set is complete.
-    """
-    from datasets import Features
-
-    gone = job.dtype is None and not all(job.file(number).is_file() for number in range(job.count))
-    if gone or not (job.output / COMPLETE).is_file():
-        found = list(counts)
-        totals: dict[str, Any] = {key: sum(one[key] for one in found) for key in ("documents", "tokens", "rows")}
-        totals["empty"] = sorted(tuple(place) for one in found for place in one["empty"])
-        files = {COMPLETE: totals}
-        if job.dtype is None:  # what ``datasets.load_from_disk`` reads beside the shards
-            state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
-            state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": job.key[:16]}
-            state["_data_files"] = [{"filename": job.file(number).name} for number in range(job.count)]
-            info = {"features": Features.from_arrow_schema(job.schema).to_dict()}
-            files = {"dataset_info.json": info, "state.json": state, COMPLETE: totals}
-        with refusing(job.place, job.output):
-            if job.dtype:
-                shards.merge(job)
-            for name, content in files.items():
-                with replacing(job.output / name) as file:
-                    json.dump(content, file, indent=1)
-    for number in range(job.count if job.dtype else 0):  # their content is in the whole file
-        job.file(number).unlink(missing_ok=True)
-    return read_json(job.output / COMPLETE)
+def complete(job: Job) -> None:
+    """Makes a data set of a job's shards, which ``datasets`` reads; Megatron reads them as they are."""
+    for left in job.output.glob(".*.partial"):  # of workers that were killed
+        left.unlink(missing_ok=True)
+    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state |= {"_format_kwargs": {}, "_output_all_columns": False}
+    state["_fingerprint"] = _hash((job.output / IDENTITY).read_text())
+    state["_data_files"] = [{"filename": job.file(number).name} for number in range(job.count)]
+    for name, content in {"dataset_info.json": {}, STATE: state}.items() if job.dtype is None else ():
+        with replacing(job.output / name) as file:
+            json.dump(content, file, indent=1)
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:24]
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -228,22 +205,16 @@ def _tokenizer(
 
     folder, vocab = checkpoint_folder(experiment["model"]), experiment.architecture.vocab_size
     if folder is None or not _has_tokenizer(folder):
-        sizes = [[part.file, part.begin, (source / part.file).stat().st_mtime_ns] for parts in work for part in parts]
-        folder = cache / f"tokenizer-{_hash([str(source), sizes, vocab])[:24]}"
+        pieces = [piece for pieces in work for piece in pieces]
+        changed = [(source / piece.file).stat().st_mtime_ns for piece in pieces]
+        folder = cache / f"tokenizer-{_hash([str(source), pieces, changed, vocab])}"
     if not folder.is_dir():
         say(f"training a tokenizer of {vocab:,} tokens (once; kept in {folder})")
         trained = ByteLevelBPETokenizer()
-        pieces = (part for parts in work for part in parts)
-        trained.train_from_iterator(
-            (text for piece in pieces for text, _ in shards.read(source, piece, _SHARD_BYTES, [])),
-            vocab_size=vocab,
-            min_frequency=2,
-            show_progress=False,
-            special_tokens=[END],
-        )
+        texts = (text for piece in pieces for text, *_ in shards.read(source, piece, _SHARD_BYTES))
+        trained.train_from_iterator(texts, vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END])
         made = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token=END, eos_token=END, pad_token=END)
-        with refusing("data.cache_dir", folder):
-            _save_tokenizer(made, folder)
+        _save_tokenizer(made, folder)
     return read_tokenizer(folder, "model.path", vocab)
 
 

@@ -11,23 +11,19 @@ The keys are in conf/prepare.yaml. The same command completes a job that was int
 
 from __future__ import annotations
 
-import itertools
-import shutil
-import sys
-import time
-from collections.abc import Container, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
 
+from datasets import load_from_disk
 from distributed import Client, KilledWorker, as_completed
 from pydantic import Field
-from rich.console import Console
-from rich.progress import track
+from tqdm import tqdm
 
 from hzero.data import shards
 from hzero.data.cluster import cluster
 from hzero.data.corpus import begun, complete, files_of, read_tokenizer
-from hzero.data.shards import Job, Piece
+from hzero.data.shards import Job
 from hzero.experiment import Name, composed
 from hzero.files import expanded
 from hzero.validation import ConfigError, Frozen, Parser, on_all_ranks, printable, validated
@@ -82,7 +78,8 @@ def prepare(settings: Settings, client: Client) -> None:
             workers.
     """
     data, length = settings.data, settings.model.seq_length
-    source, output = (expanded(path).resolve() for path in (data.path, data.output))
+    source, files = files_of(data.path, None)
+    source, output = source.resolve(), expanded(data.output).resolve()
     if output == source or source in output.parents:
         raise ConfigError(f"data.output: found {data.output!r} inside data.path; expected another folder")
     tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
@@ -92,56 +89,31 @@ def prepare(settings: Settings, client: Client) -> None:
     if data.format == "megatron":
         largest = max(tokenizer.get_vocab().values())
         dtype = "uint16" if largest < 65_500 else "int32"  # as Megatron itself chooses
-    source, files = files_of(str(source), None)
     work = shards.cut(source, files, data.shard_bytes)
-    job = Job("", source, output, "data.output", end, length, data.shard_bytes, len(work), dtype)
-    job = begun(job, files, tokenizer)
-    _sweep(output)
-    done = {number: counts for number in range(len(work)) if (counts := job.done(number))}
-    if done:
-        _say(f"{len(done):,} of {len(work):,} shards are complete")
-    totals = complete(job, itertools.chain(done.values(), _written(job, work, done, client)))
-    _sweep(output)
-    documents, tokens, rows, empty = (totals[key] for key in ("documents", "tokens", "rows", "empty"))
-    _say(f"{documents:,} documents, {tokens:,} tokens, {len(work):,} shards in {output}")
-    if empty:
-        file, at = empty[0]
-        _say(f"{len(empty):,} empty texts are left out, such as that at {shards.place(source / file, at)}")
-    if dtype is None:
-        left = tokens - rows * length
-        _say(f"{rows:,} sequences of {length:,} tokens; {left:,} tokens at the ends of shards are left out")
-        if not rows:
-            raise ConfigError(f"data.path: {data.path!r} is too short for model.seq_length {length}")
-
-
-def _written(job: Job, work: list[list[Piece]], done: Container[int], client: Client) -> Iterator[dict[str, Any]]:
-    """Writes the shards that are not done, one task each, and yields their counts."""
-    tasks = {
-        client.submit(shards.write, job, number, parts, pure=False): parts
-        for number, parts in enumerate(work)
-        if number not in done
-    }
-    quiet, began, documents = not sys.stderr.isatty(), time.monotonic(), 0
-    bar = track(as_completed(tasks), "shards", len(tasks), console=Console(stderr=True), disable=quiet)
+    job = Job(source, output, len(work), end, length, data.shard_bytes, dtype)
+    job, missing = begun(job, files, tokenizer)
+    tasks = {client.submit(shards.write, job, number, work[number], pure=False): number for number in missing}
+    bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="")
+    totals, firsts = Counter[str](), list[str]()
     try:
-        for number, task in enumerate(bar, 1):
-            counts = task.result()
-            documents += counts["documents"]
-            if number == len(tasks) or (quiet and number % max(len(tasks) // 10, 1) == 0):
-                rate = documents / (time.monotonic() - began)
-                _say(f"{len(work) - len(tasks) + number:,} of {len(work):,} shards; {rate:,.0f} documents/s")
-            yield counts
+        for task in bar:
+            counts, first = task.result()
+            totals.update(counts)
+            firsts += first
     except KilledWorker as error:
-        found = f"found {error.allowed_failures + 1} dead workers in the shard that begins in {tasks[task][0].file!r}"
+        begins = work[tasks[task]][0].file
+        found = f"found {error.allowed_failures + 1} dead workers in the shard that begins in {begins!r}"
         raise ConfigError(f"data.path: {found}; expected more memory, or a smaller data.shard_bytes") from None
     finally:
         client.cancel(list(tasks))  # of those that are left after an error
-
-
-def _sweep(output: Path) -> None:
-    """Removes what processes have left that were killed while they wrote."""
-    for left in (*output.glob(".*.partial"), *output.glob("shards/.*.partial")):
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    begun(job, files, tokenizer)  # raises if a file has changed meanwhile
+    complete(job)
+    documents, tokens = totals["documents"], totals["tokens"]
+    _say(f"{documents:,} documents, {tokens:,} tokens, {len(missing):,} of {len(work):,} shards written in {output}")
+    if firsts:
+        _say(f"{totals['empty']:,} empty texts are left out, such as that at {min(firsts)}")
+    if dtype is None and not len(load_from_disk(str(output))):
+        raise ConfigError(f"data.path: {data.path!r} is too short for model.seq_length {length}")
 
 
 def _say(line: str) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -29,7 +30,7 @@ if find_spec("distributed") is None or find_spec("datasets") is None:
 from distributed import Client
 
 from hzero import cli
-from hzero.data import corpus
+from hzero.data import corpus, shards
 from hzero.data.cluster import cluster
 from hzero.data.prepare import prepare, settings_of
 from hzero.experiment import compose
@@ -95,29 +96,24 @@ def documents(place: Path) -> list[list[int]]:
 def test_rows_are_the_documents_of_each_shard(place: Path, one: dict[str, str]) -> None:
     import datasets
 
-    found = datasets.load_from_disk(str(place / "one"))
-    want, begun = documents(place), 0
-    lines = [line for file in sorted((place / "texts").rglob("*.jsonl")) for line in file.read_bytes().splitlines(True)]
-    assert len(lines) == len(want) == json.loads((place / "one" / "complete.json").read_text())["documents"]
-    notes = [json.loads(path.read_text()) for path in sorted((place / "one" / "shards").iterdir())]
-    assert len(notes) > 5
-    row = 0
-    for note in notes:
-        mine = want[begun : begun + note["documents"]]
-        begun += note["documents"]
-        ids = [token for document in mine for token in document]
-        rows = found[row : row + note["rows"]]
-        row += note["rows"]
-        assert note["rows"] == len(ids) // LENGTH
-        assert [token for line in rows["input_ids"] for token in line] == ids[: note["rows"] * LENGTH]
-        # Each document begins where the lengths of those before it end, in its row or in one before.
-        borders = np.cumsum([length for lengths in rows["seq_lengths"] for length in lengths])
-        assert all(sum(lengths) == LENGTH for lengths in rows["seq_lengths"])
-        ends = np.cumsum([len(document) for document in mine])
-        assert set(borders) == set(ends[ends <= note["rows"] * LENGTH]) | set(
-            range(LENGTH, note["rows"] * LENGTH + 1, LENGTH)
-        )
-    assert begun == len(want) and row == len(found)
+    found, want, row = datasets.load_from_disk(str(place / "one"))["input_ids"], documents(place), 0
+    texts = place / "texts"
+    files = sorted(texts.rglob("*.jsonl"))
+    work = shards.cut(texts, files, SHARD)
+    assert len(work) > 5 and len(list((place / "one").glob("*.arrow"))) == len(work)
+    begins = [  # of each line: its file and its first byte
+        (file.relative_to(texts).as_posix(), at)
+        for file in files
+        for at in np.cumsum([0, *map(len, file.read_bytes().splitlines(True))])[:-1]
+    ]
+    assert len(begins) == len(want)
+    for pieces in work:
+        mine = [any(name == p.file and p.begin <= at < p.end for p in pieces) for name, at in begins]
+        ids = [token for document, is_mine in zip(want, mine) if is_mine for token in document]
+        rows = len(ids) // LENGTH
+        assert [token for line in found[row : row + rows] for token in line] == ids[: rows * LENGTH]
+        row += rows
+    assert row == len(found)
 
 
 def test_the_output_does_not_depend_on_the_workers(place: Path, one: dict[str, str], client: Client) -> None:
@@ -168,7 +164,7 @@ def test_a_full_disk_is_one_error_and_the_next_start_completes(
 ) -> None:
     with (
         files_of_at_most(client, 2000),
-        pytest.raises(ConfigError, match=r"^data.output: cannot write .*data-000.*: File"),
+        pytest.raises(OSError, match=r"File too large: .*full/tokens-000..-of-00025.arrow"),
     ):
         prepare(settings_of(words(place, "full")), client)
     deadline = time.monotonic() + 20  # other workers may still be writing
@@ -177,8 +173,7 @@ def test_a_full_disk_is_one_error_and_the_next_start_completes(
     left = content(place / "full")  # whole files only
     assert left.items() <= one.items() and not left.keys() & {
         "state.json",
-        "complete.json",
-        "data-00000-of-00025.arrow",
+        "tokens-00000-of-00025.arrow",
     }
     prepare(settings_of(words(place, "full")), client)
     assert content(place / "full") == one
@@ -189,16 +184,15 @@ def test_finished_shards_are_not_written_again(
 ) -> None:
     prepare(settings_of(words(place, "again")), client)
     folder = place / "again"
-    for name in ("complete.json", "state.json", "shards/00002.json"):
-        (folder / name).unlink()
     files = sorted(folder.glob("*.arrow"))
-    files[4].write_bytes(files[4].read_bytes()[:-8])  # as after a power cut
-    (folder / ".data-00003.arrow.0123.partial").write_text("of a worker that was killed")
-    before = {file: file.stat().st_mtime_ns for file in files}
+    for file in (folder / "state.json", files[2], files[4]):
+        file.unlink()
+    (folder / ".tokens-00003.arrow.0123.partial").write_text("of a worker that was killed")
+    before = {file: file.stat().st_mtime_ns for file in files if file.exists()}
     capsys.readouterr()
     prepare(settings_of(words(place, "again")), client)
-    assert f"{len(files) - 2} of {len(files)} shards are complete" in capsys.readouterr().out
-    changed = [number for number, file in enumerate(files) if file.stat().st_mtime_ns != before[file]]
+    assert f"2 of {len(files)} shards written in" in capsys.readouterr().out
+    changed = [number for number, file in enumerate(files) if file.stat().st_mtime_ns != before.get(file)]
     assert changed == [2, 4] and content(folder) == one
     files[1].unlink()  # of a complete data set
     prepare(settings_of(words(place, "again")), client)
@@ -276,8 +270,8 @@ def test_empty_texts_are_left_out_and_named(
         said
     )
     before = content(tmp_path / "out")
-    (tmp_path / "out" / "complete.json").unlink()
-    (tmp_path / "out" / "shards" / "00001.json").unlink()
+    (tmp_path / "out" / "state.json").unlink()
+    sorted((tmp_path / "out").glob("*.arrow"))[1].unlink()
     prepare(settings_of(words(place, "", *given)), client)
     assert content(tmp_path / "out") == before
 
@@ -334,37 +328,40 @@ def _megatron(prefix: Path) -> list[list[int]]:
 def test_megatron_reads_the_documents(place: Path, client: Client) -> None:
     given = words(place, "megatron", "data.format=megatron")
     prepare(settings_of(given), client)
-    whole = content(place / "megatron")
-    assert not [name for name in whole if name.startswith("tokens-")]
-    assert _megatron(place / "megatron" / "tokens") == documents(place)
-    prepare(settings_of(given), client)  # complete: no shard is written again
+    whole, shards = content(place / "megatron"), sorted((place / "megatron").glob("*.idx"))
+    assert len(shards) > 5
+    assert [document for shard in shards for document in _megatron(shard)] == documents(place)
+    shards[1].unlink()  # written after its token ids
+    prepare(settings_of(given), client)
     assert content(place / "megatron") == whole
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        theirs = IndexedDataset(str(place / "megatron" / "tokens"))
-        assert [theirs[number].tolist() for number in range(len(theirs))] == documents(place)
+        theirs = [IndexedDataset(str(shard.with_suffix(""))) for shard in shards]
+        assert [one[number].tolist() for one in theirs for number in range(len(one))] == documents(place)
 
 
 @LONG
 def test_a_dead_rank_ends_the_job_and_the_next_start_completes(place: Path, one: dict[str, str]) -> None:
     """Over MPI: rank 0 schedules, rank 1 is the client, ranks 2 and 3 work."""
+    import psutil
+
     command = [mpiexec(), "-n", "4", sys.executable, "-m", "hzero", "data", "prepare", *words(place, "ranks")]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment(), cwd=ROOT, **streams) as job:  # type: ignore[call-overload]
-        line = next(line for line in job.stdout if "processes of ranks" in line)
         deadline = time.monotonic() + 60
-        while not list(place.glob("ranks/shards/*.json")) and time.monotonic() < deadline:
+        while not list(place.glob("ranks/*.arrow")) and time.monotonic() < deadline:
             time.sleep(0.01)
-        pid = line.split()[-1].rpartition(":")[2]
-        os.kill(int(pid), signal.SIGKILL)
+        processes = psutil.Process(job.pid).children(recursive=True)
+        rank_3 = [process for process in processes if process.environ().get("PMI_RANK") == "3"]
+        next(process for process in rank_3 if process.parent() in rank_3).kill()
         said = job.stdout.read()
         assert job.wait(60) != 0
-    assert "signal 9" in said and not (place / "ranks" / "complete.json").exists(), said
-    assert list(place.glob("ranks/shards/*.json")) != []
+    assert f"hzero: rank 3 on {socket.gethostname()} was ended by signal 9" in said, said
+    assert not (place / "ranks" / "state.json").exists() and list(place.glob("ranks/*.arrow")), said
     done = run(*command, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "shards are complete" in done.stdout and content(place / "ranks") == one
+    assert " 25 of 25 shards" not in done.stdout and content(place / "ranks") == one
 
 
 def _experiment(place: Path, output: str, *more: str) -> Any:
