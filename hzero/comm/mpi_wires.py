@@ -56,6 +56,7 @@ def import_mpi() -> Any:
     return MPI
 
 
+@cache
 def gpu_aware() -> bool:
     """Whether the MPI library says that it reads and writes the memory of this torch's GPUs."""
     mpi = import_mpi()

@@ -42,10 +42,10 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     ranks = int(variables.get("WORLD_SIZE", 1))
     if ranks == 1:
         # Port 0: a busy port of the dashboard is no reason for a warning.
-        with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as local:
-            with Client(local) as client:
-                yield client
-            return
+        local = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
+        with local, Client(local) as client:
+            yield client
+        return
     if "mpi4py.MPI" not in sys.modules:  # which would not survive it
         _go_on_in_a_child(variables["RANK"])
     from dask_mpi import initialize

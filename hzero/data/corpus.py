@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sysconfig
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -166,7 +164,8 @@ def begun(job: Job, files: Sequence[Path], tokenizer: Any) -> tuple[Job, list[in
     output.mkdir(parents=True, exist_ok=True)
     with replacing(output / IDENTITY) as written:
         json.dump(identity, written, indent=1)
-    _save_tokenizer(tokenizer, output / "tokenizer")
+    with replacing(output / "tokenizer.json") as written:
+        written.write(tokenizer.backend_tokenizer.to_str())
     job = replace(job, output=output)
     return job, [number for number in range(job.count) if not job.file(number).is_file()]
 
@@ -204,31 +203,19 @@ def _tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     folder, vocab = checkpoint_folder(experiment["model"]), experiment.architecture.vocab_size
-    if folder is None or not _has_tokenizer(folder):
-        pieces = [piece for pieces in work for piece in pieces]
-        changed = [(source / piece.file).stat().st_mtime_ns for piece in pieces]
-        folder = cache / f"tokenizer-{_hash([str(source), pieces, changed, vocab])}"
-    if not folder.is_dir():
-        say(f"training a tokenizer of {vocab:,} tokens (once; kept in {folder})")
+    if folder is not None and _has_tokenizer(folder):
+        return read_tokenizer(folder, "model.path", vocab)
+    pieces = [piece for pieces in work for piece in pieces]
+    changed = [(source / piece.file).stat().st_mtime_ns for piece in pieces]
+    file = cache / f"tokenizer-{_hash([str(source), pieces, changed, vocab])}.json"
+    if not file.is_file():
+        say(f"training a tokenizer of {vocab:,} tokens (once; kept in {file})")
         trained = ByteLevelBPETokenizer()
         texts = (text for piece in pieces for text, *_ in shards.read(source, piece, _SHARD_BYTES))
         trained.train_from_iterator(texts, vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END])
-        made = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token=END, eos_token=END, pad_token=END)
-        _save_tokenizer(made, folder)
-    return read_tokenizer(folder, "model.path", vocab)
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Saves a tokenizer whole, unless another process was faster."""
-    if folder.is_dir():
-        return
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".", suffix=".partial") as work:
-        tokenizer.save_pretrained(f"{work}/{folder.name}")
-        try:
-            os.rename(f"{work}/{folder.name}", folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
+        with replacing(file) as written:
+            written.write(trained.to_str())
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=END, eos_token=END, pad_token=END)
 
 
 def read_tokenizer(folder: Path, key: str, vocab: int | None = None) -> Any:

@@ -78,10 +78,10 @@ def prepare(settings: Settings, client: Client) -> None:
             workers.
     """
     data, length = settings.data, settings.model.seq_length
-    source, files = files_of(data.path, None)
-    source, output = source.resolve(), expanded(data.output).resolve()
+    source, output = (expanded(path).resolve() for path in (data.path, data.output))
     if output == source or source in output.parents:
         raise ConfigError(f"data.output: found {data.output!r} inside data.path; expected another folder")
+    source, files = files_of(str(source), None)
     tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
     end, dtype = tokenizer.eos_token_id, None
     if end is None:
@@ -107,6 +107,7 @@ def prepare(settings: Settings, client: Client) -> None:
     finally:
         client.cancel(list(tasks))  # of those that are left after an error
     begun(job, files, tokenizer)  # raises if a file has changed meanwhile
+    tokenizer.save_pretrained(output / "tokenizer")
     complete(job)
     documents, tokens = totals["documents"], totals["tokens"]
     _say(f"{documents:,} documents, {tokens:,} tokens, {len(missing):,} of {len(work):,} shards written in {output}")

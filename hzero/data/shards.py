@@ -53,7 +53,7 @@ class Job:
 
     Attributes:
         source: Folder of the texts.
-        output: Folder of the shards. ``tokenizer`` in it holds the tokenizer.
+        output: Folder of the shards and of ``tokenizer.json``.
         count: Number of shards.
         end: Id of the token that ends a document; None for none.
         length: Tokens of a sequence.
@@ -227,7 +227,7 @@ def write(job: Job, number: int, pieces: Sequence[Piece]) -> tuple[dict[str, int
 
 @lru_cache(maxsize=1)
 def _tokenizer(output: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

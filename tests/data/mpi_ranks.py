@@ -284,7 +284,7 @@ def cluster_checks() -> None:
 
 def main() -> None:
     """All checks, in this order, on all ranks."""
-    faulthandler.dump_traceback_later(50)
+    faulthandler.dump_traceback_later(110)
     try:
         asyncio.run(checks())
         if WORLD.size > 1:

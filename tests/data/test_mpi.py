@@ -31,7 +31,7 @@ def _mpiexec(log: Path, *command: str, **env: str) -> tuple[int, str]:
     """Runs four ranks. Returns the status, -1 if they do not end, and what they print."""
     with open(log, "w") as out, contextlib.suppress(subprocess.TimeoutExpired):
         ranks = [mpiexec(), "-n", "4", *command]
-        done = subprocess.run(ranks, cwd=ROOT, env=environment(**env), stdout=out, stderr=out, timeout=60, check=False)
+        done = subprocess.run(ranks, cwd=ROOT, env=environment(**env), stdout=out, stderr=out, timeout=120, check=False)
         return done.returncode, log.read_text()
     return -1, log.read_text()
 
