@@ -247,8 +247,7 @@ class DeviceKernels:
 
     def _compiled(self, family: str, architecture: str) -> bytes:
         source = self._sources / f"{family}.hip"
-        option = "--offload-arch=" if torch.version.hip else "--gpu-architecture="
-        options = (f"{option}{architecture}", "-std=c++17")
+        options = (f"--{'offload-arch' if torch.version.hip else 'gpu-architecture'}={architecture}", "-std=c++17")
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._compiler("version", "Version", ctypes.byref(major), ctypes.byref(minor))
         built_by = (*options, (major.value, minor.value), torch.version.hip, torch.version.cuda)
