@@ -186,6 +186,13 @@ class Precision(BaseModel, extra="allow"):
     enabled: Literal["auto"]
 
 
+class Bfloat16(Precision):
+    """DeepSpeed allows the second key only with the first."""
+
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
 class DeepSpeedGroup(BaseModel, extra="allow"):
     """The configuration of DeepSpeed. Trainer replaces what is ``auto`` by what follows from the group ``train``."""
 
@@ -193,7 +200,7 @@ class DeepSpeedGroup(BaseModel, extra="allow"):
     train_micro_batch_size_per_gpu: Literal["auto"]
     gradient_accumulation_steps: Literal["auto"]
     gradient_clipping: Literal["auto"]
-    bf16: Precision
+    bf16: Bfloat16
     fp16: Precision
     tensor_parallel: TensorParallel = TensorParallel()
     zero_optimization: ZeroOptimization

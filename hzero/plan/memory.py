@@ -152,11 +152,11 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     live = min(max(unit, largest) + max(job.reuse // 2, ahead), total)
     bucket = min(max(job.reduce, largest), total)
     gradient = job.gradient_itemsize or itemsize
-    # A float32 master and Adam's two moments make 12 bytes.
+    kept = 3 * job.state_itemsize  # a master and Adam's two moments
     states = {
         "primary weights": State(shard * itemsize, f"{itemsize} bytes over the world"),
         "gradient shard": State(shard * gradient, f"{gradient} bytes over the world"),
-        "optimizer": State(shard * 12, "12 bytes over the world"),
+        "optimizer": State(shard * kept, f"{kept} bytes over the world"),
     }
     if job.offload:
         states["gradient shard"] = states["optimizer"] = State(0, "on the host")
@@ -174,9 +174,9 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     else:
         what = f"a bucket of {bucket:,} elements on its way, the largest gradient"
         states["transient reduce"] = State((bucket + made) * itemsize, what)
-    # Float32 gradients of a sub-group, and two temporaries of torch's Adam.
+    # Gradients of a sub-group in the masters' type, and two temporaries of torch's Adam.
     stepped = 0 if job.offload else min(shard, job.sub_group)
-    states["transient step"] = State(12 * stepped, "float32 gradients and two temporaries of Adam")
+    states["transient step"] = State(kept * stepped, "gradients and two temporaries of Adam")
     # Nodes that each joins: DeepSpeed's of the world, and the stage's of the tiers.
     nodes = [grid.nodes, *(grid.size(tier) if tier in NET_TIERS else 1 for tier in grid.crossed if plan is not None)]
     what = f"estimate: rings of {len(nodes)}, {CHANNELS} channels of 2 x 4 MiB each"

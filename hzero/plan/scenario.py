@@ -47,6 +47,7 @@ class Job:
         sub_group: ``sub_group_size``: elements that the optimizer steps together.
         gradient_itemsize: Bytes of an element of the gradient shard; None: of a weight, as DeepSpeed's default is.
         offload: Whether the optimizer and the gradient shard are on the host.
+        state_itemsize: Bytes of an element of the master and of Adam's moments; 2 with ``bf16_optimizer_states``.
         hierarchical: Whether the library keeps buffers for hierarchical all-gathers.
         tensor: Devices of a tensor group, which share every matrix; ``model`` then has the parameters of one device.
         sequence: Chunks, and the ranks that share a sequence; None without.
@@ -69,6 +70,7 @@ class Job:
     gradient_itemsize: int | None
     offload: bool
     hierarchical: bool = False
+    state_itemsize: int = 4
     tensor: int = 1
     stored: float = 1.0
     sequence: SequenceConfig | None = None
@@ -102,6 +104,7 @@ class Job:
             gradient_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(gradient),
             offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
             hierarchical=isinstance(profile, Profile) and profile.hierarchical,
+            state_itemsize=2 if experiment.deepspeed.bf16.bf16_optimizer_states else 4,
             sequence=experiment.sequence,
         )
 

@@ -76,6 +76,11 @@ def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert states()["gradient buffer"] == 10**9 and small["gradient buffer"] == 2_000_000
     assert states(f"+{zero}.contiguous_gradients=false")["gradient buffer"] == 0
     assert states(f"+{zero}.offload_optimizer.device=cpu")["optimizer"] == 0
+    narrow, wide = (
+        states("deepspeed.bf16.bf16_master_weights_and_grads=true", "deepspeed.bf16.bf16_optimizer_states=true"),
+        states(),
+    )
+    assert all(2 * narrow[name] == wide[name] for name in ("optimizer", "transient step"))
     assert states("deepspeed.data_types.grad_accum_dtype=fp32")["gradient shard"] == 2 * states()["gradient shard"]
 
 
