@@ -10,8 +10,10 @@ import re
 import reprlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -64,6 +66,8 @@ class PeerError(PlainError):
         self.ranks = tuple(ranks)
 
 
+#: What waits in vain raise.
+NoAnswer = TimeoutError
 #: How long other ranks wait for rank 0 to report an error of all ranks. Imports on a busy file system may differ by as much.
 WAIT_S = 60.0
 
@@ -174,6 +178,24 @@ def report(error: BaseException) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT_S)
     print(f"hzero: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+
+
+def in_time(call: Callable[[], T], within_s: float) -> T:
+    """The result of a call of a library that may never return, made in a thread of its own.
+
+    Raises:
+        NoAnswer: It has not returned in time.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="hzero call", daemon=True).start()
+    return answer.result(within_s)
 
 
 def is_rank_0() -> bool:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from hzero.comm.peers import MissingPeerError
-from hzero.comm.wires import DisagreementError, Lane, NoAnswer, in_time
-from hzero.validation import ConfigError, some
+from hzero.comm.wires import DisagreementError, Lane
+from hzero.validation import ConfigError, NoAnswer, in_time, some
 
 #: Starts one message, and the bytes that have to arrive; None where it is sent.
 _Post: TypeAlias = tuple[Callable[[], Any], int | None]

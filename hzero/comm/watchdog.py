@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 
-from hzero.comm.wires import NoAnswer, connection_to_store, in_time
-from hzero.validation import PeerError, hook_errors, some
+from hzero.comm.wires import connection_to_store
+from hzero.validation import NoAnswer, PeerError, hook_errors, in_time, some
 
 if TYPE_CHECKING:
     from hzero.comm.peers import LaneHops

@@ -7,9 +7,7 @@ import functools
 import hashlib
 import inspect
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -25,8 +23,6 @@ from hzero.config import Tier
 T = TypeVar("T")
 #: The channel of a stage's lanes.
 STAGE = "stage"
-#: What waits in vain raise.
-NoAnswer = TimeoutError
 #: A communicator: the group of one tier, of the stage or for one use of a `Communicator`. Messages from rank to rank have one
 #: more part, their direction.
 Lane: TypeAlias = tuple[str, Tier] | tuple[str, Tier, str]
@@ -36,24 +32,6 @@ Work: TypeAlias = Any
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _STOCK = getattr(dist, _REDUCE_SCATTER)
-
-
-def in_time(call: Callable[[], T], within_s: float) -> T:
-    """The result of a call of a library that may never return, made in a thread of its own.
-
-    Raises:
-        NoAnswer: It has not returned in time.
-    """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="hzero call", daemon=True).start()
-    return answer.result(within_s)
 
 
 class DisagreementError(RuntimeError):

@@ -24,7 +24,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hzero.config import DEFAULT_PRESET, PRESETS
 from hzero.files import refusing, replacing
@@ -33,7 +32,7 @@ from hzero.plan.machine import Machine, Profile
 from hzero.plan.memory import footprint
 from hzero.plan.scenario import Job, Scenario, buckets_of
 from hzero.plan.shards import ShardPlan
-from hzero.plan.step import Prediction, compute_s, predict, require_layers
+from hzero.plan.step import Known, Prediction, compute_s, predict, require_layers
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
@@ -137,7 +136,7 @@ def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degre
         degrees: Of model parallelism.
     """
     own, machine = placed(job, grid, profile, degrees)
-    known: dict[Any, Any] = {}
+    known: Known = {}
     found = predict(scheme, own, machine, known)
     if degrees.pipeline == 1:
         return found

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
 from hzero.plan.collectives import Scheme, chains_of
@@ -25,6 +25,8 @@ from hzero.validation import ConfigError
 
 #: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.
 MICRO_STEPS, LAYERS = 3, (2, 4)
+#: What predictions of one scheme keep that differ in the accumulation only, see `predict`.
+Known: TypeAlias = dict[Any, Any]
 #: The lane of the device's own work.
 COMPUTE = "compute"
 
@@ -88,11 +90,7 @@ def compute_s(job: Job, machine: Machine) -> float:
 
 
 def tasks_of(
-    scheme: Scheme | ShardPlan,
-    job: Job,
-    machine: Machine,
-    layers: int | None = None,
-    known: dict[Any, Any] | None = None,
+    scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None, known: Known | None = None
 ) -> list[Task]:
     """The tasks of every layer and micro-step, or only of some ``layers``, lane by lane in order of submission.
 
@@ -109,7 +107,7 @@ def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
     return job
 
 
-def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: dict[Any, Any]) -> dict[str, float]:
+def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Known) -> dict[str, float]:
     """Seconds of a step, of waits and of busy resources; middle micro-steps, and layers, are all alike."""
     if job.accumulation > MICRO_STEPS:
         counts = (MICRO_STEPS - 1, MICRO_STEPS)
@@ -137,12 +135,7 @@ class _Builder:
     """Makes the tasks of a step."""
 
     def __init__(
-        self,
-        scheme: Scheme | ShardPlan,
-        job: Job,
-        machine: Machine,
-        buckets: Sequence[Bucket],
-        known: dict[Any, Any],
+        self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket], known: Known
     ) -> None:
         self._job, self._machine, self._buckets = job, machine, buckets
         self._stage = scheme if isinstance(scheme, ShardPlan) else None

@@ -13,10 +13,8 @@ import itertools
 import json
 import logging
 import os
-import queue
 import re
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +30,7 @@ from hzero.config import TopologyConfig
 from hzero.topology.grid import Grid, declared_grid, resolve_grid
 from hzero.topology.machine import Device, Link, Machine, bus_id, merge_links, positions
 from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError, some
+from hzero.validation import ConfigError, NoAnswer, in_time, some
 
 logger = logging.getLogger("hzero")
 
@@ -428,27 +426,16 @@ class Exchange:
         address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", 29500))
         serves = rank == 0 and not _torchelastic_use_agent_store()
         wait, longest = timedelta(seconds=timeout_s), timeout_s + max(1.0, timeout_s / 5)
-        made: queue.Queue[Any] = queue.Queue()
-
-        def make() -> None:
-            try:
-                # Without torch's wait for all ranks, which names no rank.
-                made.put(TCPStore(address, port, world_size, serves, wait, wait_for_workers=False, multi_tenant=True))
-            except RuntimeError as error:
-                made.put(error)
-
-        # In a thread: something that listens on the port but is no store never answers.
-        threading.Thread(target=make, daemon=True).start()
+        # Without torch's wait for all ranks, which names no rank.
+        how: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
         try:
-            store = made.get(timeout=longest)
-        except queue.Empty:
-            store = RuntimeError("what listens there does not answer as a store does")
-        if isinstance(store, RuntimeError):
+            store = in_time(lambda: TCPStore(address, port, world_size, serves, wait, **how), longest)
+        except (NoAnswer, RuntimeError) as error:
             failed = "cannot serve a store" if serves else f"has not reached rank 0 within {timeout_s:g} s"
-            why = str(store).partition("\n")[0][:200]
+            why = str(error).partition("\n")[0][:200] or "what listens there does not answer as a store does"
             raise ConfigError(
                 f"topology: rank {rank} {failed} at {address}, port {port} (MASTER_ADDR, MASTER_PORT): {why}"
-            )
+            ) from None
         # The store of torchrun's agent outlives the ranks of an attempt.
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(PrefixStore(f"attempt_{attempt}", store), rank, world_size, timeout_s)
