@@ -20,7 +20,7 @@ from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import shared_lanes
 from hzero.comm.peers import Peers, peers_of, unused_name, wires_of
-from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback
+from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback, seed_of
 from hzero.comm.wirelog import WireLog
 from hzero.comm.wires import group_timeout, world_timeout
 from hzero.config import (
@@ -380,7 +380,9 @@ class Communicator:
         flat = self._flat("send", tensor)
         program, bucket = self._message("send", tensor, "dst", dst)
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        return self._run(bucket, program, flat, lambda _: None, seed=self._seed_of_rank(self._sent), async_op=async_op)
+        return self._run(
+            bucket, program, flat, lambda _: None, seed=seed_of(self._sent, self.plan.rank + 1), async_op=async_op
+        )
 
     @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -461,10 +463,7 @@ class Communicator:
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
         self._calls += 1
-        return (self._calls * 1_000_003) & 0x7FFFFFFF, self._seed_of_rank(self._calls)
-
-    def _seed_of_rank(self, count: int) -> int:
-        return (count * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
+        return seed_of(self._calls), seed_of(self._calls, self.plan.rank + 1)
 
     # ---- arguments -------------------------------------------------------------------------------------------
 

@@ -79,6 +79,11 @@ class Bucket:
         return self.name or f"{self.role} of {len(self.keys)} parameters (ids {self.keys[0]}..{self.keys[-1]})"
 
 
+def seed_of(count: int, rank: int = 0) -> int:
+    """The seed of a run; of a rank where ranks round in different ways, so that the errors of a sum do not add up."""
+    return (count * 1_000_003 + rank) & _SEED
+
+
 def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
     """Cuts ``(item, elements)`` pairs into lists of at most ``limit`` elements, at least one item each."""
     bucket: list[T] = []

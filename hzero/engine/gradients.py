@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from hzero.comm import Chain, Collectives, in_buckets
-from hzero.comm.runtime import Bound
+from hzero.comm.runtime import Bound, seed_of
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
 from hzero.plan.program import IN_FLIGHT
 
@@ -367,6 +367,5 @@ class Gradients:
         self._collectives.feedback.discard()
 
     def _next_seed(self) -> int:
-        # Ranks round with different seeds, so that the errors of a sum do not add up.
         self.reductions += 1
-        return (self.reductions * 1_000_003 + self._plan.rank) & 0x7FFFFFFF
+        return seed_of(self.reductions, self._plan.rank)
