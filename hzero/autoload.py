@@ -88,8 +88,10 @@ def _read(stock: Callable[..., Any], config: Any, param_dict: dict[str, Any], *a
         zero.enable()
         config.hzero_block = parse_config(found)
         config._param_dict = rest
-        if config.hzero_block.sequence is not None:
-            zero.count_sequences(config, rest)
+        if (sequence := config.hzero_block.sequence) is not None:
+            config.world_size = max(config.world_size // sequence.parallel, 1)  # a batch counts a group once
+            if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= rest.keys():
+                rest.pop("train_batch_size", None)  # Trainer and Accelerate fill in one that counts every rank
         stock(config, rest, *args, **kwargs)
         check_config(config)
     return None
@@ -164,11 +166,8 @@ def _follow_trainer(trainer: Any, _: Any) -> None:
 
 def _parallel(accelerator: Any) -> int:
     """Ranks that get the same samples, by the block's key ``sequence``."""
-    from hzero.config import SequenceConfig
-    from hzero.validation import validated
-
-    written = (block.split(accelerator.state.deepspeed_plugin.deepspeed_config)[0] or {}).get("sequence")
-    return 1 if written is None else validated(SequenceConfig, written, f"{block.KEY}.sequence").parallel
+    found, _ = block.split(accelerator.state.deepspeed_plugin.deepspeed_config)
+    return ((found or {}).get("sequence") or {}).get("parallel", 1)
 
 
 def _follow(function: str, client: Any, accelerator: Any) -> None:

@@ -347,12 +347,10 @@ class Experiment:
         self.plan = ShardPlan.from_config(parsed, self.data_parallel, 0) if parsed is not None else None
         self.sequence = parsed.sequence if parsed is not None else None
         if self.sequence is not None:
-            key = "zero.sequence.parallel"
-            self.grid.of_neighbours(self.sequence.parallel, key)
-            if not (heads := self.architecture.heads) or heads % self.sequence.parallel:
-                raise ConfigError(
-                    f"{key}: found {self.sequence.parallel}; expected a divisor of the model's {heads} heads"
-                )
+            model = self.architecture
+            keys = model.keys * model.heads * model.layers // max(model.attention, 1)
+            self.grid.of_neighbours(self.sequence.parallel, "zero.sequence.parallel")
+            self.sequence.check_heads(model.heads, keys, "zero.sequence")
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]

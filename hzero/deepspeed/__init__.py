@@ -1,7 +1,7 @@
 """The stage inside DeepSpeed: installation, weights, gradients. Of the commands, the trainer and doctor also import DeepSpeed."""
 
 # ruff: noqa: F401 - imported for others
-from hzero.deepspeed.install import count_sequences, enable, exact_weights, initialize, state
+from hzero.deepspeed.install import enable, exact_weights, initialize, state
 from hzero.deepspeed.pipeline import PipelineState
 from hzero.deepspeed.stage_state import StageState
 from hzero.engine.guard import DivergenceError, StaleWeightsError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,20 +67,6 @@ def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
     setattr(owner, name, method)
 
 
-def count_sequences(config: Any, written: dict[str, Any]) -> None:
-    """Makes a ``DeepSpeedConfig`` count the samples of a sequence group once, before it computes the batch's sizes.
-
-    Args:
-        config: The configuration, with its block.
-        written: Its keys. Trainer and Accelerate have filled in a size that counts them on every rank.
-    """
-    every = config.world_size
-    config.world_size = max(every // config.hzero_block.sequence.parallel, 1)
-    step: list[Any] = [written.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-    if None not in step and written.get("train_batch_size") == math.prod(step) * every:
-        written["train_batch_size"] = math.prod(step) * config.world_size
-
-
 @on_all_ranks()
 def _check(stock: Any, engine: DeepSpeedEngine) -> None:
     """``DeepSpeedEngine._do_sanity_check``, the first that an engine does: refuses what the stage does not support.
@@ -128,9 +113,8 @@ def _make_loader(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any)
     config = engine._config.hzero_block
     if config is None or config.sequence is None:
         return stock(engine, *args, **kwargs)
-    parallel = config.sequence.parallel
-    replicas, rank = dist.get_world_size() // parallel, dist.get_rank() // parallel
-    with attributes((engine, "dp_world_size", replicas), (engine, "global_rank", rank)):
+    places = {"dp_world_size": dist.get_world_size(), "global_rank": dist.get_rank()}
+    with attributes(*((engine, key, place // config.sequence.parallel) for key, place in places.items())):
         return stock(engine, *args, **kwargs)
 
 

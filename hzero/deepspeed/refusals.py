@@ -114,9 +114,7 @@ def check_engine(engine: DeepSpeedEngine) -> None:
             f"{KEY}: found the engine {type(engine).__name__}, which {KEY} does not support; possible: a PipelineModule with "
             "deepspeed.initialize"
         )
-    if (
-        engine._config.hzero_block.sequence is not None and engine.mpu is not None
-    ):  # as of Ulysses, here or in Accelerate
+    if engine.mpu is not None and engine._config.hzero_block.sequence is not None:  # as of Ulysses, also in Accelerate
         raise ConfigError(f"mpu: found {type(engine.mpu).__name__} with {KEY}.sequence; expected one of them")
     if (
         engine.client_optimizer is not None and engine.optimizer_name() == "Muon"

@@ -32,7 +32,7 @@ from hzero.engine.engine import Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
 from hzero.plan.shards import ShardPlan
-from hzero.sequence import detach
+from hzero.sequence import attached, detach
 from hzero.validation import is_rank_0
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
@@ -184,7 +184,7 @@ class StageState(Engine):
         # DeepSpeed marks the parameters of models that it trains by Muon.
         uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
         self.orthogonalizer = Orthogonalizer(config, owners) if uses_muon else None
-        self._forward = module.forward
+        self._attached = attached(module)
         managed = managed_parameters(module, routes, codes)
         super().__init__(config, plan, owners, module, managed, bucket_numel, current_device(), async_accelerator())
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
@@ -243,7 +243,7 @@ class StageState(Engine):
             self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
         for hook in self._hooks:
             hook.remove()
-        if self.module.forward is self._forward:  # not that of a later engine
+        if attached(self.module) is self._attached:  # not that of a later engine
             _whole_again(self.module)
         try:
             self.close()

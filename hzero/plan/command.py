@@ -31,7 +31,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -204,7 +204,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         "memory_bytes": own.bytes,
         "zero3_memory_bytes": other.bytes,
         "device_bytes": scenario.memory,
-        "sequences": _sequences(scenario, plan, rates) if job.sequence else None,
+        "sequences": _sequences(scenario, plan) if job.sequence else None,
         "traffic": by_tier,
         "rates_gb_s": rates,
         "rates": source,
@@ -213,20 +213,19 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _sequences(scenario: Scenario, plan: ShardPlan, rates: Mapping[str, float | None]) -> dict[str, Any]:
+def _sequences(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
     """Bytes and times of chunks in a micro-step of one device, and the tokens that fit with and without."""
     job, grid, codecs = scenario.job, scenario.grid, parse_config(scenario.experiment.block).codecs.sequence
     assert job.sequence is not None
-    chunked, received = Chunked.of(job), exchanged(job, grid, codecs)
-    found: dict[str, Any] = {**asdict(chunked), "exchanged": received, "tokens": job.tokens}
-    found["exchange_s"] = {tier: size / rate / 1e9 for tier, size in received.items() if (rate := rates.get(tier))}
+    chunked = Chunked.of(job)
+    found: dict[str, Any] = {**asdict(chunked), "exchanged": exchanged(job, grid, codecs), "tokens": job.tokens}
     if not isinstance(scenario.profile, ConfigError):
         machine, stock = scenario.machine, replace(job, sequence=None, checkpointing=True)
         found["host_s"] = machine.host(chunked.to_host, chunked.to_device)
         found["compute_s"] = chunked.flops / machine.rate(min(job.tokens, job.sequence.chunk * job.micro_batch))
         host = scenario.profile.value("ddr_gb") * 1e9 / grid.scope_size("node")
-        fits = [longest(plan, grid, one, scenario.memory or 0, host) for one in (job, stock)]
-        found |= {"longest": fits[0], "longest_without": fits[1]}
+        for key, one in (("longest", job), ("longest_without", stock)):
+            found[key] = longest(plan, grid, one, scenario.memory or 0, host)
     return found
 
 
@@ -300,14 +299,13 @@ def _show_sequences(found: dict[str, Any]) -> None:
     per_token = f"{found['device_token']:,} bytes on the device, {found['host_token']:,} on the host"
     copies = f"{size_text(found['to_host'])} to the host and {size_text(found['to_device'])} back"
     _say(f"sequences: {found['tokens']:,} tokens per device, each {per_token}; copies in a micro-step: {copies}")
-    for tier, size in found["exchanged"].items():
-        seconds = f", {found['exchange_s'][tier]:.3g} s" if tier in found["exchange_s"] else ""
-        _say(f"exchanges of sequences in a micro-step, {tier}: {size_text(size)} received per device{seconds}")
+    if received := ", ".join(f"{size_text(size)} on {tier}" for tier, size in found["exchanged"].items()):
+        _say(f"exchanges of sequences in a micro-step, received per device: {received}")
     if "host_s" in found:
         hides = "can" if found["host_s"] <= found["compute_s"] else "cannot"
         _say(f"copies need {found['host_s']:.3g} s, and compute {found['compute_s']:.3g} s, which {hides} hide them")
-        longest, without = found["longest"], found["longest_without"]
-        _say(f"longest sequence that fits: {longest:,} tokens; with activation checkpointing alone {without:,}")
+        without = f"with activation checkpointing alone {found['longest_without']:,}"
+        _say(f"longest sequence that fits: {found['longest']:,} tokens; {without}")
 
 
 def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None:

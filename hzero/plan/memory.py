@@ -251,15 +251,10 @@ def activations(job: Job) -> States:
     model, tokens, size = job.model, job.tokens // job.tensor, job.itemsize
     if job.sequence is not None:
         chunked = Chunked.of(job)
+        each = chunked.device_token + 24 * job.parallel  # every rank has the whole batch: ids, mask and labels
         return {
-            # Every rank has the whole batch: ids, mask and labels.
-            "activations": State(
-                tokens * (chunked.device_token + 24 * job.parallel),
-                f"{tokens:,} tokens, {chunked.device_token:,} bytes each, and {job.parallel} times their ids",
-            ),
-            "transient loss": State(
-                chunked.loss_chunk, f"logits of a chunk of {model.vocab_size:,}, with gradients, float32"
-            ),
+            "activations": State(tokens * each, f"{tokens:,} tokens, and {job.parallel} times their ids"),
+            "transient loss": State(chunked.loss_chunk, "logits of a chunk, with gradients, float32"),
             "transient layer": State(chunked.layer_chunk, "a chunk inside a layer"),
         }
     hidden, vocab = model.hidden, model.vocab_size

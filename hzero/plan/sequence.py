@@ -37,30 +37,31 @@ class Chunked:
     def of(cls, job: Job) -> Chunked:
         """Those of a job with the key ``sequence``."""
         assert job.sequence is not None
-        model, size = job.model, job.itemsize
-        hidden, queries, layers = model.hidden, model.attention // model.layers, model.layers
-        keys = max(model.keys, job.parallel * queries // model.heads)  # repeated to the ranks if there are fewer heads
-        tokens = math.ceil(job.seq_length / job.parallel)
+        model, size, offload = job.model, job.itemsize, job.sequence.offload
+        hidden, layers, (queries, keys, tokens) = model.hidden, model.layers, _shape(job)
         chunk = min(job.sequence.chunk, tokens)
         # Chunks of keys and values come back once for every later chunk; so do float32 sums of their gradients.
         count = math.ceil(tokens / chunk)
         again = chunk * count * (count - 1) // 2
-        pair, sums, sums_of_exp = 2 * keys * size, 2 * keys * 4, 4 * model.heads
-        whole = (hidden + 3 * queries) * size + sums_of_exp + pair  # input, attended, query, output
-        copied_out = tokens * (whole + pair) + again * sums
-        copied_back = tokens * (whole + hidden * size) + again * (3 * pair + sums)
+        pair, sums = 2 * keys * size, 2 * keys * 4
+        # What a layer attends to, its queries, their results with sums of exponentials, keys and values.
+        attention = 3 * queries * size + 4 * model.heads + pair
+        copied_out = tokens * (hidden * size + attention + pair) + again * sums
+        copied_back = tokens * (3 * hidden * size + attention) + again * (3 * pair + sums)
         ends = tokens * 2 * hidden * size  # inputs of the last norm and of the loss
-        # The input of every layer, and of one in its backward also what is attended, queries and outputs, keys and values.
-        kept = layers * hidden * size + (3 * queries * size + sums_of_exp + pair + sums)
+        # The input of every layer; of one in its backward also the rest.
+        kept = layers * hidden * size + attention + sums
+        # Forward, forward again and twice as much backward; layers project three times more, to run up to their attention.
+        linear = 4 * (sum(model.numels) - model.idle) + 3 * layers * hidden * (queries + 2 * model.keys)
         return cls(
             # Gradients of a layer's result and of its input, cosines and sines.
-            device_token=2 * (hidden + model.rotary) * size + kept * (not job.sequence.offload),
-            host_token=kept * job.sequence.offload,
+            device_token=2 * (hidden + model.rotary) * size + kept * (not offload),
+            host_token=kept * offload,
             layer_chunk=chunk * (16 * hidden + 6 * model.intermediate) * size,  # measured for a gated MLP
             loss_chunk=12 * max(min(4 * chunk * hidden, chunk * model.vocab_size), model.vocab_size),
-            to_host=job.micro_batch * (layers * copied_out + ends) * job.sequence.offload,
-            to_device=job.micro_batch * (layers * copied_back + ends) * job.sequence.offload,
-            flops=4.0 * job.tokens * (2.0 * (sum(model.numels) - model.idle) + 2.0 * job.seq_length * model.attention),
+            to_host=job.micro_batch * (layers * copied_out + ends) * offload,
+            to_device=job.micro_batch * (layers * copied_back + ends) * offload,
+            flops=job.tokens * (2.0 * linear + 8.0 * job.seq_length * model.attention),
         )
 
 
@@ -73,15 +74,11 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
         codecs: Of ``codecs.sequence``.
     """
     assert job.sequence is not None
-    model, ranks = job.model, job.parallel
+    (queries, keys, tokens), ranks = _shape(job), job.parallel
     group = grid.of_neighbours(ranks, "zero.sequence.parallel")
     if ranks == 1:
         return {}
     program = all_to_all_program(ShardPlan(group, 0, "world", "world", CodecsConfig(weights=codecs, gradients=codecs)))
-    # Heads of keys are repeated to the ranks if they are fewer.
-    queries = model.attention // model.layers
-    keys = max(model.keys, ranks * queries // model.heads)
-    tokens = math.ceil(job.seq_length / ranks)
     full, rest = divmod(tokens, job.sequence.chunk)
     received = dict.fromkeys(group.crossed, 0)
     for length, count in ((job.sequence.chunk, full), (rest, bool(rest))):
@@ -89,5 +86,12 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
         for width in (queries + 2 * keys, queries):
             for cross in program.crossings:
                 message = cross.message_bytes([job.micro_batch * length * width // ranks], job.itemsize)
-                received[cross.tiers[0]] += round(3 * model.layers * count * cross.received * message)
+                received[cross.tiers[0]] += round(3 * job.model.layers * count * cross.received * message)
     return received
+
+
+def _shape(job: Job) -> tuple[int, int, int]:
+    """The width of queries and of keys, which are repeated to the ranks if they have fewer heads; tokens of a rank."""
+    queries = job.model.attention // job.model.layers
+    keys = max(job.model.keys, job.parallel * queries // job.model.heads)
+    return queries, keys, math.ceil(job.seq_length / job.parallel)

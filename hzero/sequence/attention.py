@@ -15,113 +15,57 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
-from typing import Any, TypeAlias, TypeVar
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from hzero.comm.communicator import Communicator
-from hzero.sequence.host import HostMemory
+from hzero.sequence.host import HostMemory, one_ahead
 
-#: Queries, keys and values, ``[batch, heads, tokens, size]``.
-Projected: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-#: Waits for what is under way, and returns it.
-_Exchange: TypeAlias = Callable[[], Sequence[torch.Tensor]]
-T = TypeVar("T")
 _aten = torch.ops.aten
 
 
-class Documents:
-    """Which tokens belong together: a token sees those of its own document only.
-
-    Args:
-        numbers: The document of each token of the whole sequence, ``[batch, tokens]``, ascending.
-        length: Tokens of a chunk, of all ranks.
-    """
-
-    def __init__(self, numbers: torch.Tensor, length: int) -> None:
-        self._chunks = numbers.split(length, 1)
-        self._first = [chunk[:, 0].tolist() for chunk in self._chunks]
-        self._last = [chunk[:, -1].tolist() for chunk in self._chunks]
-
-    def seen(self, of: int) -> list[int]:
-        """The chunks that hold something for the queries of a chunk; it is the last of them."""
-        begins = self._first[of]
-        return [one for one in range(of + 1) if any(end >= begin for end, begin in zip(self._last[one], begins))]
-
-    def mask(self, of: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """What is added to the scores of a chunk of queries and one of keys; None if all of them are of one document."""
-        if self._first[keys] == self._last[of]:
-            return None
-        rows, columns = self._chunks[of][:, :, None], self._chunks[keys][:, None, :]
-        visible = rows == columns
-        if of == keys:
-            visible = visible.tril()
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        # The device's kernel reads rows that start at multiples of 16 bytes.
-        return pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]].unsqueeze(1)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Attention:
-    """Attention of one rank's tokens, chunk by chunk.
+    """Attention of one rank's tokens.
 
     Attributes:
         group: Ranks that share the sequence; None: this rank has all of it.
         memory: Where chunks lie that do not compute.
-        chunk: Tokens of a chunk on this rank; the last one may be shorter.
-        documents: None if all tokens of a sequence are of one document.
-        scale: Of the scores; None: one over the root of a head's size.
+        scale: Of the scores; None: one over the root of a head's size. May be set when the first chunk is projected.
     """
 
     group: Communicator | None
     memory: HostMemory
-    chunk: int
-    documents: Documents | None = None
     scale: float | None = None
 
-    def slices(self, tokens: int) -> list[slice]:
-        """The chunks of this rank's tokens."""
-        return [slice(start, min(start + self.chunk, tokens)) for start in range(0, tokens, self.chunk)]
-
     def forward(
-        self, projected: Iterable[Projected], finish: Callable[[int, torch.Tensor], Any], keep: bool
-    ) -> list[torch.Tensor]:
+        self, projected: Iterable[Sequence[torch.Tensor]], kept: list[Sequence[torch.Tensor]] | None = None
+    ) -> Iterator[Callable[[], Sequence[torch.Tensor]]]:
         """Attends from the first chunk to the last.
 
         Args:
-            projected: Queries, keys and values of all heads, for this rank's tokens of one chunk after the other. Read one
-                ahead of the chunk that computes. Heads are a multiple of the ranks (`for_ranks`).
-            finish: Is called with a chunk and what its tokens of this rank have attended to, ``[batch, heads, tokens, size]``.
-            keep: Whether backward follows.
+            projected: Queries, keys and values ``[batch, heads, tokens, size]`` of all heads, which are a multiple of the
+                ranks, for this rank's tokens of one chunk after the other. Read one ahead of the chunk that computes.
+            kept: Takes what `backward` needs; None keeps nothing.
 
         Returns:
-            For `backward`, five tensors of every chunk, as `HostMemory` keeps them; without ``keep`` nothing.
+            For `one_ahead`, what waits for what the tokens of each chunk have attended to, in the shape of the queries, alone
+            in a sequence. While a chunk computes, the exchanges of the next chunk's queries and of the last one's results are
+            under way.
         """
-        kept: list[torch.Tensor] = []
-        # While a chunk computes, the exchanges of the next chunk's queries and of the last one's results are under way.
-        for at, arrived in _one_ahead(self._attended(projected, kept if keep else None)):
-            finish(at, *arrived())
-        self.memory.settle()
-        return kept
-
-    def _attended(
-        self, projected: Iterable[Projected], kept: list[torch.Tensor] | None
-    ) -> Iterator[tuple[int, _Exchange]]:
-        stored: list[list[torch.Tensor]] = []
-        for at, heads in enumerate(_one_ahead(map(self._to_heads, projected))):
-            (query, key, value), (*before, _) = heads(), self._seen(at)
-            fetched = self.memory.fetch([stored[one] for one in before])
-            stored.append(self.memory.store(key, value))
-            mask = self._mask(at, at, query.dtype)
-            out, weight = _attend((query, key, value), self.scale, mask, mask is None)
-            out = out.float()
-            del key, value
-            for one, (key, value) in zip(before, fetched):
-                mask = self._mask(at, one, query.dtype)
-                more, its_weight = _attend((query, key, value), self.scale, mask, False)
+        pairs: list[list[torch.Tensor]] = []
+        for query, *pair in one_ahead(self._exchange(one, 1) for one in projected):
+            out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+            weight = torch.full(query.shape[:-1], -torch.inf, device=query.device)
+            # The chunk's own keys come first: meanwhile the first pair from the host is under way.
+            blocks = one_ahead(chain([partial(tuple, pair)], map(self.memory.start, pairs[:])))
+            pairs.append(self.memory.store(*pair))
+            del pair
+            for one, (key, value) in enumerate(blocks):
+                more, its_weight = _attend(query, key, value, self.scale, causal=one == 0)
                 both = torch.logaddexp(weight, its_weight)
                 out.mul_((weight - both).exp_().unsqueeze(-1))
                 out.add_(more * (its_weight - both).exp_().unsqueeze(-1))
@@ -129,123 +73,71 @@ class Attention:
                 del key, value, more, its_weight
             out = out.to(query.dtype)
             if kept is not None:
-                kept += [*self.memory.store(query, out, weight), *stored[at]]
-            yield at, self._to_tokens([out])
+                kept.append([*self.memory.store(query, out, weight), *pairs[-1]])
+            yield self._exchange([out], 2)
 
     def backward(
-        self, kept: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor], finish: Callable[..., Any]
-    ) -> None:
+        self, kept: Sequence[Sequence[torch.Tensor]], gradients: Iterable[Sequence[torch.Tensor]]
+    ) -> Iterator[Callable[[], Sequence[torch.Tensor]]]:
         """Makes gradients from the last chunk to the first.
 
         Args:
             kept: From `forward`.
-            gradients: Of what ``finish`` got there, in the same shapes, from the last chunk to the first. Read one ahead.
-            finish: Is called with a chunk, and the gradients of its queries, keys and values, in the shapes that they had in
-                ``projected``.
-        """
-        rows = [kept[first : first + 5] for first in range(0, len(kept), 5)]
-        for at, arrived in _one_ahead(self._pulled(rows, gradients)):
-            finish(at, *arrived())
-        self.memory.settle()
+            gradients: Of what `forward` has returned, alone in a sequence each, from the last chunk to the first. Read one
+                ahead.
 
-    def _pulled(
-        self, rows: Sequence[Sequence[torch.Tensor]], gradients: Iterable[torch.Tensor]
-    ) -> Iterator[tuple[int, _Exchange]]:
+        Returns:
+            For `one_ahead`, what waits for the gradients of each chunk's queries, keys and values, as they were in
+            ``projected``.
+        """
         sums: dict[int, list[torch.Tensor]] = {}
-        order = list(reversed(range(len(rows))))
-        queries = self.memory.fetch(rows[at][:3] for at in order)
+        order = list(reversed(range(len(kept))))
+        queries = self.memory.fetch(kept[at][:3] for at in order)
         # Sums are looked up one block ahead, when the chunk of queries before has changed them.
-        blocks = self.memory.fetch([*rows[one][3:], *sums.get(one, ())] for at in order for one in self._seen(at))
-        incoming = _one_ahead(self._to_heads([one]) for one in gradients)
-        for at, (query, out, weight), heads in zip(order, queries, incoming):
-            (gradient,), of_query = heads(), torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-            for one in self._seen(at):
+        blocks = self.memory.fetch([*kept[one][3:], *sums.get(one, ())] for at in order for one in range(at + 1))
+        incoming = one_ahead(self._exchange(one, 1) for one in gradients)
+        for at, (query, out, weight), (gradient,) in zip(order, queries, incoming):
+            of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+            for one in range(at + 1):
                 key, value, *summed = next(blocks)
-                mask = self._mask(at, one, query.dtype)
-                tensors = query, key, value, out, weight
-                part, *parts = _attend_backward(gradient, tensors, self.scale, mask, at == one and mask is None)
-                of_query += part
-                pair = [new.float() for new in parts]
+                parts = _attend_backward(gradient, (query, key, value, out, weight), self.scale, causal=at == one)
+                of_query += parts[0]
+                pair = [part.float() for part in parts[1:]]
                 for new, old in zip(pair, summed):
                     new += old
-                del key, value, tensors, part, parts, summed
+                del key, value, parts, summed
                 if one < at:
                     sums[one] = self.memory.store(*pair, into=sums.get(one))
-            yield at, self._to_tokens([whole.to(query.dtype) for whole in (of_query, *pair)])
+            yield self._exchange([whole.to(query.dtype) for whole in (of_query, *pair)], 2)
 
-    def for_ranks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Projected:
-        """Of one type, which a rotary embedding may have changed; heads of keys and values are repeated to the ranks."""
-        times = (1 if self.group is None else self.group.plan.grid.world_size) // key.shape[1]
-        if times > 1:
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        return query.to(value.dtype), key.to(value.dtype), value
+    def _exchange(self, tensors: Sequence[torch.Tensor], split: int) -> Callable[[], Sequence[torch.Tensor]]:
+        """Starts to exchange some tokens of all heads for all tokens of some heads, and returns what waits for them.
 
-    def _seen(self, at: int) -> list[int]:
-        return list(range(at + 1)) if self.documents is None else self.documents.seen(at)
-
-    def _mask(self, at: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if self.documents is None else self.documents.mask(at, keys, dtype)
-
-    def _to_heads(self, tensors: Sequence[torch.Tensor]) -> _Exchange:
-        """From some tokens of all heads to all tokens of some heads. Under way until the result is called."""
+        Args:
+            tensors: ``[batch, heads, tokens, size]``.
+            split: The dimension that is divided among the ranks: 1, or 2 for the way back.
+        """
         if self.group is None:
             return lambda: tensors
-        ranks = self.group.plan.grid.world_size
-        parts = torch.cat([one.unflatten(1, (ranks, -1)) for one in tensors], 2).movedim(1, 0)
-        hops, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] // ranks for one in tensors]
-        return lambda: hops.wait().movedim(0, 2).flatten(2, 3).split(sizes, 1)
-
-    def _to_tokens(self, tensors: Sequence[torch.Tensor]) -> _Exchange:
-        """The way back of `_to_heads`."""
-        if self.group is None:
-            return lambda: tensors
-        ranks = self.group.plan.grid.world_size
-        parts = torch.cat([one.unflatten(2, (ranks, -1)) for one in tensors], 1).movedim(2, 0)
-        hops, sizes = self.group.all_to_all(parts, async_op=True), [one.shape[1] for one in tensors]
-        return lambda: [one.flatten(1, 2) for one in hops.wait().movedim(0, 1).split(sizes, 2)]
-
-
-def _one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Each item when the next one is there, too."""
-    for before, _ in pairwise(chain(items, [None])):
-        yield before  # type: ignore[misc]
-
-
-def _once(gradient: torch.Tensor, heads: int) -> torch.Tensor:
-    """The gradient of heads that `_widened` has repeated."""
-    return gradient.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32).to(gradient.dtype)
-
-
-# ---- a chunk of queries and one of keys -----------------------------------------------------------------------------
-
-
-def _flash(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether a device's flash kernel takes it, or the memory-efficient one, which needs as many keys' heads as queries'."""
-    return mask is None and query.dtype in (torch.bfloat16, torch.float16)
+        ranks, joined = self.group.plan.grid.world_size, 3 - split
+        parts = [one.unflatten(split, (ranks, -1)).movedim(split, 0) for one in tensors]
+        hops, heads = self.group.all_to_all(torch.cat(parts, 2), async_op=True), [part.shape[2] for part in parts]
+        return lambda: [one.movedim(0, joined).flatten(joined, joined + 1) for one in hops.wait().split(heads, 2)]
 
 
 def _attend(
-    of: Sequence[torch.Tensor], scale: float | None, mask: torch.Tensor | None, causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries attend to, and the log-sum-exps of their scores, float32; ``of`` are queries, keys and values."""
-    query, key, value = of
+    """What queries attend to, and the log-sum-exps of their scores, float32."""
+    attend = _aten._scaled_dot_product_flash_attention
     if query.device.type == "cpu":
-        attend_to = _aten._scaled_dot_product_flash_attention_for_cpu
-        out, weight = attend_to(*of, 0.0, causal, attn_mask=mask, scale=scale)
-    elif _flash(query, mask):
-        out, weight, *_ = _aten._scaled_dot_product_flash_attention(*of, 0.0, causal, scale=scale)
-    else:
-        attend_to = _aten._scaled_dot_product_efficient_attention
-        out, weight, *_ = attend_to(query, *_widened(query, key, value, mask), True, 0.0, causal, scale=scale)
-        weight = weight[..., : query.shape[2]]  # it has rows up to a multiple of 32
-    if mask is not None:  # kernels differ in what they leave for a query that sees none of these keys
-        sees = (mask > -torch.inf).any(-1)
-        weight, out = weight.where(sees, -torch.inf), out.where(sees.unsqueeze(-1), 0)
+        attend = _aten._scaled_dot_product_flash_attention_for_cpu
+    out, weight, *_ = attend(query, key, value, 0.0, causal, scale=scale)
     return out, weight
 
 
 def _attend_backward(
-    gradient: torch.Tensor, of: Sequence[torch.Tensor], scale: float | None, mask: torch.Tensor | None, causal: bool
+    gradient: torch.Tensor, of: Sequence[torch.Tensor], scale: float | None, causal: bool
 ) -> Sequence[torch.Tensor]:
     """Gradients of queries, keys and values.
 
@@ -253,222 +145,124 @@ def _attend_backward(
         gradient: Of the results over all keys.
         of: Queries, keys, values, and the results and log-sum-exps over all keys.
         scale: Of the scores.
-        mask: Is added to the scores.
         causal: Whether queries see no later keys.
     """
-    (query, key, value, out, weight), gradient = of, gradient.contiguous()
-    how: dict[str, Any] = {"scale": scale}
+    query, key, *_ = of
     if query.device.type == "cpu":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(gradient, *of, 0.0, causal, attn_mask=mask, **how)  # type: ignore[no-any-return]
-    # Numbers of dropout, which there is none of. CUDA's flash kernel has two in one tensor.
-    flash, hip = _flash(query, mask), torch.version.hip is not None
-    shape, dtype = ((2,), torch.uint64) if flash and not hip else ((), torch.int64)
+        return backward(gradient.contiguous(), *of, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    # Numbers of dropout, which there is none of. CUDA's kernel has two in one tensor.
+    shape, dtype = ((), torch.int64) if torch.version.hip else ((2,), torch.uint64)
     seed = torch.zeros(shape, dtype=dtype, device=query.device)
-    if flash:
-        backward, lengths = _aten._scaled_dot_product_flash_attention_backward, (query.shape[2], key.shape[2])
-        return backward(gradient, *of, None, None, *lengths, 0.0, causal, seed, seed, **how)  # type: ignore[no-any-return]
-    heads = key.shape[1]
-    key, value, bias = _widened(query, key, value, mask)
-    if not hip:  # CUDA's kernel reads log-sum-exps in groups of 32
-        weight = pad(weight, (0, -weight.shape[-1] % 32), value=torch.inf)
-    backward, wanted = _aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
-    of_query, of_key, of_value, _ = backward(
-        gradient, query, key, value, bias, out, weight, seed, seed, 0.0, wanted, causal, **how
-    )
-    return of_query, _once(of_key, heads), _once(of_value, heads)
-
-
-def _widened(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys, values and mask for all heads of the queries."""
-    times = query.shape[1] // key.shape[1]
-    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
-    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), bias
+    lengths = None, None, query.shape[2], key.shape[2]
+    backward = _aten._scaled_dot_product_flash_attention_backward
+    return backward(gradient.contiguous(), *of, *lengths, 0.0, causal, seed, seed, scale=scale)  # type: ignore[no-any-return]
 
 
 # ---- in a model's graph ---------------------------------------------------------------------------------------------
 
 
-class Pieces:
-    """Runs a module in pieces, and in backward again, and adds up the gradients of its parameters.
+@dataclass
+class Chunks:
+    """How a module runs on one chunk of tokens after the other, and in backward again. Made for each of its forwards.
 
-    So each parameter's gradient reaches the graph once, as if the module had run in one piece. Gradients of a narrow type
-    are summed in float32. Make it in forward: backward has the same autocast.
+    Gradients of parameters are summed here, in float32 if they are narrow. So each reaches the graph once, as if the module
+    had run in one piece.
 
-    Args:
-        parameters: Those that need a gradient.
-        of: A tensor of the device.
+    Attributes:
+        run: Takes tokens ``[batch, tokens, width]``, the slice of all tokens that they are, and what they have attended to.
+            Without the last it returns their queries, keys and values, if the module attends; else its result.
+        length: Tokens of a chunk on this rank; the last one may be shorter.
+        memory: Where inputs lie until backward.
+        attention: None: the module needs no other tokens.
+        parameters: Of the module.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], of: torch.Tensor) -> None:
-        kind = of.device.type
-        self.cast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self._parameters = parameters
-        self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+    run: Callable[..., Any]
+    length: int
+    memory: HostMemory
+    attention: Attention | None
+    parameters: Iterable[torch.Tensor]
 
-    def pull(self, piece: Callable[..., Any], inputs: Sequence[Any], needed: int, gradients: Any) -> list[torch.Tensor]:
-        """Runs a piece again, and returns the gradients of its first ``needed`` inputs."""
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Runs the module on this rank's tokens."""
+        kind, self.training = states.device.type, torch.is_grad_enabled()
+        self.cast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.parameters = [one for one in self.parameters if one.requires_grad]
+        self._sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+        return _InChunks.apply(self, states, *self.parameters)  # type: ignore[no-any-return]
+
+    def slices(self, tokens: int) -> list[slice]:
+        """The chunks of this rank's tokens."""
+        return [slice(start, min(start + self.length, tokens)) for start in range(0, tokens, self.length)]
+
+    def pull(self, part: slice, inputs: Sequence[torch.Tensor], gradients: Any) -> list[torch.Tensor]:
+        """Runs a chunk again, and returns the gradients of its inputs."""
         with torch.enable_grad(), self.cast():
-            leaves = [one.detach().requires_grad_() for one in inputs[:needed]]
-            outputs = piece(*leaves, *inputs[needed:])
-        found = torch.autograd.grad(outputs, [*leaves, *self._parameters], gradients, allow_unused=True)
-        for at, new in enumerate(found[needed:]):
+            states, *attended = [one.detach().requires_grad_() for one in inputs]
+            outputs = self.run(states, part, *attended)
+        found = torch.autograd.grad(outputs, [states, *attended, *self.parameters], gradients, allow_unused=True)
+        for at, new in enumerate(found[len(inputs) :]):
             if new is not None:
                 old = self._sums[at]
                 self._sums[at] = new.to(torch.float32, copy=True) if old is None else old.add_(new)
-        return list(found[:needed])
+        return list(found[: len(inputs)])
 
     def sums(self) -> list[torch.Tensor | None]:
-        """Gradients of the parameters, None for one that no piece has used; the next ones begin at none."""
+        """Gradients of the parameters, None for one that no chunk has used; the next ones begin at none."""
         sums, self._sums = self._sums, [None] * len(self._sums)
-        return [one if one is None else one.to(like.dtype) for one, like in zip(sums, self._parameters)]
+        return [one if one is None else one.to(like.dtype) for one, like in zip(sums, self.parameters)]
 
 
-class Layer(torch.autograd.Function):
-    """A decoder layer, which keeps nothing but its input and attends again in backward: its own activation checkpoint.
-
-    Call ``apply`` with an `Attention`; a function from tokens, and cosines and sines of their positions, to queries, keys and
-    values; one from tokens and what they have attended to, ``[batch, heads, tokens, size]``, to the layer's result; whether
-    gradients are needed; and tokens ``[batch, tokens, width]``, their cosines and sines, and the parameters that need a
-    gradient. Neither function needs other tokens.
-    """
+class _InChunks(torch.autograd.Function):
+    """A module that keeps nothing but its input, and attends again in backward: its own activation checkpoint."""
 
     @staticmethod
-    def forward(
-        ctx: Any, attention: Attention, before: Any, after: Any, training: bool, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, chunks: Chunks, states: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Runs the chunks."""
-        states, cos, sin, *parameters = tensors
-        slices, stored, out = attention.slices(states.shape[1]), list[torch.Tensor](), torch.empty_like(states)
-
-        def finish(at: int, attended: torch.Tensor) -> None:
-            part = states[:, slices[at]]
-            out[:, slices[at]] = after(part, attended)
-            if training:
-                stored.extend(attention.memory.store(part))
-
-        def begin(*inputs: torch.Tensor) -> Projected:
-            return attention.for_ranks(*before(*inputs))
-
-        attention.forward((begin(states[:, part], cos[:, part], sin[:, part]) for part in slices), finish, keep=False)
-        ctx.attention, ctx.begin, ctx.after, ctx.pieces = attention, begin, after, Pieces(parameters, states)
-        ctx.save_for_backward(cos, sin, *stored)
-        return out
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Attends again, and goes back through the chunks."""
-        attention, pieces, memory, (cos, sin, *stored) = (
-            ctx.attention,
-            ctx.pieces,
-            ctx.attention.memory,
-            ctx.saved_tensors,
-        )
-        slices = attention.slices(gradient.shape[1])
-        places = [(cos[:, part], sin[:, part]) for part in slices]
-        attended: list[torch.Tensor] = []
-        with pieces.cast():
-            states = memory.fetch([one] for one in stored)
-            projected = (ctx.begin(one, *place) for (one,), place in zip(states, places))
-            kept = attention.forward(projected, lambda _, one: attended.extend(memory.store(one)), keep=True)
-        result, in_use = torch.empty_like(gradient), dict[int, torch.Tensor]()
-
-        def incoming() -> Iterator[torch.Tensor]:
-            pairs = memory.fetch(reversed(list(zip(stored, attended))))
-            for at, pair in zip(reversed(range(len(slices))), pairs):
-                in_use[at] = pair[0]
-                result[:, slices[at]], of_attended = pieces.pull(ctx.after, pair, 2, gradient[:, slices[at]])
-                yield of_attended
-
-        def finish(at: int, *gradients: torch.Tensor) -> None:
-            inputs = in_use.pop(at), *places[at]
-            result[:, slices[at]] += pieces.pull(ctx.begin, inputs, 1, gradients)[0]
-
-        attention.backward(kept, incoming(), finish)
-        return None, None, None, None, result, None, None, *pieces.sums()
-
-
-class Attended(torch.autograd.Function):
-    """Attention alone.
-
-    Call ``apply`` with an `Attention`; whether gradients are needed; and queries, keys and values
-    ``[batch, heads, tokens, size]`` as `Attention.for_ranks` returns them. The result is ``[batch, tokens, heads, size]``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, attention: Attention, training: bool, *whole: torch.Tensor) -> torch.Tensor:
-        """Runs the chunks."""
-        query, key, value = whole
-        slices = attention.slices(query.shape[2])
-        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
-
-        def finish(at: int, attended: torch.Tensor) -> None:
-            out[:, slices[at]] = attended.transpose(1, 2)
-
-        projected = ((query[:, :, part], key[:, :, part], value[:, :, part]) for part in slices)
-        kept = attention.forward(projected, finish, keep=training)
-        ctx.attention, ctx.shapes = attention, [one.shape for one in whole]
-        ctx.save_for_backward(*kept)
-        return out
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Goes back through the chunks."""
-        slices = ctx.attention.slices(gradient.shape[1])
-        results = [gradient.new_empty(shape) for shape in ctx.shapes]
-
-        def finish(at: int, *parts: torch.Tensor) -> None:
-            for result, part in zip(results, parts):
-                result[:, :, slices[at]] = part
-
-        incoming = (gradient[:, part].transpose(1, 2) for part in reversed(slices))
-        ctx.attention.backward(ctx.saved_tensors, incoming, finish)
-        return None, None, *results
-
-
-class Tiled(torch.autograd.Function):
-    """A module that needs no other tokens, chunk by chunk, and again in backward.
-
-    DeepSpeed's `TiledMLP` and `TiledFusedLogitsLoss` do the same for ZeRO, but write gradients into parameters past the
-    graph, which FSDP2 does not see.
-
-    Call ``apply`` with an `Attention`, which gives the chunks and where they lie until backward; with a function from tokens
-    and their labels to a result for each; with whether gradients are needed; and with tokens ``[batch, tokens, width]``,
-    labels ``[batch, tokens]`` or None, and the module's parameters that need a gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, attention: Attention, piece: Any, training: bool, states: torch.Tensor, labels: Any, *parameters: Any
-    ) -> torch.Tensor:
-        """Runs the chunks."""
-        slices, stored, results = attention.slices(states.shape[1]), list[torch.Tensor](), None
-        for part in slices:
-            one = piece(states[:, part], None if labels is None else labels[:, part])
+        attention, memory, slices = chunks.attention, chunks.memory, chunks.slices(states.shape[1])
+        attended: Iterable[Any] = [[]] * len(slices)
+        if attention is not None:
+            attended = one_ahead(attention.forward(chunks.run(states[:, part], part) for part in slices))
+        stored, results = list[torch.Tensor](), None
+        for part, one in zip(slices, attended):
+            result = chunks.run(states[:, part], part, *one)
             if results is None:
-                results = one.new_empty(*states.shape[:2], *one.shape[2:])
-            results[:, part] = one
-            if training:
-                stored += attention.memory.store(states[:, part])
-        attention.memory.settle()
-        ctx.attention, ctx.piece, ctx.pieces = attention, piece, Pieces(parameters, states)
-        ctx.save_for_backward(labels, *stored)
+                results = result.new_empty(*states.shape[:2], *result.shape[2:])
+            results[:, part] = result
+            if chunks.training:
+                stored += memory.store(states[:, part])
+        memory.settle()
+        ctx.chunks, ctx.shape, ctx.dtype = chunks, states.shape, states.dtype
+        ctx.save_for_backward(*stored)
         return results  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Goes back through the chunks."""
-        labels, *stored = ctx.saved_tensors
-        results = None
-        for part, (states,) in zip(ctx.attention.slices(gradient.shape[1]), ctx.attention.memory.fetch(zip(stored))):
-            inputs = states, None if labels is None else labels[:, part]
-            (one,) = ctx.pieces.pull(ctx.piece, inputs, 1, gradient[:, part])
-            if results is None:
-                results = one.new_empty(*gradient.shape[:2], *one.shape[2:])
-            results[:, part] = one
-        return None, None, None, results, None, *ctx.pieces.sums()
+        """Attends again, and goes back through the chunks."""
+        chunks, attention, memory = ctx.chunks, ctx.chunks.attention, ctx.chunks.memory
+        slices, inputs = chunks.slices(ctx.shape[1]), [[one] for one in ctx.saved_tensors]
+        result = gradient.new_empty(ctx.shape, dtype=ctx.dtype)
+
+        def through_results() -> Iterator[list[torch.Tensor]]:
+            """From the last chunk's results to the first's; gives gradients of what the tokens have attended to."""
+            for part, tensors in zip(reversed(slices), memory.fetch(reversed(inputs))):
+                result[:, part], *of_attended = chunks.pull(part, tensors, gradient[:, part])
+                yield of_attended
+
+        if attention is None:
+            for _ in through_results():
+                pass
+        else:
+            states, kept = inputs, list[Sequence[torch.Tensor]]()
+            with chunks.cast():
+                projected = (chunks.run(one, part) for part, (one,) in zip(slices, memory.fetch(states)))
+                attended = one_ahead(attention.forward(projected, kept))
+                inputs = [[*one, *memory.store(*found)] for one, found in zip(states, attended)]
+            again = memory.fetch(reversed(states))
+            pulled = one_ahead(attention.backward(kept, through_results()))
+            for part, tensors, gradients in zip(reversed(slices), again, pulled):
+                result[:, part] += chunks.pull(part, tensors, gradients)[0]
+        memory.settle()
+        return None, result, *chunks.sums()

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+def one_ahead(started: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Results of what is under way, such as a copy or an exchange: each when the next one has been started, too."""
+    arriving: Callable[[], T] | None = None
+    for following in chain(started, [None]):
+        if arriving is not None:
+            yield arriving()
+        arriving = following
 
 
 class HostMemory:
@@ -22,11 +34,10 @@ class HostMemory:
     """
 
     def __init__(self, offload: bool, device: Any = None) -> None:
-        self.offload = offload
-        self._device: Any = device
+        self._offload, self._device = offload, device
         self._stream: Any = None
         self._place = torch.device("cpu")
-        self._leaving: tuple[Sequence[torch.Tensor], Any] | None = None
+        self._leaving: tuple[Sequence[torch.Tensor], Any] = (), None
 
     def store(self, *tensors: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Starts copies to the host.
@@ -38,9 +49,9 @@ class HostMemory:
         Returns:
             Tensors for `fetch`.
         """
-        if not self.offload:
+        if not self._offload:
             return list(tensors)
-        self.settle()
+        self._wait(self._leaving[1])
         self._place = tensors[0].device
         if self._device is None and self._place.type == "cuda":
             self._device = torch.cuda
@@ -48,42 +59,35 @@ class HostMemory:
         self._leaving = tensors, self._copy(hosts, tensors)
         return hosts
 
-    def settle(self) -> None:
-        """Makes the current stream wait for the last `store`, and lets go of its tensors."""
-        if self._leaving is not None:
-            self._wait(self._leaving[1])
-            self._leaving = None
-
-    def fetch(self, chunks: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    def fetch(self, chunks: Iterable[Sequence[torch.Tensor]]) -> Iterator[Sequence[torch.Tensor]]:
         """Brings chunks back, one after the other.
 
         Args:
             chunks: Tensors that `store` has returned, by chunk. Read one ahead of what is returned.
 
         Returns:
-            The tensors of each chunk, on the device. The first chunk is under way when this function returns.
+            The tensors of each chunk, on the device.
         """
-        waiting = iter(chunks)
-        return self._one_ahead(self._start(next(waiting, None)), waiting)
+        return one_ahead(map(self.start, chunks))
 
-    def _one_ahead(self, started: Any, waiting: Iterator[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        try:
-            while started is not None:
-                (tensors, arrived), started = started, self._start(next(waiting, None))
-                self._wait(arrived)
-                yield tensors
-                del tensors
-        finally:
-            if started is not None:  # the loop ends early: the memory must not be used again while a copy writes it
-                self._wait(started[1])
-
-    def _start(self, chunk: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor], Any] | None:
-        if chunk is None:
-            return None
-        if not self.offload:
-            return list(chunk), None
+    def start(self, chunk: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+        """Starts to bring a chunk back; the result waits for it."""
+        if not self._offload:
+            return lambda: chunk
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._place) for one in chunk]
-        return tensors, self._copy(tensors, chunk)
+        arrived = self._copy(tensors, chunk)
+
+        def wait() -> Sequence[torch.Tensor]:
+            self._wait(arrived)
+            return tensors
+
+        return wait
+
+    def settle(self) -> None:
+        """Makes the current stream wait for all copies, also those that a loop has started when an error ended it."""
+        if self._stream is not None:
+            self._device.current_stream().wait_stream(self._stream)
+        self._leaving = (), None
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
         """Copies after all that the current stream has; returns the end of it, None if it has ended."""
@@ -91,16 +95,12 @@ class HostMemory:
             for target, source in zip(targets, sources):
                 target.copy_(source)
             return None
-        if self._stream is None:
-            self._stream = self._device.Stream()
-        before, after = self._device.Event(), self._device.Event()
-        before.record(self._device.current_stream())
+        self._stream = self._stream or self._device.Stream()
+        self._stream.wait_stream(self._device.current_stream())
         with self._device.stream(self._stream):
-            self._stream.wait_event(before)
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
-            after.record(self._stream)
-        return after
+            return self._stream.record_event()
 
     def _wait(self, event: Any) -> None:
         if event is not None:

@@ -269,26 +269,10 @@ class Grid:
         return own.numbered([number[rank] for rank in part.transpose().ravel().tolist()])
 
     def of_neighbours(self, size: int, key: str) -> Grid:
-        """The grid of each group of ``size`` neighbours in the order of ranks, which fill packages first, and nodes.
-
-        Args:
-            size: Ranks of a group.
-            key: Begins messages.
-
-        Raises:
-            ConfigError: They do not divide the world, or neighbours are elsewhere.
-        """
+        """The grid of the first ``size`` ranks, for groups of neighbours. ``key`` begins messages."""
         if self.world_size % size:
             raise ConfigError(f"{key}: found {size}; expected a divisor of the {self.world_size} ranks")
-        for first in range(0, self.world_size, size):  # all, so that all ranks end alike
-            group = self.of_ranks(range(first, first + size))
-            for scope in self.scopes:
-                if group.scope_size(scope) != min(size, self.scope_size(scope)):
-                    raise ConfigError(
-                        f"{key}: found {size}, with which ranks {first} to {first + size - 1} are a group that does not share "
-                        f"a {scope} of {self}; expected neighbours in the order of ranks to be those of a package, then of a node"
-                    )
-        return group
+        return self.of_ranks(range(size))
 
     def numbered(self, ranks: Sequence[int]) -> Grid:
         """The same sizes, with these ranks at the places, which are in the default order: by an order of tiers if one fits."""

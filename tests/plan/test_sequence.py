@@ -13,7 +13,7 @@ from hzero import cli
 from hzero.config import SequenceConfig
 from hzero.plan.sequence import Chunked
 from hzero.sequence.host import HostMemory
-from hzero.sequence.models import patch
+from hzero.sequence.models import ChunkedModel
 from hzero.validation import ConfigError
 from tests.sequence.planned import job
 
@@ -54,8 +54,8 @@ def test_copies_to_the_host_and_back_are_the_plans(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(HostMemory, "store", noted)
     settings = SequenceConfig(chunk=4)
     ids = torch.randint(0, 31, (2, length), generator=torch.Generator().manual_seed(0))
-    patched = patch(model, settings, None)
-    patched.forward(ids, torch.arange(length).expand(2, -1), ids).loss.backward()
+    places = torch.arange(length).expand(2, -1)
+    ChunkedModel(model, settings, None).sum_losses(ids, places, ids).backward()
     planned = Chunked.of(job(model.config, length, settings, batch=2))
     assert copied == {"out": planned.to_host, "back": planned.to_device}
 
@@ -92,10 +92,7 @@ def test_a_global_batch_counts_a_group_once(capsys: pytest.CaptureFixture[str]) 
     ("given", "found"),
     [
         (("zero.sequence.parallel=5",), "zero.sequence.parallel: found 5; expected a divisor of the 384 ranks"),
-        (
-            ("zero.sequence.parallel=128",),
-            "zero.sequence.parallel: found 128; expected a divisor of the model's 64 heads",
-        ),
+        (("zero.sequence.parallel=128",), "zero.sequence.parallel: found 128; the model has 64 attention heads"),
         (("zero.sequence.chunks=5",), "zero.sequence: unknown key 'chunks'; did you mean 'chunk'"),
     ],
 )

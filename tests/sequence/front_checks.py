@@ -81,13 +81,6 @@ def check_deepspeed_trains_as_one_rank_does() -> None:
         )
         ids = _batch(9, [0])["input_ids"]
         torch.testing.assert_close(engine(input_ids=ids).logits, alone(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
-        # Two documents in a row: as each on its own, by their labels.
-        documents = ids[:, :10], ids[:, 10:]
-        losses = [alone(input_ids=one, labels=one).loss * (one.shape[1] - 1) for one in documents]
-        positions = torch.cat([torch.arange(one.shape[1]) for one in documents])[None]
-        labels = ids.where(positions > 0, -100)
-        packed = engine(input_ids=ids, labels=labels, position_ids=positions).loss
-        torch.testing.assert_close(packed, sum(losses) / (LENGTH - 2), rtol=1e-5, atol=1e-6)
     received = {
         row["tier"]: row["wire_bytes"] for row in hzero.state(engine).wire_log.as_dicts() if row["role"] == "sequence"
     }
@@ -122,11 +115,11 @@ def check_loaders_and_batches_count_a_group_once() -> None:
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
     zero = {"stage": 3, "hzero": block}
-    engine, _, loader, _ = deepspeed.initialize(
+    engine, *_ = deepspeed.initialize(
         model=_model(),
         config={**config, "optimizer": optimizer, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero},
-        training_data=samples,
     )
+    loader = engine.deepspeed_io(samples, num_local_io_workers=0)
     assert engine.gradient_accumulation_steps() == 2
     mine = [int(batch["input_ids"][0, 0]) for batch in loader]
     every: list[Any] = [None] * 4
@@ -136,14 +129,30 @@ def check_loaders_and_batches_count_a_group_once() -> None:
 
 
 def check_batches_that_cannot_be_shared_are_refused() -> None:
-    """Other samples in a group, on all ranks; padding on the left."""
+    """On all ranks, although one of them has it: other samples in a group, and what attention by chunks does not do."""
     engine, *_ = _engine()
+
+    def refused(found: str, of_rank_3: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=found):
+            engine(**(of_rank_3 if dist.get_rank() == 3 else _batch(0, [0])))
+
+    refused("ranks of a group have other samples", _batch(1, [0]))
+    # Differences of two groups that cancel each other.
+    whole = _batch(0, [0])
+    more, less = dict(whole), dict(whole)
+    more["input_ids"], less["input_ids"] = whole["input_ids"].clone(), whole["input_ids"].clone()
+    more["input_ids"][0, 4] += 1
+    less["input_ids"][0, 4] -= 1
     with pytest.raises(ConfigError, match="ranks of a group have other samples"):
-        engine(**_batch(dist.get_rank() % 2, [0]))
+        engine(**{1: more, 3: less}.get(dist.get_rank(), whole))
     left = _batch(0, [0])
     left["attention_mask"][:, 0] = 0
-    with pytest.raises(ConfigError, match="padding on the left"):
-        engine(**(left if dist.get_rank() == 3 else _batch(0, [0])))
+    refused("padding on the left", left)
+    documents = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])[None]
+    refused("several documents", {**whole, "position_ids": documents})
+    refused("labels: found None in training", {**whole, "labels": None})
+    with pytest.raises(ConfigError, match="the batch has output_hidden_states"):
+        engine(**whole, output_hidden_states=True)
     engine.destroy()
 
 

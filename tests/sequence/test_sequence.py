@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,27 +12,34 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss,
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     Lfm2Config,
     Lfm2ForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    ViTConfig,
+    ViTModel,
 )
 
 from hzero.config import SequenceConfig
 from hzero.plan.sequence import Chunked
-from hzero.sequence.attention import Attended, Attention
-from hzero.sequence.host import HostMemory
-from hzero.sequence.models import patch
+from hzero.sequence.attention import Attention
+from hzero.sequence.host import HostMemory, one_ahead
+from hzero.sequence.models import ChunkedModel
 from hzero.validation import ConfigError
 from tests.ranks import on_ranks
 from tests.sequence.live import Live, counting
 from tests.sequence.planned import job
-from tests.sequence.training import CHUNKED, batch_of, model_of
+from tests.sequence.training import CHUNKED, batch_of, furthest, gradients, model_of, stock
 
 test_on_ranks = on_ranks({4: ("tests.sequence.sequence_checks", "tests.sequence.front_checks")})
 
@@ -51,7 +58,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _chunked(model: Any, batch: dict[str, torch.Tensor], live: Live) -> None:
-    patch(model, SequenceConfig(chunk=CHUNK), None).forward(**batch).loss.backward()
+    ChunkedModel(model, SequenceConfig(chunk=CHUNK), None).sum_losses(**batch).backward()
 
 
 def _checkpointed(model: Any, batch: dict[str, torch.Tensor], live: Live) -> None:
@@ -111,46 +118,63 @@ def test_longer_sequences_in_the_same_memory() -> None:
     assert _bytes_a_token("llama", _tiled)["device"] >= 2 * chunked
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_of_devices_take_what_attention_gives_them(dtype: torch.dtype) -> None:
-    """Shapes and types only: on no device. bfloat16 is the flash kernel's, float32 the memory-efficient one's."""
-    shapes = (2, 8, 21, 16), (2, 2, 21, 16), (2, 2, 21, 16)
-    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes]
-    out = Attended.apply(Attention(None, HostMemory(offload=False), chunk=8), True, *tensors)
-    out.backward(torch.empty_like(out))
-    assert out.shape == (2, 21, 8, 16) and out.dtype == dtype
-    assert [(one.grad.shape, one.grad.dtype) for one in tensors] == [(shape, dtype) for shape in shapes]
+def test_kernels_of_devices_take_what_attention_gives_them() -> None:
+    """Shapes and types only: on no device, with grouped queries and a last chunk that is short."""
+    chunks = [
+        [torch.empty(2, heads, tokens, 16, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2)]
+        for tokens in (8, 8, 5)
+    ]
+    attention, kept = Attention(None, HostMemory(offload=False)), list[Any]()
+    out = list(one_ahead(attention.forward(chunks, kept)))
+    found = list(one_ahead(attention.backward(kept, reversed(out))))
+
+    def kinds(tensors: Iterable[torch.Tensor]) -> list[Any]:
+        return [(one.shape, one.dtype) for one in tensors]
+
+    assert [kinds(one) for one in out] == [kinds(chunk[:1]) for chunk in chunks]
+    assert [kinds(one) for one in reversed(found)] == [kinds(one) for one in chunks]
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
 
 def _refusal(model: Any) -> str:
+    """Of a model that is made, or of its first forward."""
+    batch = batch_of(9, vocabulary=9)
     with pytest.raises(ConfigError) as refused:
-        patch(model, SequenceConfig(), None)
+        ChunkedModel(model, SequenceConfig(chunk=4), None).sum_losses(**batch)
+    assert "forward" not in vars(model.lm_head)
     return str(refused.value)
 
 
+SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+SHAPE |= {"num_key_value_heads": 1, "intermediate_size": 8}
+
+
 def test_models_that_would_train_otherwise_are_refused() -> None:
-    dropout = model_of("llama")
-    dropout.config.attention_dropout = 0.1
-    assert "attention_dropout 0.1" in _refusal(dropout)
+    dropout = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1))
+    assert "attention with dropout" in _refusal(dropout.train())
     lora = model_of("neox")
     lora.gpt_neox.layers[1].mlp.act = torch.nn.Dropout(0.2)
-    assert "gpt_neox.layers.1.mlp.act 0.2" in _refusal(lora)
-    shape: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
-    window = MistralForCausalLM(MistralConfig(**shape, num_key_value_heads=1, intermediate_size=8, sliding_window=5))
-    assert "a sliding window of 5 tokens" in _refusal(window)
-    assert "attn_pdrop 0.1" in _refusal(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)))
-    experts = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=2, output_router_logits=True))
-    assert "output_router_logits true; expected false" in _refusal(experts)
-    kinds = ["conv", "full_attention"]
-    mixer = Lfm2ForCausalLM(Lfm2Config(**{**shape, "num_hidden_layers": 2}, num_key_value_heads=1, layer_types=kinds))
-    assert "layers conv, Conv1d; expected full attention alone" in _refusal(mixer)
+    assert "dropout 0.2 in mlp.act" in _refusal(lora)
+    window = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5))
+    assert "attention with sliding_window" in _refusal(window)
+    assert "dropout 0.1 in attn.attn_dropout" in _refusal(
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
+    )
+    experts = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2, output_router_logits=True))
+    assert "output_router_logits true; expected a model without" in _refusal(experts)
+    mixer = Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]))
+    assert "a convolution in conv.conv" in _refusal(mixer)
+    slopes = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=8, n_head=2, vocab_size=9))
+    assert "with a forward without position_ids" in _refusal(slopes)
+    heads = ViTModel(ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8))
+    with pytest.raises(ConfigError, match="found ViTModel; expected a causal language model"):
+        ChunkedModel(heads, SequenceConfig(), None)
 
 
-def test_a_loss_of_a_models_own_is_kept() -> None:
-    """By a subclass of a model whose layers are known."""
+def test_experts_and_a_loss_of_a_models_own_are_kept() -> None:
+    """Routers choose by token; a subclass changes the loss of a model."""
 
     class Doubled(LlamaForCausalLM):
         def forward(self, input_ids: Any, position_ids: Any = None, **kwargs: Any) -> Any:
@@ -158,25 +182,29 @@ def test_a_loss_of_a_models_own_is_kept() -> None:
             found.loss = 2 * found.loss
             return found
 
-    model, batch = model_of("llama"), batch_of(9)
-    own = Doubled(model.config)
-    own.load_state_dict(model.state_dict())
-    ids, places = batch["input_ids"], torch.arange(9).expand(len(batch["input_ids"]), -1)
-    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-    want = (
-        patch(model, SequenceConfig(chunk=4), None).forward(ids, places, labels, use_cache=True, return_dict=False).loss
-    )
-    assert torch.allclose(patch(own, SequenceConfig(chunk=4), None).forward(ids, places, labels).loss, 2 * want)
+    torch.manual_seed(0)
+    batch = batch_of(9, vocabulary=9)
+    for model in (
+        Doubled(LlamaConfig(**SHAPE)),
+        MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=3, sliding_window=None)),
+        Gemma2ForCausalLM(
+            Gemma2Config(**SHAPE, head_dim=4, attn_logit_softcapping=None, layer_types=["full_attention"] * 2)
+        ),
+    ):
+        expected, of_all = stock(model, batch)
+        model.zero_grad()
+        found = ChunkedModel(model, SequenceConfig(chunk=4), None).sum_losses(**batch)
+        found.backward()
+        torch.testing.assert_close(found, expected)
+        assert furthest(gradients(model), of_all) < 1e-5
 
 
-def test_a_patched_model_is_stock_without_labels_and_after_remove() -> None:
+def test_a_model_is_stock_afterwards() -> None:
     """Generation, with its cache, and logits of whole sequences."""
     for kind in (*CHUNKED, "gpt2"):
-        model, ids = model_of(kind).eval(), batch_of(9)["input_ids"]
-        logits, text = model(input_ids=ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)
-        patched = patch(model, SequenceConfig(chunk=4), None)
-        for _ in range(2):
-            torch.testing.assert_close(model(input_ids=ids).logits, logits)
-            assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), text)
-            patched.remove()
-        assert "forward" not in vars(model.lm_head)
+        model, batch = model_of(kind).eval(), batch_of(9)
+        logits = model(input_ids=batch["input_ids"]).logits
+        text = model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
+        ChunkedModel(model, SequenceConfig(chunk=4), None).sum_losses(**batch)
+        torch.testing.assert_close(model(input_ids=batch["input_ids"]).logits, logits, rtol=0, atol=0)
+        assert torch.equal(model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False), text)

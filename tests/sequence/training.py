@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-#: Models whose layers run in chunks, those of them whose layers are Llama's, and all, with one that gets the attention alone.
+#: Models of whom must-haves are tested, those whose layers are Llama's, and all, with one without rotary embedding.
 CHUNKED = ("llama", "neox", "qwen3")
 LIKE_LLAMA: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -48,23 +48,13 @@ def model_of(kind: str, width: int = 32, vocabulary: int = 67, layers: int = 2, 
     return model(config(**shape, **window, num_key_value_heads=keys, head_dim=width // heads))
 
 
-def batch_of(length: int, packed: bool = False, vocabulary: int = 67) -> dict[str, torch.Tensor]:
-    """Two whole sequences, with labels that follow each token. A packed one has documents, some longer than a chunk."""
+def batch_of(length: int, vocabulary: int = 67) -> dict[str, torch.Tensor]:
+    """Two whole sequences, with labels that follow each token."""
     ids = torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(length))
     labels = pad(ids[:, 1:], (0, 1), value=-100)
     labels[:, 3:5] = -100
     positions = torch.arange(length).repeat(2, 1)
-    if packed:
-        for row, starts in enumerate(((length // 5, length // 2, length // 2 + 3), (length - 7,))):
-            for start in starts:
-                positions[row, start:] = torch.arange(length - start)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
-
-
-def documents_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The number of each token's document."""
-    positions = batch["position_ids"]
-    return positions.diff(prepend=positions[:, :1] - 1).ne(1).cumsum(-1)
 
 
 def parts_of(batch: dict[str, torch.Tensor], chunk: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
