@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class Chunked:
             # Gradients of a layer's result and of its input, cosines and sines.
             device_token=2 * (hidden + model.rotary) * size + kept * (not offload),
             host_token=kept * offload,
-            layer_chunk=chunk * (16 * hidden + 6 * model.intermediate) * size,  # measured for a gated MLP
+            layer_chunk=chunk * (18 * hidden + 6 * model.intermediate) * size,  # measured for a gated MLP
             loss_chunk=12 * max(min(4 * chunk * hidden, chunk * model.vocab_size), model.vocab_size),
             to_host=job.micro_batch * (layers * copied_out + ends) * offload,
             to_device=job.micro_batch * (layers * copied_back + ends) * offload,
@@ -79,14 +80,13 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
     if ranks == 1:
         return {}
     program = all_to_all_program(ShardPlan(group, 0, "world", "world", CodecsConfig(weights=codecs, gradients=codecs)))
-    full, rest = divmod(tokens, job.sequence.chunk)
     received = dict.fromkeys(group.crossed, 0)
-    for length, count in ((job.sequence.chunk, full), (rest, bool(rest))):
-        # Forward, forward again, and gradients: queries, keys and values one way, and what is attended to the other.
-        for width in (queries + 2 * keys, queries):
-            for cross in program.crossings:
-                message = cross.message_bytes([job.micro_batch * length * width // ranks], job.itemsize)
-                received[cross.tiers[0]] += round(3 * job.model.layers * count * cross.received * message)
+    # Forward, forward again, and gradients: queries, keys and values one way, and what is attended to the other.
+    for start, width in itertools.product(range(0, tokens, job.sequence.chunk), (queries + 2 * keys, queries)):
+        numel = job.micro_batch * min(job.sequence.chunk, tokens - start) * width // ranks
+        for cross in program.crossings:
+            message = cross.message_bytes([numel], job.itemsize)
+            received[cross.tiers[0]] += round(3 * job.model.layers * cross.received * message)
     return received
 
 

@@ -61,9 +61,10 @@ class Attention:
             out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
             weight = torch.full(query.shape[:-1], -torch.inf, device=query.device)
             # The chunk's own keys come first: meanwhile the first pair from the host is under way.
-            blocks = one_ahead(chain([partial(tuple, pair)], map(self.memory.start, pairs[:])))
+            own: list[Callable[[], Sequence[torch.Tensor]]] = [partial(tuple, pair)]
+            blocks = one_ahead(chain(own, map(self.memory.start, pairs[:])))
             pairs.append(self.memory.store(*pair))
-            del pair
+            del own, pair
             for one, (key, value) in enumerate(blocks):
                 more, its_weight = _attend(query, key, value, self.scale, causal=one == 0)
                 both = torch.logaddexp(weight, its_weight)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
@@ -30,11 +31,13 @@ from transformers import (
     ViTModel,
 )
 
-from hzero.config import SequenceConfig
+from hzero.config import SequenceConfig, parse_config
 from hzero.plan.sequence import Chunked
+from hzero.sequence import attach, detach
 from hzero.sequence.attention import Attention
 from hzero.sequence.host import HostMemory, one_ahead
 from hzero.sequence.models import ChunkedModel
+from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
 from tests.ranks import on_ranks
 from tests.sequence.live import Live, counting
@@ -197,6 +200,32 @@ def test_experts_and_a_loss_of_a_models_own_are_kept() -> None:
         found.backward()
         torch.testing.assert_close(found, expected)
         assert furthest(gradients(model), of_all) < 1e-5
+
+
+def test_adapters_are_trained() -> None:
+    """A model that PEFT wraps, whose own weights need no gradient."""
+    peft = pytest.importorskip("peft")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        targets = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+        model = peft.get_peft_model(model_of("llama"), peft.LoraConfig(r=2, **targets))
+        ids = batch_of(11)["input_ids"]
+        expected = model(input_ids=ids, labels=ids).loss
+        expected.backward()
+        of_all = gradients(model)
+        model.zero_grad()
+        config = parse_config(
+            {"sequence": {"chunk": 4}, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 1}}
+        )
+        layers = attach(model, config, resolve_grid(config.topology, 1))
+        found = model(input_ids=ids, labels=ids)
+        found.loss.backward()
+        assert len(layers) == 2 and found.logits is None
+        torch.testing.assert_close(found.loss, expected)
+        assert len(of_all) == 8 and furthest(gradients(model), of_all) < 1e-5
+        assert detach(model) == layers and model(input_ids=ids, labels=ids).logits is not None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_is_stock_afterwards() -> None:
