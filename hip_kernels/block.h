@@ -325,9 +325,13 @@ HZ_DEVICE void store_codes(hz_u8* record, hz_u32 vector, hz_u32 all, const hz_u3
   }
 }
 
+// Whether a record has its codes and its scale in 16 bytes, the scale last.
+HZ_DEVICE bool is_tiny(hz_u32 scales) { return scales % 16 != 0; }
+
 // 16 codes of a record, packed, and as float32.
 template <int BITS>
-HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 vector, hz_u32 (&words)[BITS / 2], float (&codes)[16]) {
+HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 scales, hz_u32 vector, hz_u32 (&words)[BITS / 2],
+                          float (&codes)[16]) {
   if (BITS == 8) {
     const Words whole = ((const Words*)record)[vector];
 #pragma unroll
@@ -337,6 +341,7 @@ HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 vector, hz_u32 (&words)[BI
     words[0] = pair.word[0];
     words[1] = pair.word[1];
   }
+  if (is_tiny(scales) && vector == 6 / BITS) words[BITS / 2 - 1] &= 0xffffu;  // the scale is no codes
 #pragma unroll
   for (int i = 0; i < 16; ++i)
     codes[i] = (float)((int)(words[i * BITS / 32] << (32 - BITS - i * BITS % 32)) >> (32 - BITS));
@@ -351,10 +356,12 @@ HZ_DEVICE float load_scale(const hz_u8* scales, hz_u32 block) {
   return float_of((hz_u32)((const hz_u16*)scales)[block] << 16);
 }
 
-// A scale, and behind the last one of a record the padding.
-HZ_DEVICE void store_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, float scale) {
-  const hz_u32 end = block + 1 == blocks ? (blocks + 7) / 8 * 8 : block + 1;
-  for (hz_u32 i = block; i < end; ++i) ((hz_u16*)scales)[i] = i == block ? (hz_u16)(bits_of(scale) >> 16) : 0;
+// Where the scales end that a block writes and adds to a checksum: its own, behind the last one of a record the
+// padding. The thread of a block's first elements does so, of a tiny record that of the last ones, which writes the
+// codes beside it.
+HZ_DEVICE hz_u32 scales_end(const Place& at, hz_u32 scales) {
+  if (is_tiny(scales)) return at.element + 16 >= at.tensor.chunk ? 1 : 0;
+  return at.lane ? 0 : at.block + 1 == at.blocks ? (at.blocks + 7) / 8 * 8 : at.block + 1;
 }
 
 HZ_DEVICE hz_u32 mix(hz_u32 word) {
@@ -418,11 +425,14 @@ HZ_DEVICE void check(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes
     const hz_u32 rest = at.tensor.chunk - at.element;
     if (BITS == 4 && rest <= 16 && at.element % 32 == 0)
 #pragma unroll
-      for (int i = 2; i < 4; ++i) sum += (hz_u64)((const hz_u32*)record)[place + i] * mix(first + place + i);
-    const hz_u32 end = at.lane ? 0 : at.block + 1 == at.blocks ? (at.blocks + 7) / 8 * 8 : at.block + 1;
+      for (int i = 2; i < 4; ++i) {
+        const hz_u32 word = ((const hz_u32*)record)[place + i];
+        sum += (hz_u64)(i == 3 && is_tiny(scales) ? word & 0xffffu : word) * mix(first + place + i);
+      }
+    const hz_u32 end = scales / 2 + scales_end(at, scales);
 #pragma unroll 1
-    for (hz_u32 i = at.block; i < end; ++i)
-      sum += ((hz_u64)((const hz_u16*)(record + scales))[i] << i % 2 * 16) * mix(first + scales / 4 + i / 2);
+    for (hz_u32 i = scales / 2 + at.block; i < end; ++i)
+      sum += ((hz_u64)((const hz_u16*)record)[i] << i % 2 * 16) * mix(first + i / 2);
   }
   add_up(checks, at, part, sum);
 }
@@ -548,7 +558,9 @@ HZ_DEVICE void store_block(hz_u8* record, hz_u32 scales, const Place& at, const 
                            float scale) {
   if (!at.has_elements) return;
   store_codes<BITS>(record, at.element / 16, (at.tensor.chunk + 15) / 16, words);
-  if (at.lane == 0) store_scale(record + scales, at.block, at.blocks, scale);
+  const hz_u32 end = scales_end(at, scales);
+  for (hz_u32 i = at.block; i < end; ++i)
+    ((hz_u16*)(record + scales))[i] = i == at.block ? (hz_u16)(bits_of(scale) >> 16) : 0;
 }
 
 }  // namespace hz

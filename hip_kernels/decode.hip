@@ -26,7 +26,7 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
   no_sums(x);
   if (at.has_elements) {
     const float scale = load_scale(record + tensor.scales, at.block);
-    load_codes<BITS>(record, at.element / 16, words, x);
+    load_codes<BITS>(record, tensor.scales, at.element / 16, words, x);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);
   }

@@ -18,7 +18,7 @@ HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)
     if (at.has_elements) {
       const float scale = load_scale(record + at.tensor.scales, at.block);
       float codes[16];
-      load_codes<BITS>(record, at.element / 16, words, codes);
+      load_codes<BITS>(record, at.tensor.scales, at.element / 16, words, codes);
 #pragma unroll
       for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], mul(codes[i], scale));
     }

@@ -59,10 +59,13 @@ HZ_INLINE float load_scale(const uint8_t* scales, uint32_t block) {
   return float_of((uint32_t)((const uint16_t*)scales)[block] << 16);
 }
 
-// A scale, and behind the last one of a record the padding.
-HZ_INLINE void store_scale(uint8_t* scales, uint32_t block, uint32_t blocks, float scale) {
+// Whether a record has its codes and its scale in 16 bytes, the scale last.
+HZ_INLINE bool is_tiny(const Record& record) { return (record.scales - record.codes) % 16 != 0; }
+
+// A scale, and behind the last one of a record, unless it is tiny, the padding.
+HZ_INLINE void store_scale(uint8_t* scales, uint32_t block, uint32_t blocks, float scale, bool is_tiny) {
   ((uint16_t*)scales)[block] = (uint16_t)(bits_of(scale) >> 16);
-  if (block + 1 == blocks) std::memset(scales + (size_t)blocks * 2, 0, -(blocks * 2) & 15);
+  if (block + 1 == blocks && !is_tiny) std::memset(scales + (size_t)blocks * 2, 0, -(blocks * 2) & 15);
 }
 
 // ---- scales --------------------------------------------------------------------------------------------------------
@@ -183,6 +186,10 @@ static hz_u64 checksum(const hz_u8* bytes, hz_u64 count, hz_u32 place) {
 // last ones the padding.
 template <int BITS>
 HZ_APART void check(Checked record, uint32_t size, uint32_t begin, uint32_t end, uint32_t blocks) {
+  if (is_tiny(record)) {
+    __atomic_fetch_add(record.sum, checksum(record.codes, 16, record.place), __ATOMIC_RELAXED);
+    return;
+  }
   const uint32_t codes_end = end < blocks ? end * size * BITS / 8 : (uint32_t)(record.scales - record.codes);
   const uint32_t from = begin * size * BITS / 8, scales = record.place + (uint32_t)(record.scales - record.codes) / 4;
   uint64_t sum = checksum(record.codes + from, codes_end - from, record.place + from / 4);
@@ -290,7 +297,7 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     uint8_t* codes = record.codes + (size_t)column * BITS / 8;
     codes_of<Type, BITS>(x + i * size, all, scales[i], reciprocals[i], rounding.stochastic ? noise : nullptr, codes);
     if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
-    store_scale(record.scales, block + i, blocks, scales[i]);
+    store_scale(record.scales, block + i, blocks, scales[i], is_tiny(record));
   }
   if (record.sum) check<BITS>(record, size, block, block + count, blocks);
 }
@@ -543,6 +550,8 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
     for (uint32_t i = 0; i < count; ++i) {
       length = (uint32_t)between(0, tensor.chunk - (int64_t)(block + i) * size, size);
       sum_block<BITS>(bucket, first, step, block + i, length, false, sums + i * size);
+      std::memset(sums + i * size + length, 0,
+                  (-length & 15) * sizeof(float));  // a tiny record's scale was among the codes
     }
     encode_blocks<Fp32, OUT_BITS>(sums, count, length, block, span.blocks, bucket, rounding, record, scales);
   }

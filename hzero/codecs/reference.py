@@ -9,6 +9,7 @@ adds them to those that are there, and what reads it to a tensor. Arguments are 
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
@@ -17,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from hzero.codecs.blocks import mixed, rotated
-from hzero.codecs.formats import ALIGNMENT, CHECKSUM_BYTES, RecordFormat, Rows, layout_of
+from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows, layout_of
 
 #: What is added to the elements before they are encoded: residuals of earlier losses, or a base that is subtracted.
 Adds: TypeAlias = Literal["", "residuals", "base"]
@@ -179,7 +180,9 @@ def _record_of(
             # Which NaN a conversion makes depends on the processor.
             values = values.to(torch.bfloat16).nan_to_num_(math.nan, math.inf, -math.inf)
         parts = [values.contiguous().view(torch.uint8)]
-    return torch.cat([pad(part, (0, -part.shape[1] % ALIGNMENT)) for part in parts], dim=1)
+    starts = fmt.offsets(values.shape[1], values.element_size())
+    rooms = (end - start for start, end in itertools.pairwise(starts))
+    return torch.cat([pad(part, (0, room - part.shape[1])) for part, room in zip(parts, rooms)], dim=1)
 
 
 def _values_of(records: torch.Tensor, numel: int, fmt: RecordFormat, dtype: torch.dtype) -> torch.Tensor:

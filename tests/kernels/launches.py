@@ -7,6 +7,7 @@ It runs the stage's programs with wires that bring nothing, on a CPU. A device s
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -85,7 +86,8 @@ def launches(preset: str, **block: Any) -> dict[str, Counter[str]]:
     chunks = tuple(chunk_numel(numel, world) for numel in NUMELS)
     keys, dtype = tuple(range(len(chunks))), torch.bfloat16
     shards = [torch.ones(chunk, dtype=dtype) for chunk in chunks]
-    sums = [torch.ones(plan.gradient_rows * chunk) for chunk in chunks]
+    rows = plan.gradient_rows // math.prod(cross.ranks for cross in programs.boundary.crossings)
+    sums, last = ([torch.ones(count * chunk) for chunk in chunks] for count in (plan.gradient_rows, rows))
     held: Any = shards
     if plan.keeps_copies:
         held = torch.zeros(
@@ -96,6 +98,7 @@ def launches(preset: str, **block: Any) -> dict[str, Counter[str]]:
         "micro": (programs.micro, "gradients", [torch.ones(numel, dtype=dtype) for numel in NUMELS]),
         "refresh": (programs.refresh, "weights", shards),
         "boundary": (programs.boundary, "gradients", sums),
+        "outermost": (programs.outermost, "gradients", last),
     }
     found = {}
     for name, (program, role, value) in runs.items():
@@ -114,7 +117,7 @@ def main() -> None:
     for preset in sys.argv[1:] or ("lossless", "topo", "zero3", "mild"):
         found = {name: sum(started.values()) for name, started in launches(preset).items()}
         micro = 2 * found["gather"] + found["micro"]
-        step = found["refresh"] + found["boundary"]
+        step = found["refresh"] + found["boundary"] + found["outermost"]
         print(f"{preset:10} {micro:4} launches per layer and micro-step, {step:4} more per step: {found}")
 
 
