@@ -56,8 +56,7 @@ FLUSH_S = 10.0
 
 _ends: dict[tuple[int, int], tuple[Queue, IOLoop]] = {}  # of connections, by the peer's rank and the number
 _listeners: dict[int, MpiListener] = {}  # by port
-_sent: list[tuple[int, Any]] = []  # ranks, and requests
-_arriving: list[tuple[int, Any]] = []  # the same
+_under_way: list[tuple[int, Any, bool]] = []  # messages: rank, request, and whether it comes from there
 _polls: dict[asyncio.AbstractEventLoop, asyncio.Handle] = {}  # the next one of each loop: a process has one, as a rule
 _lock, _numbers, _ports = threading.RLock(), itertools.count(1), itertools.count(1)
 
@@ -105,7 +104,7 @@ def _send(rank: int, number: int, content: list[Any], port: int = 0) -> None:
             requests += [pkl5.Request(WORLD.Isend([frame, MPI.BYTE], rank, DEVICE_TAG)) for frame in device]
     except MPI.Exception as error:
         raise CommClosedError(f"rank {rank} cannot be reached: {error}") from error
-    _sent.extend((rank, request) for request in requests)
+    _under_way.extend((rank, request, False) for request in requests)
     _poll_later()
 
 
@@ -127,7 +126,7 @@ def _poll(idle: int) -> None:
     except Exception as error:
         logger.exception("Messages over MPI cannot go on")
         end_job(f"rank {WORLD.rank} on {HOST}: {error}")
-    if _ends or _listeners or _sent:
+    if _ends or _listeners or _under_way:
         _poll_later(idle)
 
 
@@ -135,21 +134,19 @@ def _step() -> bool:
     """Asks MPI once. Returns whether anything has happened."""
     happened, status, waiting = False, MPI.Status(), set[int]()
     while (message := WORLD.improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
-        _arriving.append((status.source, message.irecv()))
-    for one in list(_arriving):
-        source, request = one
-        if source not in waiting:  # messages of a rank keep their order
-            done, content = request.test()
-            if done:
-                _arriving.remove(one)
-                _dispatch(source, *content)
-                happened = True
-            else:
-                waiting.add(source)
-    for one in list(_sent):
-        if one[1].test()[0]:
-            _sent.remove(one)
+        _under_way.append((status.source, message.irecv(), True))
+    for one in list(_under_way):
+        rank, request, comes = one
+        if comes and rank in waiting:  # messages of a rank keep their order
+            continue
+        done, content = request.test()
+        if done:
+            _under_way.remove(one)
             happened = True
+            if comes:
+                _dispatch(rank, *content)
+        elif comes:
+            waiting.add(rank)
     return happened
 
 
@@ -179,16 +176,15 @@ def _from_device(size: int, source: int) -> Any:
 
 @atexit.register  # before mpi4py ends MPI, which waits for all ranks, but not for messages
 def _finish() -> None:
-    """Receives what the other ranks still send, until all of them end."""
+    """Receives what the other ranks still send, until all of them end, or `FLUSH_S` have passed."""
     deadline, all_end = time.monotonic() + FLUSH_S, None
     while not (all_end and all_end.Test()) and time.monotonic() < deadline:
         with _lock:
             _step()
-        if not _sent and not all_end:
+        if not _under_way and not all_end:
             all_end = WORLD.Ibarrier()
         time.sleep(1e-3)
-    if _sent:
-        ranks = sorted({rank for rank, _ in _sent})[:10]
+    if ranks := sorted({rank for rank, _, comes in _under_way if not comes})[:10]:
         end_job(f"rank {WORLD.rank} has waited {FLUSH_S:g} s for ranks {ranks} to receive messages")
 
 

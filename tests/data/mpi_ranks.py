@@ -253,8 +253,8 @@ async def checks() -> None:
             time.sleep(0.9)
     await together()
     ends = time.monotonic() + 10
-    while mpi._ends or mpi._sent or mpi._arriving:
-        assert time.monotonic() < ends, f"rank {WORLD.rank} keeps connections: {mpi._ends} {mpi._sent}"
+    while mpi._ends or mpi._under_way:
+        assert time.monotonic() < ends, f"rank {WORLD.rank} keeps connections: {mpi._ends} {mpi._under_way}"
         await asyncio.sleep(1e-3)
     listener.stop()
 
