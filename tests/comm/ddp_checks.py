@@ -111,13 +111,13 @@ def check_residuals_of_former_buckets_are_dropped() -> None:
     """DDP lays buckets anew after the first step."""
     state = _state(GRIDS[WORLD][0], codecs="int8", error_feedback=["gcd"])
     dropped = []
-    forget = state.communicator.forget
+    clear = state.communicator.feedback.clear
 
     def noted() -> None:
         dropped.append(len(state._layouts))
-        forget()
+        clear()
 
-    with mock.patch.object(state.communicator, "forget", noted):
+    with mock.patch.object(state.communicator.feedback, "clear", noted):
         _train(state, 3)
     assert dropped == [1]
 
