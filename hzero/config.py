@@ -439,7 +439,7 @@ class Block(Frozen):
     unit_numel: int = Field(10**9, ge=0)  # as many as DeepSpeed keeps live by default
     error_feedback: TierList = ()
     refresh_message_bytes: int = Field(0, ge=0)
-    boundary_message_bytes: int = Field(1 << 16, ge=0, le=1 << 24)
+    boundary_message_bytes: int | None = Field(None, ge=0, le=1 << 24)
     refresh_differences: bool = False
     full_refresh_every: int = Field(1000, ge=1)
     node_all_gather: NodeAllGather = NodeAllGather()
@@ -482,8 +482,9 @@ class HZeroConfig(Block):
             `stage3_prefetch_bucket_size` elements, which are few bytes per rank on many ranks. `hzero links` prints the size
             from which latency is less than a tenth of a hop.
         boundary_message_bytes: Bytes of a peer's part from which gradients cross the outermost tier at the boundary, 0 to 16 MiB.
-            Buckets with smaller parts wait and share a message, since on many nodes latency is most of a small part's time.
-            Until then their float32 sums stay in memory. With 0 every bucket has a message.
+            Buckets with smaller parts wait and share a message, since with many peers latency is most of a small part's time.
+            Until then their float32 sums stay in memory. With 0 every bucket has a message. Default: 64 KiB if the tier has 16
+            ranks or more, else 0.
         refresh_differences: Whether a refresh sends the difference between the new weights and the receivers' copy instead of
             the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, with `int2` a quarter, and
             the copy is nearer to the weights. The next difference contains the error of the last, so errors do not add up. The

@@ -41,6 +41,9 @@ _AS_WRITTEN = (
 #: Of many nodes that form no groups: a ring waits for each node. From this size on it is as fast, since its messages go to
 #: neighbours, and few of them leave a switch group.
 _UNGROUPED = NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
+#: Bytes of a peer's part at which a NIC of Slingshot has nine tenths of its rate, and the ranks of a tier from which on the
+#: latency of their messages is longer than that of a launch, which other hops have too.
+_PART_BYTES, _MANY_PEERS = 1 << 16, 16
 #: The key that declares a scope which machines do not have by default.
 _DECLARED_BY: dict[Scope, str] = {"hive": "gpus_per_hive", "group": "nodes_per_group", "cluster": "clusters"}
 
@@ -190,6 +193,9 @@ class ShardPlan:
                     )
                     scopes[role] = wider
         weights, gradients = scopes["weights"], scopes["gradients"]
+        if config.boundary_message_bytes is None:
+            outer = [grid.size(tier) for tier in tiers_outside(gradients) if grid.size(tier) > 1]
+            as_written["boundary_message_bytes"] = _PART_BYTES if outer and outer[-1] >= _MANY_PEERS else 0
         unused = [
             f"{config.codecs[role][tier].codec} of {role} on {tier}"
             for role in ROLES

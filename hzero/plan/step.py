@@ -24,7 +24,7 @@ from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError
 
 #: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.
-MICRO_STEPS, LAYERS = 3, (2, 4)
+MICRO_STEPS, LAYERS = 3, (3, 6)
 #: What predictions of one scheme keep that differ in the accumulation only, see `predict`.
 Known: TypeAlias = dict[Any, Any]
 #: The lane of the device's own work.
@@ -117,7 +117,9 @@ def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Know
     layers, behind = job.model.layers, sum(job.model.after)
     kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse), 0)
     few, more = (kept + count * job.layers_together for count in LAYERS)
-    if layers <= more:
+    # Where a message of the boundary has the sums of several layers, few layers have as many messages as more.
+    shared = isinstance(scheme, ShardPlan) and scheme.boundary_numel(0, job.itemsize) > job.layer
+    if layers <= more or shared:
         return simulate(tasks_of(scheme, job, machine))
     if job.accumulation not in known:
         shorter, longer = (simulate(tasks_of(scheme, job, machine, count, known)) for count in (few, more))

@@ -51,7 +51,7 @@ def check_signs_of_the_last_backward() -> None:
         assert found.state is not None
         hops = {(entry.role, entry.tier): entry.hops for entry in found.state.wire_log.entries()}
         crossings = 2 * MODULES  # in 2 steps
-        assert hops["gradients", "node"] == 2, (flags, hops)  # their parts are small, so all share a message
+        assert hops["gradients", "node"] == crossings, (flags, hops)
         assert {hops["gradients", tier] for tier in INSIDE} == {crossings * 3}
         assert {hops["weights", tier] for tier in ("node", *INSIDE[1:])} == {crossings}, hops
         found.state.close()

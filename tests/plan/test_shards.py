@@ -136,6 +136,20 @@ def test_refresh_messages_have_the_bytes_per_rank_that_are_asked_for() -> None:
         assert plans[1].refresh_numel(bucket, itemsize) * of_element / 384 == pytest.approx(1 << 20, rel=0.001)
 
 
+def test_parts_of_the_outermost_tier_are_large_where_many_ranks_wait_for_them() -> None:
+    for grid, least in ((Grid(15, 4, 2), 0), (Grid(16, 4, 2), 1 << 16), (Grid(60, 4, 2, nodes_per_group=12), 0)):
+        plan = ShardPlan.from_config(parse_config({}), grid, 0)
+        assert plan.boundary_message_bytes == least
+        written = parse_config({"boundary_message_bytes": 9})
+        assert ShardPlan.from_config(written, grid, 0).boundary_message_bytes == 9
+        waiting = plan.boundary_numel(10**6, 2) - 10**6
+        element = plan.boundary_hops()[-1].codec.format.element_bytes(2)
+        assert waiting * element / grid.world_size == pytest.approx(least, rel=0.001)
+    assert not ShardPlan.from_config(parse_config({"preset": "zero3"}), Grid(16, 4, 2), 0).boundary_message_bytes
+    with pytest.raises(ConfigError, match="boundary_message_bytes"):
+        parse_config({"boundary_message_bytes": (1 << 24) + 1})
+
+
 def test_a_plan_for_the_whole_machine_is_cheap() -> None:
     grid = Grid(9408, 4, 2)
     config = parse_config({"preset": "topo"})
