@@ -101,25 +101,27 @@ struct Bf16 {
   typedef hz_u16 type;
   HZ_DEVICE float widen(hz_u16 x) { return float_of((hz_u32)x << 16); }
   HZ_DEVICE hz_u16 narrow(float x) { return to_bf16(x); }
+  HZ_DEVICE hz_u32 two(float low, float high) { return two_bf16(low, high); }
 };
 struct Fp16 {
   enum { bytes = 2 };
   typedef hz_u16 type;
   HZ_DEVICE float widen(hz_u16 x) { return from_half(x); }
   HZ_DEVICE hz_u16 narrow(float x) { return to_half(x); }
+  HZ_DEVICE hz_u32 two(float low, float high) { return to_half(low) | (hz_u32)to_half(high) << 16; }
 };
 
-// Rotates 16 registers by N. A loop over a part of them that rotates them each time indexes no register by a variable,
-// and holds the temporaries of that part alone.
-template <int N, class T>
-HZ_DEVICE void rotate(T (&x)[16]) {
+// Rotates registers by N. A loop over a part of them that rotates them each time indexes no register by a variable, and
+// holds the temporaries of that part alone.
+template <int N, class T, int COUNT>
+HZ_DEVICE void rotate(T (&x)[COUNT]) {
   T first[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) first[i] = x[i];
 #pragma unroll
-  for (int i = 0; i < 16 - N; ++i) x[i] = x[i + N];
+  for (int i = 0; i < COUNT - N; ++i) x[i] = x[i + N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[16 - N + i] = first[i];
+  for (int i = 0; i < N; ++i) x[COUNT - N + i] = first[i];
 }
 
 // What changes no number that is added to it, -0 included.
@@ -145,119 +147,211 @@ struct Bits<4> {
   typedef hz_u32 type;
 };
 
-// Bits of up to 16 elements of BYTES bytes, zeros beyond `count`, from any address of such elements, and to one.
+// ---- elements in memory ---------------------------------------------------------------------------------------------
+//
+// Each thread moves 16 elements of a shard. Shards start wherever the ones before them end, so these elements may start
+// anywhere between two multiples of 16 bytes. Reads and writes are 16 bytes wide at multiples of 16 bytes all the same:
+// a thread reads the vectors that its elements touch and cuts them out in registers. It writes the vectors in which its
+// elements start, all but the last one it fills; what the first one lacks comes from the lane before.
+
+// Elements of BYTES that start `shift` bytes, below 16, behind the first byte of `words`: to its beginning. In steps
+// that take no further registers; what comes to stand in the last vector is of no meaning.
+template <int BYTES, int COUNT>
+HZ_DEVICE void cut(Words (&words)[COUNT], hz_u32 shift) {
+  if (shift & 8)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const Words one = words[i], next = words[i + 1 < COUNT ? i + 1 : i];
+      words[i] = Words{{one.word[2], one.word[3], next.word[0], next.word[1]}};
+    }
+  if (shift & 4)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const Words one = words[i], next = words[i + 1 < COUNT ? i + 1 : i];
+      words[i] = Words{{one.word[1], one.word[2], one.word[3], next.word[0]}};
+    }
+  const hz_u32 bits = shift % 4 * 8;
+  if (BYTES < 4)
+#pragma unroll
+    for (int i = 0; i + 1 < COUNT; ++i) {
+      const Words one = words[i];
+      words[i] = Words{{funnel(one.word[1], one.word[0], bits), funnel(one.word[2], one.word[1], bits),
+                        funnel(one.word[3], one.word[2], bits), funnel(words[i + 1].word[0], one.word[3], bits)}};
+    }
+}
+
+// Up to 16 elements of a shard of so many BYTES each, from `element` on; zeros beyond `count`.
 template <int BYTES>
 HZ_DEVICE void read(const void* shard, hz_u32 element, int count, Words (&words)[BYTES]) {
-  typedef typename Bits<BYTES>::type Element;
-  const Element* source = (const Element*)shard + element;
-  if (count >= 16 && (hz_u64)source % 16 == 0) {
+  const hz_u32 shift = (hz_u64)shard % 16;
+  if (count > 0) {
+    const Words* first = (const Words*)((const hz_u8*)shard + (hz_u64)element * BYTES - shift);
+    // Threads with fewer elements read their last vector again: no address lies beyond it.
+    const int end = (int)shift + (count < 16 ? count : 16) * BYTES, last = (end - 1) / 16;
+    Words touched[BYTES + 1];
 #pragma unroll
-    for (int i = 0; i < BYTES; ++i) words[i] = ((const Words*)source)[i];
-    return;
+    for (int i = 0; i <= BYTES; ++i) {
+      const int vector = i < last ? i : last;
+      if (i < BYTES || shift)
+        touched[i] = load_wide(first + vector, vector ? 0 : shift, vector < last ? 16 : end - last * 16);
+    }
+    if (shift) cut<BYTES>(touched, shift);
+#pragma unroll
+    for (int i = 0; i < BYTES; ++i) words[i] = touched[i];
   }
+  if (count < 16)
 #pragma unroll
-  for (int i = 0; i < 4 * BYTES; ++i) {
-    hz_u32 word = 0;
-#pragma unroll
-    for (int j = 0; j < 4 / BYTES; ++j)
-      if (i * (4 / BYTES) + j < count) word |= (hz_u32)source[i * (4 / BYTES) + j] << j * 8 * (BYTES % 4);
-    words[i / 4].word[i % 4] = word;
-  }
+    for (int i = 0; i < 4 * BYTES; ++i) {
+      const int bits = (count > 0 ? count * BYTES * 8 : 0) - i * 32;
+      words[i / 4].word[i % 4] &= bits >= 32 ? ~0u : bits > 0 ? (1u << bits) - 1 : 0;
+    }
 }
 
+// Chosen among values: a choice among places would need them in memory.
+HZ_DEVICE hz_u32 word_of(const Words& vector, hz_u32 index) {
+  const hz_u32 a = vector.word[0], b = vector.word[1], c = vector.word[2], d = vector.word[3];
+  const hz_u32 low = index & 1 ? b : a, high = index & 1 ? d : c;
+  return index & 2 ? high : low;
+}
+
+// Bytes `begin` to 16, or 0 to `end`, of a vector of elements of BYTES, in as few accesses as their addresses allow.
 template <int BYTES>
-HZ_DEVICE void write(void* shard, hz_u32 element, int count, const Words (&words)[BYTES]) {
-  typedef typename Bits<BYTES>::type Element;
-  Element* target = (Element*)shard + element;
-  if (count >= 16 && (hz_u64)target % 16 == 0) {
-#pragma unroll
-    for (int i = 0; i < BYTES; ++i) ((Words*)target)[i] = words[i];
-    return;
+HZ_DEVICE void store_from(hz_u8* to, const Words& vector, hz_u32 begin) {
+  hz_u32 at = begin;
+  if (BYTES < 2 && at & 1) {
+    store_to((hz_u8*)(to + at), (hz_u8)(word_of(vector, at / 4) >> at % 4 * 8));
+    at += 1;
   }
-#pragma unroll
-  for (int i = 0; i < 16; ++i)
-    if (i < count) target[i] = (Element)(words[i * BYTES / 16].word[i * BYTES / 4 % 4] >> i * BYTES % 4 * 8);
+  if (BYTES < 4 && at & 2) {
+    store_to((hz_u16*)(to + at), (hz_u16)(word_of(vector, at / 4) >> 16));
+    at += 2;
+  }
+  if (at & 4) {
+    store_to((hz_u32*)(to + at), word_of(vector, at / 4));
+    at += 4;
+  }
+  if (at == 8) store_to((Pair*)(to + 8), Pair{{vector.word[2], vector.word[3]}});
+}
+template <int BYTES>
+HZ_DEVICE void store_until(hz_u8* to, const Words& vector, hz_u32 end) {
+  if (end & 8) store_to((Pair*)to, Pair{{vector.word[0], vector.word[1]}});
+  if (end & 4) store_to((hz_u32*)(to + (end & 8)), word_of(vector, end / 4 & 2));
+  if (BYTES < 4 && end & 2) store_to((hz_u16*)(to + (end & 12)), (hz_u16)word_of(vector, end / 4));
+  if (BYTES < 2 && end & 1) store_to((hz_u8*)(to + (end & 14)), (hz_u8)(word_of(vector, end / 4) >> (end & 2) * 8));
 }
 
-// Up to 16 elements as float32, +0 beyond `count`.
-template <class Type>
-HZ_DEVICE void load(const typename Type::type* source, int count, float (&x)[16]) {
-  typedef typename Type::type Element;
-  if (count >= 16 && (hz_u64)source % 16 == 0) {
-    union {
-      Words words[Type::bytes];
-      Element elements[16];
-    } read;
+// Writes up to 16 elements of a shard, those of the thread's place. Every thread of the workgroup calls it.
+template <int BYTES>
+HZ_DEVICE void write(const hz_bucket& bucket, const Place& at, void* shard, int count, Words (&words)[BYTES]) {
+  // The same in all threads of a workgroup, unless it has many records of one block.
+  const hz_u32 shift = (hz_u64)shard % 16;
+  hz_u8* const first = (hz_u8*)shard + (hz_u64)at.element * BYTES - shift;
+  Words moved[BYTES + 2];
+  if (shift || at.blocks == 1)
 #pragma unroll
-    for (int i = 0; i < Type::bytes; ++i) read.words[i] = ((const Words*)source)[i];
+    for (int i = 0; i < 4; ++i) moved[0].word[i] = of_lane_before(words[BYTES - 1].word[i]);
+  if (!shift) {
+    if (count >= 16)
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = Type::widen(read.elements[i]);
-  } else {
+      for (int i = 0; i < BYTES; ++i) store_to((Words*)first + i, words[i]);
+  } else if (count >= 16) {
+#pragma unroll
+    for (int i = 0; i < BYTES; ++i) moved[i + 1] = words[i];
+    moved[BYTES + 1] = Words{{0, 0, 0, 0}};
+    cut<BYTES>(moved, 16 - shift);
+    // The next block is the next thread's if all that share a block have elements.
+    const hz_u32 lanes = bucket.block_size / 16;
+    const bool runs_on = at.blocks > 1 && lanes == 1u << at.tensor.lanes_shift;
+    if (thread() % HZ_WAVE && (at.lane || runs_on))
+      store_to((Words*)first, moved[0]);
+    else
+      store_from<BYTES>(first, moved[0], shift);
+#pragma unroll
+    for (int i = 1; i < BYTES; ++i) store_to((Words*)first + i, moved[i]);
+    // The next thread fills up the last vector if it has 16 elements too.
+    if (count < 32 || (thread() + 1) % HZ_WAVE == 0 || (at.lane + 1 == lanes && !runs_on))
+      store_until<BYTES>(first + 16 * BYTES, moved[BYTES], shift);
+  }
+  if (count > 0 && count < 16) {
 #pragma unroll 1
-    for (int done = 0; done < 16; done += 4) {
+    for (int done = 0; done < 16; done += 16 / BYTES) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = done + i < count ? Type::widen(source[done + i]) : 0.0f;
-      rotate<4>(x);
+      for (int i = 0; i < 16 / BYTES; ++i) {
+        hz_u8* const to = first + shift + (done + i) * BYTES;
+        const hz_u32 word = words[0].word[i * BYTES / 4] >> i * BYTES % 4 * 8;
+        if (done + i >= count) continue;
+        if (BYTES == 4)
+          store_to((hz_u32*)to, word);
+        else if (BYTES == 2)
+          store_to((hz_u16*)to, (hz_u16)word);
+        else
+          store_to(to, (hz_u8)word);
+      }
+      if (BYTES > 1) rotate<1>(words);
     }
   }
 }
 
-template <class Type>
-HZ_DEVICE void store(typename Type::type* target, int count, float (&x)[16]) {
-  typedef typename Type::type Element;
-  if (count >= 16 && (hz_u64)target % 16 == 0) {
-    union {
-      Words words[Type::bytes];
-      Element elements[16];
-    } written;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) written.elements[i] = Type::narrow(x[i]);
-#pragma unroll
-    for (int i = 0; i < Type::bytes; ++i) ((Words*)target)[i] = written.words[i];
-  } else {
-#pragma unroll 1
-    for (int done = 0; done < 16; done += 4) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (done + i < count) target[done + i] = Type::narrow(x[i]);
-      rotate<4>(x);
-    }
-  }
-}
-
-// The same from a record of elements and to one, which is padded to 16 bytes: whole ones, zeros behind the last
-// element.
-template <int BYTES>
-HZ_DEVICE void load_elements(const hz_u8* record, const Place& at, Words (&words)[BYTES]) {
-  const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
-#pragma unroll
-  for (int i = 0; i < BYTES; ++i)
-    words[i] = i * (16 / BYTES) < (int)(rest < 16 ? rest : 16) ? ((const Words*)record)[at.element / 16 * BYTES + i]
-                                                               : Words{{0, 0, 0, 0}};
-}
-
-template <int BYTES>
-HZ_DEVICE void store_elements(hz_u8* record, const Place& at, const Words (&words)[BYTES]) {
-  const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
-#pragma unroll
-  for (int i = 0; i < BYTES; ++i)
-    if (i * (16 / BYTES) < (int)(rest < 16 ? rest : 16)) ((Words*)record)[at.element / 16 * BYTES + i] = words[i];
-}
-
-// Element `i` of such words as float32, and 16 elements as words.
+// Element `i` of such words as float32.
 template <class Type>
 HZ_DEVICE float element_of(const Words (&words)[Type::bytes], int i) {
   const hz_u32 word = words[i * Type::bytes / 16].word[i * Type::bytes / 4 % 4];
   return Type::bytes == 4 ? float_of(word) : Type::widen((typename Type::type)(word >> i * Type::bytes % 4 * 8));
 }
 
-template <class Type>
+// 16 elements as words. EXACT: each NaN becomes the one of docs/payload_format.md; otherwise those that arithmetic
+// made, or that were of this type, some NaN.
+template <class Type, bool EXACT = true>
 HZ_DEVICE void words_of(const float (&x)[16], Words (&words)[Type::bytes]) {
 #pragma unroll
-  for (int i = 0; i < 4 * Type::bytes; ++i)
-    words[i / 4].word[i % 4] =
-        Type::bytes == 4 ? bits_of(x[i])
-                         : (hz_u32)Type::narrow(x[i * 2 % 16]) | (hz_u32)Type::narrow(x[(i * 2 + 1) % 16]) << 16;
+  for (int i = 0; i < 4 * Type::bytes; ++i) {
+    hz_u32& word = words[i / 4].word[i % 4];
+    if constexpr (Type::bytes == 4)
+      word = bits_of(x[i]);
+    else if constexpr (EXACT)
+      word = Type::narrow(x[2 * i]) | (hz_u32)Type::narrow(x[2 * i + 1]) << 16;
+    else
+      word = Type::two(x[2 * i], x[2 * i + 1]);
+  }
+}
+
+// Up to 16 elements as float32, +0 beyond `count`.
+template <class Type>
+HZ_DEVICE void load(const typename Type::type* shard, hz_u32 element, int count, float (&x)[16]) {
+  Words words[Type::bytes];
+  read<Type::bytes>(shard, element, count, words);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = element_of<Type>(words, i);
+}
+
+template <class Type>
+HZ_DEVICE void store(const hz_bucket& bucket, const Place& at, typename Type::type* shard, int count, float (&x)[16]) {
+  Words words[Type::bytes];
+  words_of<Type, false>(x, words);
+  write<Type::bytes>(bucket, at, shard, count, words);
+}
+
+// The same from a record of elements and to one, which is padded to 16 bytes: whole ones, zeros behind the last
+// element. `own` is where the thread's 16 elements start.
+template <int BYTES>
+HZ_DEVICE Words* own_of(hz_u8* record, const Place& at) {
+  return (Words*)record + (hz_u64)(at.element / 16) * BYTES;
+}
+
+template <int BYTES>
+HZ_DEVICE void load_elements(const Words* own, const Place& at, Words (&words)[BYTES]) {
+  const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
+#pragma unroll
+  for (int i = 0; i < BYTES; ++i)
+    words[i] = i * (16 / BYTES) < (int)(rest < 16 ? rest : 16) ? own[i] : Words{{0, 0, 0, 0}};
+}
+
+template <int BYTES>
+HZ_DEVICE void store_elements(Words* own, const Place& at, const Words (&words)[BYTES]) {
+  const hz_u32 rest = at.has_elements ? at.tensor.chunk - at.element : 0;
+#pragma unroll
+  for (int i = 0; i < BYTES; ++i)
+    if (i * (16 / BYTES) < (int)(rest < 16 ? rest : 16)) own[i] = words[i];
 }
 
 // ---- rotation ------------------------------------------------------------------------------------------------------
@@ -440,10 +534,10 @@ HZ_DEVICE void check(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes
 // The same of what this thread has of a record of elements.
 template <int BYTES>
 HZ_DEVICE void check_elements(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes, hz_u32 piece,
-                              const hz_u8* record, const Place& at, const Words (&words)[BYTES]) {
+                              const Words* own, const Place& at, const Words (&words)[BYTES]) {
   hz_u32 part;
   const hz_u64 start = part_of(checks, payload, piece_bytes, piece, part);
-  hz_u32 first = 1 + (hz_u32)(((hz_u64)record - start) / 4) + at.element / 4 * BYTES;
+  hz_u32 first = 1 + (hz_u32)(((hz_u64)own - start) / 4);
   hz_u64 sum = 0;
 #pragma unroll
   for (int i = 0; i < BYTES; ++i) {
@@ -526,12 +620,14 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
   // One word at a time: sixteen divisions side by side would take more registers than the rest of the kernel.
 #pragma unroll 1
   for (int done = 0; done < BITS / 2; ++done) {
-    hz_u32 word = 0;
+    hz_u32 word = 0, noise = 0;
 #pragma unroll
     for (int i = 0; i < 32 / BITS; ++i) {
       float quotient = easy ? quotient_of(x[i], scale, reciprocal) : empty ? 0.0f : divide(x[i], divisor);
-      if (stochastic)
-        quotient = round_down(add(quotient, mul(add((float)(mix(row_key ^ (column + i)) >> 16), 0.5f), 0x1p-16f)));
+      if (stochastic) {
+        if (i % 2 == 0) noise = mix(row_key ^ (column + i) / 2);  // of two elements
+        quotient = round_down(add(quotient, mul(add((float)(i % 2 ? noise >> 16 : noise & 0xffff), 0.5f), 0x1p-16f)));
+      }
       word |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS);
     }
     column += 32 / BITS;

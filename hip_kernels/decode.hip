@@ -17,10 +17,9 @@ namespace hz {
 template <class Target, int BITS>
 HZ_DEVICE void decode(const hz_bucket& bucket) {
   const Place at = place(bucket);
-  if (!at.has_elements && !bucket.rotation && !bucket.checks.sums) return;
   const hz_tensor& tensor = at.tensor;
-  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
-                                  tensor.start, tensor.record_bytes, at.row);
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
+                            tensor.start, tensor.record_bytes, at.row);
   float x[16];
   hz_u32 words[BITS / 2];
   no_sums(x);
@@ -34,15 +33,15 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
     check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, quotient(at.row, bucket.by_inner),
                 record, tensor.scales, at, words);
   if (bucket.rotation) hadamard(bucket, at, x, 1.0f);
-  const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk + at.element;
+  const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk;
   const int count = at.has_elements ? (int)(tensor.chunk - at.element) : 0;
   if (tensor.residual) {
     float before[16];
-    load<Target>(pointer<const typename Target::type>(tensor.residual) + first, count, before);
+    load<Target>(pointer<const typename Target::type>(tensor.residual) + first, at.element, count, before);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = add(before[i], x[i]);
   }
-  store<Target>(pointer<typename Target::type>(tensor.data) + first, count, x);
+  store<Target>(bucket, at, pointer<typename Target::type>(tensor.data) + first, count, x);
 }
 
 // Codecs none and bf16: the elements of a record, or bfloat16 ones as another type.
@@ -50,22 +49,22 @@ template <class Target, int BYTES, bool CASTS = false>
 HZ_DEVICE void decode_elements(const hz_bucket& bucket) {
   const Place at = place(bucket);
   const hz_tensor& tensor = at.tensor;
-  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
-                                  tensor.start, tensor.record_bytes, at.row);
+  hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
+                            tensor.start, tensor.record_bytes, at.row);
   Words words[BYTES];
-  load_elements<BYTES>(record, at, words);
+  load_elements<BYTES>(own_of<BYTES>(record, at), at, words);
   if (bucket.checks.sums)
     check_elements<BYTES>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes,
-                          quotient(at.row, bucket.by_inner), record, at, words);
+                          quotient(at.row, bucket.by_inner), own_of<BYTES>(record, at), at, words);
   typename Target::type* shard = pointer<typename Target::type>(tensor.data) + shard_of(bucket, at.row) * tensor.chunk;
   const int count = at.has_elements ? (int)(tensor.chunk - at.element) : 0;
   if constexpr (CASTS) {
     float x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = element_of<Bf16>(words, i);
-    store<Target>(shard + at.element, count, x);
+    store<Target>(bucket, at, shard, count, x);
   } else {
-    write<BYTES>(shard, at.element, count, words);
+    write<BYTES>(bucket, at, shard, count, words);
   }
 }
 

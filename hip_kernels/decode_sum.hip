@@ -20,21 +20,21 @@ HZ_DEVICE void decode_sum(const hz_bucket& bucket) {
   const Place at = place(bucket);
   float sums[16];
   no_sums(sums);
-  const hz_i64 first = (hz_i64)at.row * at.tensor.chunk + at.element;
+  const hz_i64 first = (hz_i64)at.row * at.tensor.chunk;
   const int count = at.has_elements ? (int)(at.tensor.chunk - at.element) : 0;
   const float* before = pointer<const float>(at.tensor.residual);
-  if (before && !bucket.rotation) load<Fp32>(before + first, count, sums);
+  if (before && !bucket.rotation) load<Fp32>(before + first, at.element, count, sums);
   add_peers<BITS>(bucket, at, sums);
   if (bucket.rotation) {
     hadamard(bucket, at, sums, 1.0f);
     if (before) {
       float own[16];
-      load<Fp32>(before + first, count, own);
+      load<Fp32>(before + first, at.element, count, own);
 #pragma unroll
       for (int i = 0; i < 16; ++i) sums[i] = add(own[i], sums[i]);
     }
   }
-  if (at.has_elements) store<Fp32>(pointer<float>(at.tensor.data) + first, count, sums);
+  store<Fp32>(bucket, at, pointer<float>(at.tensor.data) + first, count, sums);
 }
 
 // Codecs none and bf16.
@@ -43,11 +43,12 @@ HZ_DEVICE void decode_sum_elements(const hz_bucket& bucket) {
   const Place at = place(bucket);
   float sums[16];
   no_sums(sums);
-  const hz_i64 first = (hz_i64)at.row * at.tensor.chunk + at.element;
   const int count = at.has_elements ? (int)(at.tensor.chunk - at.element) : 0;
-  if (at.tensor.residual) load<Fp32>(pointer<const float>(at.tensor.residual) + first, count, sums);
+  if (at.tensor.residual)
+    load<Fp32>(pointer<const float>(at.tensor.residual) + (hz_i64)at.row * at.tensor.chunk, at.element, count, sums);
   add_elements<Type>(bucket, at, sums);
-  store<Fp32>(pointer<float>(at.tensor.data) + first, count, sums);
+  const hz_i64 first = (hz_i64)anew(at.row) * at.tensor.chunk;
+  store<Fp32>(bucket, at, pointer<float>(at.tensor.data) + first, count, sums);
 }
 
 }  // namespace hz

@@ -49,10 +49,10 @@ HZ_DEVICE void add_up_elements(const hz_bucket& bucket) {
   }
   Words words[Type::bytes];
   words_of<Type>(sums, words);
-  store_elements<Type::bytes>(record, at, words);
+  store_elements<Type::bytes>(own_of<Type::bytes>(record, at), at, words);
   if (bucket.out_checks.sums)
     check_elements<Type::bytes>(bucket.out_checks, bucket.out_payload, bucket.out_inner * bucket.out_row_bytes,
-                                quotient(row, bucket.by_out_inner), record, at, words);
+                                quotient(row, bucket.by_out_inner), own_of<Type::bytes>(record, at), at, words);
 }
 
 }  // namespace hz

@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -44,6 +45,7 @@ struct Workgroup {
 };
 
 inline Workgroup* group = nullptr;
+inline uint64_t accesses[17];  // to elements, by bytes
 
 inline void entry() {
   group->body(*group->bucket);
@@ -111,6 +113,8 @@ inline hz_u32 exchange(hz_u32 value, hz_u32 source) {
 
 }  // namespace emulation
 
+extern "C" inline uint64_t* hz_accesses() { return emulation::accesses; }
+
 template <class T>
 HZ_DEVICE T* pointer(hz_u64 address) {
   return (T*)address;
@@ -129,6 +133,8 @@ HZ_DEVICE hz_u32 dpp(hz_u32 value) {
     source = lane / 16 * 16 + 15 - lane % 16;
   else if (CONTROL == 0x141)
     source = lane / 8 * 8 + 7 - lane % 8;
+  else if (CONTROL == 0x138)
+    source = lane - 1;
   else
     std::abort();
   return emulation::exchange(value, source);
@@ -141,6 +147,21 @@ HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
   return emulation::exchange(value, thread() % HZ_WAVE ^ M);
 }
 #endif
+HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return emulation::exchange(value, thread() - 1); }
+// Accesses to elements are counted by their width. Bytes that must be of no meaning are none that memory holds.
+template <class Vector>
+HZ_DEVICE Vector load_wide(const Vector* from, hz_u32 begin, hz_u32 end) {
+  Vector vector;
+  std::memset(&vector, 0xa5, sizeof vector);
+  std::memcpy((char*)&vector + begin, (const char*)from + begin, end - begin);
+  emulation::accesses[sizeof vector] += 1;
+  return vector;
+}
+template <class T>
+HZ_DEVICE void store_to(T* to, T value) {
+  *to = value;
+  emulation::accesses[sizeof value] += 1;
+}
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { *to += value; }
 HZ_DEVICE hz_u32 bits_of(float x) {
   hz_u32 bits;
@@ -162,6 +183,13 @@ HZ_DEVICE float divide(float a, float b) { return made(a / b); }
 HZ_DEVICE float fused(float a, float b, float c) { return made(std::fma(a, b, c)); }
 HZ_DEVICE float round_down(float x) { return std::floor(x); }
 HZ_DEVICE float clamp(float x, float low, float high) { return std::fmin(std::fmax(x, low), high); }
+HZ_DEVICE hz_u32 funnel(hz_u32 high, hz_u32 low, hz_u32 bits) { return (hz_u32)(((hz_u64)high << 32 | low) >> bits); }
+HZ_DEVICE hz_u32 two_bf16(float low, float high) {
+  hz_u32 a = bits_of(low), b = bits_of(high);
+  if (HZ_WAVE == 32 && low != low) a = 0x7fff0000;
+  if (HZ_WAVE == 32 && high != high) b = 0x7fff0000;
+  return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000);
+}
 HZ_DEVICE float from_half(hz_u16 bits) {
   _Float16 half;
   std::memcpy(&half, &bits, 2);

@@ -23,15 +23,15 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
   const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk;
   const int count = at.has_elements ? (int)present(tensor, first) - (int)at.element : 0;
   float x[16];
-  load<Source>(pointer<const typename Source::type>(tensor.data) + first + at.element, count, x);
+  load<Source>(pointer<const typename Source::type>(tensor.data) + first, at.element, count, x);
   if (tensor.residual) {
     float residual[16];
     if (bucket.difference)
-      load<Source>(pointer<const typename Source::type>(tensor.residual) + first + at.element, count, residual);
+      load<Source>(pointer<const typename Source::type>(tensor.residual) + first, at.element, count, residual);
     else if (bucket.kept_bytes == 2)
-      load<Bf16>(pointer<const hz_u16>(tensor.residual) + first + at.element, count, residual);
+      load<Bf16>(pointer<const hz_u16>(tensor.residual) + first, at.element, count, residual);
     else
-      load<Fp32>(pointer<const float>(tensor.residual) + first + at.element, count, residual);
+      load<Fp32>(pointer<const float>(tensor.residual) + first, at.element, count, residual);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = add(x[i], mul(residual[i], tensor.factor));
   }
@@ -61,9 +61,9 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
     const hz_i64 begin = shard_of(bucket, row) * tensor.chunk;
     const int kept = at.has_elements ? (int)present(tensor, begin) - (int)at.element : 0;
     if (bucket.kept_bytes == 2)
-      store<Bf16>(pointer<hz_u16>(tensor.left) + begin + at.element, kept, x);
+      store<Bf16>(bucket, at, pointer<hz_u16>(tensor.left) + begin, kept, x);
     else
-      store<Fp32>(pointer<float>(tensor.left) + begin + at.element, kept, x);
+      store<Fp32>(bucket, at, pointer<float>(tensor.left) + begin, kept, x);
   }
 }
 
@@ -80,15 +80,15 @@ HZ_DEVICE void encode_elements(const hz_bucket& bucket) {
     read<BYTES>(shard, at.element, count, words);
   } else {
     float x[16];
-    load<Source>(shard + at.element, count, x);
+    load<Source>(shard, at.element, count, x);
     words_of<Bf16>(x, words);
   }
   hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
                             tensor.start, tensor.record_bytes, at.row);
-  store_elements<BYTES>(record, at, words);
+  store_elements<BYTES>(own_of<BYTES>(record, at), at, words);
   if (bucket.checks.sums)
     check_elements<BYTES>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes,
-                          quotient(at.row, bucket.by_inner), record, at, words);
+                          quotient(at.row, bucket.by_inner), own_of<BYTES>(record, at), at, words);
 }
 
 }  // namespace hz

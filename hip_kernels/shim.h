@@ -7,13 +7,19 @@
 //   thread, workgroup      indices
 //   swap_halves            what the other half of 2 * m lanes holds, where all lanes of a half hold the same
 //   swap_lanes<M>          what lane ^ M holds, M 1, 2 or 4
+//   of_lane_before         what the lane before holds; of no meaning in the first lane
+//   load_wide              16 bytes at a multiple of 16; those before `begin` and from `end` on are of no meaning
+//   store_to               to an address that is a multiple of the value's size
 //   mul, add, sub, divide  float32, each rounded to nearest even by itself: never contracted, never approximated
 //   fused                  a * b + c, rounded once
 //   anew                   a number of which the compiler knows nothing: what is computed from it is computed again, so
 //                          that no register keeps it meanwhile; and not before another number, if there is one
 //   add_atomically         to a word of 64 bits in the device's memory
 //   bits_of, float_of      float32 and its bits
+//   funnel                 the word that starts so many bits, below 32, from the end of the second one of two
 //   from_half, to_half     float32 and float16, this one as 16 bits
+//   two_bf16               float32 to bfloat16, to nearest even; NaN that arithmetic made, or that was a bfloat16,
+//                          stays some NaN
 //
 // Compilers: hipcc, hiprtc and bare clang for AMD; nvcc and NVRTC for NVIDIA; a host compiler with HZ_EMULATE. None of
 // their headers is included: the run-time compilers have few, and define some of the standard integer types themselves.
@@ -48,7 +54,9 @@ HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
   asm volatile("" : "+r"(number) : "r"(behind));
   return number;
 }
+HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return __shfl_up_sync(0xffffffffu, value, 1); }
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { atomicAdd(to, value); }
+HZ_DEVICE hz_u32 funnel(hz_u32 high, hz_u32 low, hz_u32 bits) { return __funnelshift_r(low, high, bits); }
 HZ_DEVICE hz_u32 bits_of(float x) { return __float_as_uint(x); }
 HZ_DEVICE float float_of(hz_u32 bits) { return __uint_as_float(bits); }
 HZ_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
@@ -67,6 +75,16 @@ HZ_DEVICE hz_u16 to_half(float x) {
   hz_u16 bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
+}
+HZ_DEVICE hz_u32 two_bf16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  hz_u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+#else
+  const hz_u32 a = low == low ? bits_of(low) : 0x7fc00000u, b = high == high ? bits_of(high) : 0x7fc00000u;
+  return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000u);
+#endif
 }
 }  // namespace hz
 
@@ -101,6 +119,7 @@ HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
   asm volatile("" : "+v"(number) : "v"(behind));
   return number;
 }
+HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return dpp<0x138>(value); }  // wave_shr 1
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) {
   __hip_atomic_fetch_add(to, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -115,6 +134,26 @@ HZ_DEVICE float round_down(float x) { return __builtin_floorf(x); }
 HZ_DEVICE float clamp(float x, float low, float high) { return __builtin_amdgcn_fmed3f(x, low, high); }
 HZ_DEVICE float from_half(hz_u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
 HZ_DEVICE hz_u16 to_half(float x) { return __builtin_bit_cast(hz_u16, (_Float16)x); }
+HZ_DEVICE hz_u32 funnel(hz_u32 high, hz_u32 low, hz_u32 bits) { return __builtin_amdgcn_alignbit(high, low, bits); }
+// Without a test for NaN. Rounding carries into the sign of those whose lower half is almost full; arithmetic makes
+// 0x7fc00000, and hands on others, those of bfloat16, whose lower half is zero.
+HZ_DEVICE hz_u32 two_bf16(float low, float high) {
+  const hz_u32 a = bits_of(low), b = bits_of(high);
+  return __builtin_amdgcn_perm(b + 0x7fff + (b >> 16 & 1), a + 0x7fff + (a >> 16 & 1), 0x07060302);
+}
+}  // namespace hz
+#endif
+
+#if !defined(HZ_EMULATE)
+namespace hz {
+template <class Vector>
+HZ_DEVICE Vector load_wide(const Vector* from, hz_u32 begin, hz_u32 end) {
+  return *from;
+}
+template <class T>
+HZ_DEVICE void store_to(T* to, T value) {
+  *to = value;
+}
 }  // namespace hz
 #endif
 
@@ -122,11 +161,11 @@ HZ_DEVICE hz_u16 to_half(float x) { return __builtin_bit_cast(hz_u16, (_Float16)
 namespace hz {
 HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) {
   switch (m) {
-    case 1: return dpp<0xb1>(value);   // quad_perm 1 0 3 2
-    case 2: return dpp<0x4e>(value);   // quad_perm 2 3 0 1
-    case 4: return dpp<0x141>(value);  // row_half_mirror
-    case 8: return dpp<0x140>(value);  // row_mirror
-    default: return crossbar(value, thread() % HZ_WAVE ^ m);
+    case 1: return dpp<0xb1>(value);                                // quad_perm 1 0 3 2
+    case 2: return dpp<0x4e>(value);                                // quad_perm 2 3 0 1
+    case 4: return dpp<0x141>(value);                               // row_half_mirror
+    case 8: return dpp<0x140>(value);                               // row_mirror
+    default: return crossbar(value, anew(thread()) % HZ_WAVE ^ m);  // in a loop it would keep a register for each m
   }
 }
 template <int M>

@@ -30,19 +30,22 @@ HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)
 // The same of elements, the records of codecs none and bf16.
 template <class Type>
 HZ_DEVICE void add_elements(const hz_bucket& bucket, const Place& at, float (&sums)[16]) {
-  const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
-                                  at.tensor.start, at.tensor.record_bytes, at.row);
+  const Words* own = own_of<Type::bytes>(record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner,
+                                                   bucket.by_inner, at.tensor.start, at.tensor.record_bytes, at.row),
+                                         at);
   const hz_i64 piece_bytes = bucket.inner * bucket.row_bytes;
   const hz_i64 step = piece_bytes + (bucket.checks.sums ? HZ_CHECKSUM_BYTES : 0);
+  hz_u32 peer = 0;
 #pragma unroll 1
-  for (hz_u32 peer = 0; peer < bucket.outer; ++peer, record += step) {
+  do {  // there is one at least; a loop that may have none keeps the sums twice
     Words words[Type::bytes];
-    load_elements<Type::bytes>(record, at, words);
+    load_elements<Type::bytes>(own, at, words);
     if (bucket.checks.sums)
-      check_elements<Type::bytes>(bucket.checks, bucket.payload, piece_bytes, peer, record, at, words);
+      check_elements<Type::bytes>(bucket.checks, bucket.payload, piece_bytes, peer, own, at, words);
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], element_of<Type>(words, i));
-  }
+    own += step / 16;
+  } while (++peer < bucket.outer);
 }
 
 }  // namespace hz

@@ -212,11 +212,11 @@ HZ_APART void check_peers(const hz_bucket& bucket, Checked record, const Span& s
   }
 }
 
-// Integers in the low bits of words that stand for a vector's codes. `noise`: the keys of stochastic rounding in this
-// row and column; null to round to nearest.
+// Integers in the low bits of words that stand for a vector's codes. `noise`: 16 bits for each element of the block;
+// null to round to nearest.
 template <class Type, int BITS, bool EASY>
 HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, Floats reciprocal,
-                        const uint32_t* noise) {
+                        const uint16_t* noise) {
   if (EASY && sizeof(*x) == 2 && !noise) {
     // With at most 11 significant bits in x and 8 in the scale, a quotient that is not in the middle between two codes
     // is at least 2^-13 from it. So it may be rounded to a multiple of 2^-15 first, which is what 384 leaves room for;
@@ -226,9 +226,7 @@ HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, 
   }
   Floats quotient = quotient_of<EASY>(Type::widen(x + i), scale, reciprocal);
   if (noise) {
-    Words counting;
-    for (int lane = 0; lane < lanes; ++lane) counting[lane] = lane;
-    const Ints bits = (Ints)(mix((counting + (noise[1] + i)) ^ noise[0]) >> 16);
+    const Ints bits = (Ints)load_halves(noise + i);
     const Floats moved = quotient + (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-16f;
     const Floats nearest = (moved + magic) - magic;
     quotient = nearest + __builtin_convertvector(nearest > moved, Floats);  // a comparison that holds is -1
@@ -240,7 +238,7 @@ HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, 
 
 template <class Type, int BITS, bool EASY>
 HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale, float reciprocal,
-                        const uint32_t* noise, uint8_t* codes) {
+                        const uint16_t* noise, uint8_t* codes) {
   const Floats divisor = broadcast(scale), factor = broadcast(reciprocal);
   uint32_t i = 0;
   for (; i + 2 * lanes <= all; i += 2 * lanes)
@@ -253,7 +251,7 @@ HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale,
 // Codes of one block.
 template <class Type, int BITS>
 HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale, float reciprocal,
-                        const uint32_t* noise, uint8_t* codes) {
+                        const uint16_t* noise, uint8_t* codes) {
   if (reciprocal != 0.0f && !noise)
     codes_of<Type, BITS, true>(x, all, scale, reciprocal, nullptr, codes);
   else if (reciprocal != 0.0f)
@@ -262,6 +260,13 @@ HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale,
     codes_of<Type, BITS, false>(x, all, scale, 0.0f, noise, codes);
   else  // zero or NaN
     std::memset(codes, 0, all * BITS / 8);
+}
+
+// 16 bits for stochastic rounding of each element of a block, two from one word. `column` is even.
+HZ_INLINE void noise_of(uint32_t key, uint32_t column, uint32_t all, uint16_t* noise) {
+  Words counting;
+  for (int lane = 0; lane < lanes; ++lane) counting[lane] = column / 2 + lane;
+  for (uint32_t i = 0; i < all; i += 2 * lanes, counting += lanes) store(noise + i, mix(counting ^ key));
 }
 
 // What is not finite becomes zero.
@@ -286,6 +291,7 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
   const uint32_t size = bucket.block_size;
   alignas(64) Element extremes[batch] = {};
   alignas(64) float reciprocals[batch];
+  alignas(64) uint16_t noise[512];
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t bits = extreme_of<Element, BITS>(x + i * size, ((i + 1 < count ? size : last) + 15) & ~15u);
     std::memcpy(extremes + i, &bits, sizeof(Element));
@@ -293,7 +299,7 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
   scales_of<Type, BITS>(extremes, bucket.limit, rounding.stochastic, scales, reciprocals);
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t all = ((i + 1 < count ? size : last) + 15) & ~15u, column = (block + i) * size;
-    const uint32_t noise[2] = {rounding.key, rounding.first_block * size + column};
+    if (rounding.stochastic) noise_of(rounding.key, rounding.first_block * size + column, all, noise);
     uint8_t* codes = record.codes + (size_t)column * BITS / 8;
     codes_of<Type, BITS>(x + i * size, all, scales[i], reciprocals[i], rounding.stochastic ? noise : nullptr, codes);
     if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);

@@ -169,6 +169,15 @@ HZ_INLINE Words bf16_of(Floats x) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// A vector of halves as words.
+HZ_INLINE Words load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32(load<__m256i>(from));
+#else
+  return __builtin_convertvector(load<Halves>(from), Words);
+#endif
+}
+
 // Element types: storage, and a vector of them from and to float32.
 struct Fp32 {
   typedef float type;
@@ -178,13 +187,7 @@ struct Fp32 {
 };
 struct Bf16 {
   typedef uint16_t type;
-  HZ_INLINE Floats widen(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (Floats)((Words)_mm512_cvtepu16_epi32(load<__m256i>(from)) << 16);
-#else
-    return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
-#endif
-  }
+  HZ_INLINE Floats widen(const uint16_t* from) { return (Floats)(load_halves(from) << 16); }
   HZ_INLINE void narrow(uint16_t* to, Floats x) { store(to, __builtin_convertvector(bf16_of(x), Halves)); }
   HZ_INLINE uint16_t nan() { return 0x7fc0; }
 };

@@ -124,12 +124,17 @@ def noise_key(seed: int) -> int:
 
 
 def _noise(like: torch.Tensor, seed: int, first_column: int) -> torch.Tensor:
-    """Numbers of (0, 1), float32 ``[rows, columns]``, from seed, row and column (docs/payload_format.md)."""
-    rows, columns = (torch.arange(size, dtype=torch.int64, device=like.device) for size in like.shape)
+    """Numbers of (0, 1), float32 ``[rows, columns]``, from seed, row and column (docs/payload_format.md).
+
+    Two columns share a word of 32 bits. A record's first column is even.
+    """
+    rows = torch.arange(like.shape[0], dtype=torch.int64, device=like.device)
+    pairs = torch.arange((like.shape[1] + 1) // 2, dtype=torch.int64, device=like.device)
     keys = mixed(rows & _WORD ^ noise_key(seed))
-    bits = mixed(keys.unsqueeze(-1) ^ (columns + first_column) & _WORD)
+    words = mixed(keys.unsqueeze(-1) ^ (pairs + first_column % 2**32 // 2) % 2**31)
+    bits = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(1)[:, : like.shape[1]]
     # 16 bits and a half: a code below 128 plus such a number is exact in float32, so multiples of the scale stay.
-    return (bits >> 16).to(torch.float32).add_(0.5).mul_(2.0**-16)
+    return bits.to(torch.float32).add_(0.5).mul_(2.0**-16)
 
 
 def mixed(word: Any) -> Any:

@@ -53,7 +53,8 @@ def mix(w: int) -> int:
 def noise(seed: int, row: int, column: int) -> np.float32:
     lo, hi = seed % 2**32, (seed >> 32) % 2**32
     key = mix(mix((lo + 0x9E3779B9) % 2**32) ^ hi)
-    return np.float32(((mix(mix(row ^ key) ^ column) >> 16) + 0.5) * 2.0**-16)
+    bits = mix(mix(row ^ key) ^ column % 2**32 // 2) >> column % 2 * 16 & 0xFFFF
+    return np.float32((bits + 0.5) * 2.0**-16)
 
 
 def up_to_bf16(x: np.float32) -> int:

@@ -161,6 +161,10 @@ BLOCK_SIZES = (16, 48, 64, 128, 192, 256, 448, 512)
 AWKWARD: dict[str, Case] = {
     "more tensors than one call takes": Case(MANY, (3, 2), (1, 3), 3, INT4, torch.float32, seed=5),
     "as many axes as kernels take": Case((5,), SIZES, STRIDES, 2, INT4, torch.float32),
+    # Eight rows of an odd number of elements start at every address that an element of two bytes can have.
+    "shards at every address": Case((1111, 35), (4, 2), (1, 4), 2, RecordFormat.of("int8", 128), torch.bfloat16),
+    "blocks with idle lanes at every address": Case((1111,), (8,), (1,), 2, RecordFormat.of("int4", 48), torch.float16),
+    "rotated shards at every address": Case((777,), (8,), (1,), 4, RecordFormat.of("int4", 64, 64), torch.float32),
     **{f"blocks of {size}, {codec}": of_blocks(codec, size) for size in BLOCK_SIZES for codec in ("int8", "int4")},
 }
 
