@@ -1,8 +1,9 @@
 """Speed of the codec kernels against a copy of the same size, on this machine's CPU or on a GPU.
 
 Every kernel, as `kernel` (into outputs that exist), `call` (with new outputs), `torch eager` and `torch.compile` (the
-reference). The copy and all variants take turns. Every output is first compared
-to the reference's, bit by bit. Writes a report and all times.
+reference), on shards that start at multiples of 16 bytes and on others. New outputs get memory that the process has used
+before; `call, new pages` has it from the operating system, which clears it first. The copy and all variants take turns.
+Every output is first compared to the reference's, bit by bit. Writes a report and all times.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--mib 64 ...] [--dtypes bf16 fp32 fp16] [--threads 1]
 """
@@ -42,9 +43,13 @@ from hzero.config import CodecConfig
 from hzero.validation import ConfigError, validated
 
 PEERS = 4
+#: Elements by which a shard is shorter where its successors are to start anywhere: an odd number.
+SHORTER = (0, 5)
+#: Options of the C library's mallopt: bytes at the heap's end that are kept, and blocks that are mapped instead.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-VARIANTS = ("kernel", "call", "torch eager", "torch.compile")
+VARIANTS = ("kernel", "call", "call, new pages", "torch eager", "torch.compile")
 #: A sample repeats a call that takes less than this.
 SAMPLE_S, MAX_CALLS = 5e-3, 200
 Call = Callable[..., Any]
@@ -73,6 +78,7 @@ class KernelTiming:
 
     mib: int
     dtype: str
+    shorter: int
     kernel: str
     variant: str
     note: str = ""
@@ -95,17 +101,12 @@ def tensors(outputs: Any) -> list[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
 
-def reason_of(error: Exception) -> str:
-    """An exception on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(".")
-
-
 class Bucket:
-    """One tensor of ``mib`` MiB in four shards, and its payloads: the input of every kernel."""
+    """One tensor of ``mib`` MiB in four shards, which may be shorter, and its payloads: the input of every kernel."""
 
-    def __init__(self, arguments: argparse.Namespace, mib: int, dtype: str) -> None:
-        self.arguments, self.mib, self.dtype = arguments, mib, dtype
-        self.numel = mib * MIB // DTYPES[dtype].itemsize
+    def __init__(self, arguments: argparse.Namespace, mib: int, dtype: str, shorter: int) -> None:
+        self.arguments, self.dtype, self.key = arguments, dtype, (mib, dtype, shorter)
+        self.numel = mib * MIB // DTYPES[dtype].itemsize - PEERS * shorter
         normal = torch.randn(self.numel, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
         self.source = normal.to(arguments.device)
         self.payloads: dict[str, torch.Tensor] = {}
@@ -133,14 +134,13 @@ class Suite:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.chosen = backends.choice(arguments.device)
-        self.groups: list[list[KernelTiming]] = []  # by size and type, the copy first
+        self.groups: list[list[KernelTiming]] = []  # by size, type and alignment, the copy first
 
     def run(self) -> None:
         """Measures everything."""
         rounds = self.arguments.repeats
-        plan = list(itertools.product(self.arguments.mib, self.arguments.dtypes))
-        for mib, dtype in plan:
-            bucket = Bucket(self.arguments, mib, dtype)
+        for mib, dtype, shorter in itertools.product(self.arguments.mib, self.arguments.dtypes, SHORTER):
+            bucket = Bucket(self.arguments, mib, dtype, shorter)
             group = [self._copy(bucket)]
             for kernel in KERNELS:
                 group += self._checked(bucket, kernel)
@@ -153,13 +153,17 @@ class Suite:
             for index in range(rounds):
                 for one in timed if index % 2 == 0 else reversed(timed):
                     one.seconds.append(self._sample(one))
-                print(f"{dtype}, {mib} MiB: round {index + 1}/{rounds}", file=sys.stderr, flush=True)
+                where = f"{dtype}, {mib} MiB" + ", unaligned" * (shorter > 0)
+                print(f"{where}: round {index + 1}/{rounds}", file=sys.stderr, flush=True)
             for one in group:
                 del one.call  # and with it the memory of its outputs
 
     def _sample(self, one: KernelTiming) -> float:
         """Seconds of one call."""
         if self.arguments.device == "cpu":
+            libc = ctypes.CDLL(None)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+            libc.mallopt(M_MMAP_MAX, 65536 if one.variant == "call, new pages" else 0)
             return timeit.timeit(one.call, number=one.calls) / one.calls  # by time.perf_counter
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
@@ -174,7 +178,7 @@ class Suite:
         variant, call = "copy_", lambda: target.copy_(source)
         if self.arguments.device == "cpu":
             variant, call = "memcpy", memcpy(source, target, self.arguments.threads)
-        return KernelTiming(bucket.mib, bucket.dtype, "copy", variant, moved_bytes=2 * source.numel(), call=call)
+        return KernelTiming(*bucket.key, "copy", variant, moved_bytes=2 * source.numel(), call=call)
 
     def _checked(self, bucket: Bucket, kernel: Kernel) -> list[KernelTiming]:
         """Every variant, after its first call and with its output checked."""
@@ -182,7 +186,7 @@ class Suite:
         expected = tensors(call(*inputs))
         made = []
         for variant in self.arguments.variants:
-            made.append(one := KernelTiming(bucket.mib, bucket.dtype, str(kernel), variant))
+            made.append(one := KernelTiming(*bucket.key, str(kernel), variant))
             try:
                 call, read, outputs = self._made(bucket, kernel, variant)
             except NotMeasuredError as error:
@@ -190,16 +194,18 @@ class Suite:
                 continue
             if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outputs, expected)):
                 if variant != "torch.compile":
-                    where = f"{kernel}, {variant}, {bucket.dtype}, {bucket.mib} MiB, backend {self.chosen.name}"
+                    where = f"{kernel}, {variant}, {bucket.key}, backend {self.chosen.name}"
                     raise SystemExit(f"kernels.py: {where}: not bit-equal to the reference; nothing is written")
                 one.note = "not bit-equal"
             one.call, one.moved_bytes = call, sum(tensor.nbytes for tensor in (*read, *outputs))
         return made
 
     def _made(self, bucket: Bucket, kernel: Kernel, variant: str) -> Made:
-        compiled_too = variant in ("kernel", "call")
+        compiled_too = variant in VARIANTS[:3]
         if compiled_too and self.chosen.name == "reference":
             raise NotMeasuredError(f"the backend in use is the reference, which has no kernels: {self.chosen.why}")
+        if variant == "call, new pages" and self.arguments.device == "cuda":
+            raise NotMeasuredError("torch keeps a device's memory")
         operation, inputs = bucket.prepared(kernel, self.chosen.backend if compiled_too else reference)
         outputs = operation(*inputs)
         if variant == "kernel":
@@ -231,7 +237,7 @@ def compiled(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..
     try:
         made(*inputs)
     except Exception as error:  # a compiler's own
-        raise NotMeasuredError(f"does not compile: {reason_of(error)}") from error
+        raise NotMeasuredError(f"does not compile: {' '.join(str(error).split())[:300]}") from error
     return made
 
 
@@ -255,7 +261,8 @@ def tables(suite: Suite) -> list[str]:
     lines = []
     for group in suite.groups:
         copy = group[0]
-        lines += [f"## {copy.mib} MiB of {copy.dtype}", "", f"| {head} | |", "|---" * 10 + "|"]
+        start = "anywhere" if copy.shorter else "at multiples of 16 bytes"
+        lines += [f"## {copy.mib} MiB of {copy.dtype}, shards start {start}", "", f"| {head} | |", "|---" * 10 + "|"]
         for one in (one for one in group if one.seconds):
             # Of the same round: other load on the machine affected both.
             ratios = [theirs / own for theirs, own in zip(copy.seconds, one.seconds)]
