@@ -74,8 +74,8 @@ def _layouts_of(
         route, bucket = same[0].route, bucket_of(same, dtype, "gradients")
         programs = route.programs
         part = sum(crossing.part_bytes(bucket.chunks, dtype.itemsize) for crossing in programs.outermost.crossings)
-        bound = [collectives.bind(one, bucket) for one in (programs.micro, programs.boundary, programs.outermost)]
-        micro, boundary, outermost = bound
+        every = programs.micro, programs.boundary, programs.outermost
+        micro, boundary, outermost = (collectives.bind(one, bucket) for one in every)
         layouts.append(_Layout(same, micro, boundary, outermost, part, route.sums_travel and not divides_later))
     return layouts
 

@@ -29,15 +29,7 @@ from hzero.topology import Grid
 from hzero.validation import ConfigError
 
 #: What a plan has of a block as it is.
-_AS_WRITTEN = (
-    "error_feedback",
-    "refresh_message_bytes",
-    "boundary_message_bytes",
-    "node_all_gather",
-    "checksum",
-    "transport",
-    "order",
-)
+_AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "checksum", "transport", "order")
 #: Of many nodes that form no groups: a ring waits for each node. From this size on it is as fast, since its messages go to
 #: neighbours, and few of them leave a switch group.
 _UNGROUPED = NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
@@ -168,11 +160,11 @@ class ShardPlan:
         """
         adaptations: list[str] = []
         notes: list[str] = []
-        as_written = {name: getattr(config, name) for name in _AS_WRITTEN}
+        gathers, least = config.node_all_gather, config.boundary_message_bytes
         if grid.groups_text:
             (adaptations if grid.nodes_per_group is None else notes).append(grid.groups_text)
             if grid.nodes_per_group is None and "node_all_gather" not in config.written:
-                as_written["node_all_gather"] = _UNGROUPED
+                gathers = _UNGROUPED
         scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
         for role, scope in scopes.items():
             if scope not in grid.scopes:
@@ -193,9 +185,9 @@ class ShardPlan:
                     )
                     scopes[role] = wider
         weights, gradients = scopes["weights"], scopes["gradients"]
-        if config.boundary_message_bytes is None:
+        if least is None:
             outer = [grid.size(tier) for tier in tiers_outside(gradients) if grid.size(tier) > 1]
-            as_written["boundary_message_bytes"] = _PART_BYTES if outer and outer[-1] >= _MANY_PEERS else 0
+            least = _PART_BYTES if outer and outer[-1] >= _MANY_PEERS else 0
         unused = [
             f"{config.codecs[role][tier].codec} of {role} on {tier}"
             for role in ROLES
@@ -235,7 +227,9 @@ class ShardPlan:
             differences=config.full_refresh_every if differs else 0,
             exceptions=tuple(config.codecs.exceptions.items()),
             unit_numel=config.unit_numel if config.unit == "layer" else 0,
-            **as_written,
+            boundary_message_bytes=least,
+            node_all_gather=gathers,
+            **{name: getattr(config, name) for name in _AS_WRITTEN},
         )
 
     def exception_of(self, name: str) -> int | None:
