@@ -36,7 +36,7 @@ STEPS = 2  # before the checkpoint, and after it
 def check_losses_norms_and_checkpoints_are_stocks() -> str:
     """Accumulation 1 and 3, the optimizer on the device and on the host; each loads the other's checkpoint."""
     folder, worst = shared_folder(), 0.0
-    block = {"preset": "lossless", "topology": TOPOLOGY}
+    block = {"preset": "lossless", "topology": TOPOLOGY, "boundary_message_bytes": 4096}  # several buckets a message
     for accumulation, offload in itertools.product((1, 3), (False, True)):
         changes: dict[str, Any] = OFFLOAD if offload else {}
         cell = f"accumulation {accumulation}, {'offload' if offload else 'no offload'}"
@@ -166,7 +166,7 @@ def check_topo_trains() -> None:
 def check_what_only_newer_versions_have_is_refused_by_name() -> None:
     if not (missing := versions.lacking()):
         pytest.skip("the installed DeepSpeed lacks nothing")
-    block = {"preset": "lossless", "topology": TOPOLOGY}
+    block = {"preset": "lossless", "topology": TOPOLOGY, "boundary_message_bytes": 4096}  # several buckets a message
     stages = deepspeed.PipelineModule(
         [torch.nn.Linear(3, 3) for _ in range(2)], num_stages=2, loss_fn=torch.nn.MSELoss()
     )
