@@ -48,7 +48,7 @@ PREFIX, HOST, WORLD = "mpi://", socket.gethostname(), pkl5.Intracomm(MPI.COMM_WO
 TAG, DEVICE_TAG = 32767, 32766
 #: The poller asks so many times without a pause after an event, since an answer is likely. Then each pause is longer than the
 #: one before, up to the longest.
-EAGER, STEP_S, LONGEST_S = 100, 1e-4, 0.01
+EAGER, STEP_S, LONGEST_S = 30, 2e-5, 0.01
 # Dask's memory has large pages, which fault less often.
 pkl5._new_buffer = host_array  # type: ignore[attr-defined]
 #: Seconds that the end of the process waits for messages under way.
@@ -115,6 +115,9 @@ def _poll_later(idle: int = 0) -> None:
         if loop in _polls:
             _polls[loop].cancel()
         pause = min(max(idle - EAGER, 0) * STEP_S, LONGEST_S)
+        if 0 < pause < 1e-3:  # for which the loop cannot sleep
+            time.sleep(pause)
+            pause = 0.0
         _polls[loop] = loop.call_later(pause, _poll, idle)
 
 

@@ -93,7 +93,7 @@ def prepare(settings: Settings, client: Client) -> None:
     job = Job(source, output, len(work), end, length, data.shard_bytes, dtype)
     job, missing = begun(job, files, tokenizer)
     tasks = {client.submit(shards.write, job, number, work[number], pure=False): number for number in missing}
-    bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="")
+    bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="", mininterval=1)
     totals, firsts = Counter[str](), list[str]()
     try:
         for task in bar:
