@@ -404,14 +404,25 @@ HZ_DEVICE void hadamard(const hz_bucket& bucket, const Place& at, float (&x)[16]
 
 // ---- codes ---------------------------------------------------------------------------------------------------------
 
+// The codes of BITS bits: those of int8 are symmetric.
+template <int BITS>
+struct Codes {
+  enum { highest = (1 << (BITS - 1)) - 1, lowest = BITS == 8 ? -highest : -highest - 1 };
+};
+
 // The 16 codes of vector `vector` of a record; `all` vectors in it. Writes the padding after the last one too.
 template <int BITS>
 HZ_DEVICE void store_codes(hz_u8* record, hz_u32 vector, hz_u32 all, const hz_u32 (&words)[BITS / 2]) {
-  if (BITS == 8) {
+  if constexpr (BITS == 8) {
     Words whole;
 #pragma unroll
     for (int i = 0; i < 4; ++i) whole.word[i] = words[i];
     ((Words*)record)[vector] = whole;
+  } else if constexpr (BITS == 2) {
+    ((hz_u32*)record)[vector] = words[0];
+    const hz_u32 end = vector + 1 == all ? (all + 3) / 4 * 4 : 0;
+#pragma unroll 1
+    for (hz_u32 i = all; i < end; ++i) ((hz_u32*)record)[i] = 0;
   } else {
     Pair pair = {{words[0], words[1]}};
     ((Pair*)record)[vector] = pair;
@@ -426,10 +437,12 @@ HZ_DEVICE bool is_tiny(hz_u32 scales) { return scales % 16 != 0; }
 template <int BITS>
 HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 scales, hz_u32 vector, hz_u32 (&words)[BITS / 2],
                           float (&codes)[16]) {
-  if (BITS == 8) {
+  if constexpr (BITS == 8) {
     const Words whole = ((const Words*)record)[vector];
 #pragma unroll
     for (int i = 0; i < BITS / 2; ++i) words[i] = whole.word[i];
+  } else if constexpr (BITS == 2) {
+    words[0] = ((const hz_u32*)record)[vector];
   } else {
     const Pair pair = ((const Pair*)record)[vector];
     words[0] = pair.word[0];
@@ -517,11 +530,11 @@ HZ_DEVICE void check(const hz_checks& checks, hz_u64 payload, hz_i64 piece_bytes
 #pragma unroll
     for (int i = 0; i < BITS / 2; ++i) sum += (hz_u64)words[i] * mix(first + place + i);
     const hz_u32 rest = at.tensor.chunk - at.element;
-    if (BITS == 4 && rest <= 16 && at.element % 32 == 0)
-#pragma unroll
-      for (int i = 2; i < 4; ++i) {
+    if (BITS < 8 && rest <= 16)
+#pragma unroll 1
+      for (hz_u32 i = BITS / 2; (place + i) % 4; ++i) {
         const hz_u32 word = ((const hz_u32*)record)[place + i];
-        sum += (hz_u64)(i == 3 && is_tiny(scales) ? word & 0xffffu : word) * mix(first + place + i);
+        sum += (hz_u64)((place + i) % 4 == 3 && is_tiny(scales) ? word & 0xffffu : word) * mix(first + place + i);
       }
     const hz_u32 end = scales / 2 + scales_end(at, scales);
 #pragma unroll 1
@@ -568,7 +581,7 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, float 
   const hz_u32 extreme = over_lanes<Largest>(magnitude, lanes);
   float scale;
   if (BITS == 8 || stochastic) {
-    scale = divide(float_of(extreme), BITS == 8 ? 127.0f : 7.0f);
+    scale = divide(float_of(extreme), (float)Codes<BITS>::highest);
   } else {
     // The first of those that reach the magnitude gives the sign: the smallest of index and sign, in this order.
     hz_u32 sign = 2 * longest_block;
@@ -576,7 +589,7 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, float 
     for (int i = 15; i >= 0; --i)
       if ((bits_of(x[i]) & 0x7fffffffu) == extreme) sign = i * 2 + (bits_of(x[i]) >> 31);
     sign = over_lanes<Smallest>(sign + lane * 32, lanes);
-    scale = mul(float_of(extreme | sign << 31), -0.125f);
+    scale = mul(float_of(extreme | sign << 31), 1.0f / Codes<BITS>::lowest);
   }
   scale = clamp(stochastic ? up_to_bf16(scale) : as_bf16(scale), -limit, limit);
   if (extreme >= 0x7f800000u) return float_of(0x7fc00000u);
@@ -600,7 +613,7 @@ HZ_DEVICE float quotient_of(float x, float scale, float reciprocal) {
 template <int BITS>
 HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row_key, hz_u32 column,
                         hz_u32 (&words)[BITS / 2]) {
-  const float low = BITS == 8 ? -127.0f : stochastic ? -7.0f : -8.0f, high = BITS == 8 ? 127.0f : 7.0f;
+  const float high = Codes<BITS>::highest, low = stochastic ? -high : (float)Codes<BITS>::lowest;
   const hz_u32 mask = (1u << BITS) - 1;
   const float size = scale < 0.0f ? -scale : scale;
   const bool easy = size > 0x1p-60f && size < 0x1p100f;
@@ -617,12 +630,14 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
   }
   const bool empty = scale == 0.0f || scale != scale;
   const float divisor = empty ? 1.0f : scale;
-  // One word at a time: sixteen divisions side by side would take more registers than the rest of the kernel.
+  // A word at a time, or half of one: sixteen divisions side by side would take more registers than the rest of the
+  // kernel.
+  constexpr int some = BITS == 8 ? 4 : 8;
 #pragma unroll 1
-  for (int done = 0; done < BITS / 2; ++done) {
+  for (int done = 0; done < 16; done += some) {
     hz_u32 word = 0, noise = 0;
 #pragma unroll
-    for (int i = 0; i < 32 / BITS; ++i) {
+    for (int i = 0; i < some; ++i) {
       float quotient = easy ? quotient_of(x[i], scale, reciprocal) : empty ? 0.0f : divide(x[i], divisor);
       if (stochastic) {
         if (i % 2 == 0) noise = mix(row_key ^ (column + i) / 2);  // of two elements
@@ -630,11 +645,11 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
       }
       word |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS);
     }
-    column += 32 / BITS;
-    rotate<32 / BITS>(x);
+    column += some;
+    rotate<some>(x);
 #pragma unroll
     for (int i = 0; i + 1 < BITS / 2; ++i) words[i] = words[i + 1];
-    words[BITS / 2 - 1] = word;
+    words[BITS / 2 - 1] = BITS == 2 ? words[0] >> 16 | word << 16 : word;
   }
 }
 

@@ -1,11 +1,11 @@
-// Decode: elements of a bucket of tensors from one payload, int8 or int4.
+// Decode: elements of a bucket of tensors from one payload, int8, int4 or int2.
 //
 // Computes code * scale in float32, rotated back where the bucket says so, rounded to the type of the elements; or adds
 // it to elements that exist, each sum rounded once. Shards are written where they stand in the tensors, whatever the
 // order of the payload's rows.
 //
-// Memory traffic per element, bfloat16 target with blocks of 128: 1 + 2/128 bytes read (int8) or 0.5 + 2/128 (int4), 2
-// written, and 2 read where it is added. Each byte moves once.
+// Memory traffic per element, bfloat16 target with blocks of 128: 1 + 2/128 bytes read (int8), 0.5 + 2/128 (int4) or
+// 0.25 + 2/128 (int2), 2 written, and 2 read where it is added. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode.hip -o decode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu decode.hip -o decode.cubin
@@ -78,6 +78,9 @@ HZ_DECODE(int8, 8, fp16, Fp16)
 HZ_DECODE(int4, 4, fp32, Fp32)
 HZ_DECODE(int4, 4, bf16, Bf16)
 HZ_DECODE(int4, 4, fp16, Fp16)
+HZ_DECODE(int2, 2, fp32, Fp32)
+HZ_DECODE(int2, 2, bf16, Bf16)
+HZ_DECODE(int2, 2, fp16, Fp16)
 HZ_KERNEL(decode_none_8) { hz::decode_elements<hz::Bits<1>, 1>(bucket); }
 HZ_KERNEL(decode_none_16) { hz::decode_elements<hz::Bits<2>, 2>(bucket); }
 HZ_KERNEL(decode_none_32) { hz::decode_elements<hz::Bits<4>, 4>(bucket); }

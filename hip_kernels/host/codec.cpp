@@ -112,13 +112,18 @@ HZ_INLINE uint32_t extreme_of(const Element* x, uint32_t all) {
   }
 }
 
+template <int BITS>
+constexpr float highest = (1 << (BITS - 1)) - 1;
+template <int BITS>
+constexpr float lowest = BITS == 8 ? -highest<8> : -highest<BITS> - 1;
+
 // Reciprocals of scales, for blocks whose quotients they give (see quotient_of) and none of which rounds to more than
 // the largest code; zero for the others.
 template <int BITS>
 HZ_INLINE Words reciprocals_of(Floats extreme, Floats scale) {
   const Floats reciprocal = 1.0f / scale, size = magnitude(scale);
   const Ints easy = (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) &
-                    (magnitude(extreme * reciprocal) < broadcast(BITS == 8 ? 127.49f : 8.49f));
+                    (magnitude(extreme * reciprocal) < broadcast(0.49f - lowest<BITS>));
   return has_fused ? (Words)reciprocal & (Words)easy : Words{};
 }
 
@@ -127,7 +132,7 @@ HZ_INLINE Words reciprocals_of(Floats extreme, Floats scale) {
 template <class Type, int BITS>
 HZ_INLINE void scales_of(const typename Type::type* extremes, float limit, bool stochastic, float* scales,
                          float* reciprocals) {
-  const float level = BITS == 8 ? 127.0f : stochastic ? 7.0f : -8.0f;
+  const float level = BITS == 8 || stochastic ? highest<BITS> : lowest<BITS>;
   for (uint32_t i = 0; i < batch; i += lanes) {
     const Floats extreme = stochastic ? magnitude(Type::widen(extremes + i)) : Type::widen(extremes + i);
     Floats scale = extreme / level;
@@ -222,7 +227,7 @@ HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, 
     // is at least 2^-13 from it. So it may be rounded to a multiple of 2^-15 first, which is what 384 leaves room for;
     // that takes away what the reciprocal lacks, and leaves those in the middle there.
     const Floats coarse = fused(Type::widen(x + i), reciprocal, broadcast(384.0f));
-    return (Words)((BITS == 8 ? coarse : smaller(coarse, broadcast(384.0f + 7.0f))) + (magic - 384.0f));
+    return (Words)((BITS == 8 ? coarse : smaller(coarse, broadcast(384.0f + highest<BITS>))) + (magic - 384.0f));
   }
   Floats quotient = quotient_of<EASY>(Type::widen(x + i), scale, reciprocal);
   if (noise) {
@@ -231,8 +236,8 @@ HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, 
     const Floats nearest = (moved + magic) - magic;
     quotient = nearest + __builtin_convertvector(nearest > moved, Floats);  // a comparison that holds is -1
   }
-  if (!EASY || noise) quotient = larger(quotient, broadcast(BITS == 8 ? -127.0f : noise ? -7.0f : -8.0f));
-  if (!EASY || noise || BITS == 4) quotient = smaller(quotient, broadcast(BITS == 8 ? 127.0f : 7.0f));
+  if (!EASY || noise) quotient = larger(quotient, broadcast(noise ? -highest<BITS> : lowest<BITS>));
+  if (!EASY || noise || BITS < 8) quotient = smaller(quotient, broadcast(highest<BITS>));
   return (Words)(quotient + magic);
 }
 
@@ -302,7 +307,7 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     if (rounding.stochastic) noise_of(rounding.key, rounding.first_block * size + column, all, noise);
     uint8_t* codes = record.codes + (size_t)column * BITS / 8;
     codes_of<Type, BITS>(x + i * size, all, scales[i], reciprocals[i], rounding.stochastic ? noise : nullptr, codes);
-    if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
+    if (BITS < 8 && block + i + 1 == blocks) std::memset(codes + all * BITS / 8, 0, -((column + all) * BITS / 8) & 15);
     store_scale(record.scales, block + i, blocks, scales[i], is_tiny(record));
   }
   if (record.sum) check<BITS>(record, size, block, block + count, blocks);

@@ -317,6 +317,7 @@ TRAITS: dict[CodecName, Traits] = {
         lambda fmt, numel, itemsize: (-(-numel // 4), SCALE_BYTES * fmt.blocks(numel)),
         _block_error,
         reference="blocks",
+        compiled="all",
         codes=BlockCodes(2, -2, 1),
     ),
     "zfp": Traits(

@@ -13,7 +13,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.codec import Decoder, Encoder, Recoder
-from hzero.codecs.formats import FIXED, RecordFormat, Rows
+from hzero.codecs.formats import BLOCK_CODECS, FIXED, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers, same
 
 KINDS = ("normal", "constant", "zero", "subnormal", "huge", "nan", "infinite", "halves", "signs", "ties")
@@ -131,8 +131,8 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     how = (rows, fmt, case.dtype)
     yield from compare("decode_sum", payload, *how)
     yield from compare("decode_sum", payload, *how, [numbers("normal", rows.inner * c, seed=9) for c in case.chunks])
-    outs = itertools.product(("int8", "int4"), (True, False))
-    for codec, like in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 19 else 4):
+    outs = itertools.product(BLOCK_CODECS, (True, False))
+    for codec, like in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 19 else 6):
         # Other blocks are encoded in a second step.
         size = fmt.block_size if like and fmt.traits.codes else 64
         out = (
@@ -148,7 +148,7 @@ def random_case() -> Case:
     draw = random.Random()
     block_size = draw.choice([16, 32, 48, 64, 128, 192, 256, 384, 512])
     rotation = draw.choice([size for size in (0, 64, 128) if not size or block_size % size == 0])
-    fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, rotation, draw.random() < 0.3)
+    fmt = RecordFormat.of(draw.choice(BLOCK_CODECS), block_size, rotation, draw.random() < 0.3)
     outer, inner = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([1, 2, 3])
     if draw.random() < 0.5:
         sizes, strides = (outer * inner,), (1,)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import reference
-from hzero.codecs.formats import TRAITS, RecordFormat, Rows
+from hzero.codecs.formats import BLOCK_CODECS, TRAITS, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers
 from tests.kernels.cases import Calls, compared
 from tests.kernels.test_kernels import backend_of
@@ -65,7 +65,7 @@ def test_any_bytes_are_decoded_alike(target: str, seed: int) -> None:
         rows = rows._replace(chunks=tuple(c + more.choice((0, 1, 7, 15, 17)) for c in rows.chunks))
     payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
     before, size = payload.clone(), fmt.block_size if fmt.traits.codes else 64
-    out = RecordFormat.of(draw.choice(("int8", "int4")), size, stochastic=draw.random() < 0.5)
+    out = RecordFormat.of(draw.choice(BLOCK_CODECS), size, stochastic=draw.random() < 0.5)
     calls: list[tuple[Any, ...]] = [
         ("decode", rows, fmt, dtype),
         ("decode_onto", rows, fmt, [numbers("normal", rows.total * c, dtype, 3) for c in rows.chunks]),

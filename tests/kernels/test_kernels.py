@@ -12,7 +12,7 @@ import torch
 from hzero.codecs import backends, launchers, reference
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Codec, Decoder, Encoder, Recoder
-from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows
+from hzero.codecs.formats import BLOCK_CODECS, CHECKSUM_BYTES, RecordFormat, Rows
 from hzero.codecs.launchers import AXES, TENSORS
 from hzero.codecs.reference import checksums, trailers
 from hzero.config import CodecConfig
@@ -91,7 +91,7 @@ def test_random_buckets(target: tuple[Any, torch.device]) -> None:
             count -= 1
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_numbers(target: tuple[Any, torch.device], kind: str, codec: str) -> None:
     """Emulated, which takes long, each wave size has one half of the combinations of a kind."""
@@ -166,6 +166,7 @@ AWKWARD: dict[str, Case] = {
     "blocks with idle lanes at every address": Case((1111,), (8,), (1,), 2, RecordFormat.of("int4", 48), torch.float16),
     "rotated shards at every address": Case((777,), (8,), (1,), 4, RecordFormat.of("int4", 64, 64), torch.float32),
     **{f"blocks of {size}, {codec}": of_blocks(codec, size) for size in BLOCK_SIZES for codec in ("int8", "int4")},
+    **{f"blocks of {size}, int2": of_blocks("int2", size) for size in (48, 64, 512)},
 }
 
 
@@ -178,7 +179,7 @@ def test_awkward_buckets(target: tuple[Any, torch.device], name: str) -> None:
 def test_lengths_up_to_millions(target: tuple[Any, torch.device], count: int) -> None:
     if emulated(target):
         count = min(count, 60_003)  # 15 workgroups, the last one with a block of 99 elements
-    for codec, unaligned in (("int8", False), ("int4", True)):
+    for codec, unaligned in (("int8", False), ("int4", True), ("int2", True)):
         fmt = RecordFormat.of(codec, 128)
         assert_agrees(target, Case((count,), (1,), (1,), 1, fmt, torch.bfloat16, unaligned=unaligned))
 
@@ -195,12 +196,14 @@ def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device
     assert not list(compared(backend, device, "encode", [x], *how))
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str) -> None:
     """All mantissas of an extreme, with all smaller numbers of the 13 binades below it, of both signs."""
     backend, device = target
-    if emulated(target) == 32:
-        pytest.skip("the quotients are those of wave 64: a wave's size is in its exchanges alone")
+    if emulated(target) == 32 or (emulated(target) and codec == "int2"):
+        pytest.skip(
+            "the quotients are those of wave 64 and of the other codecs: a wave's size is in its exchanges alone"
+        )
     bits = torch.arange(127 - 12 << 7, 128 << 7, dtype=torch.int32).to(torch.int16)
     magnitudes = bits.view(torch.bfloat16)
     blocks = []
@@ -215,7 +218,7 @@ def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str
         assert not list(compared(backend, device, "encode", [source], *how))
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 def test_stochastic_codes_at_the_end_of_the_range_decode_to_finite_numbers(
     target: tuple[Any, torch.device], codec: Any
 ) -> None:
@@ -306,6 +309,7 @@ def test_a_graph_captures_the_calls() -> None:
         ("int4", 16, 0, False),
         ("int8", 48, 0, True),
         ("int4", 64, 64, False),
+        ("int2", 64, 0, False),
         ("none", 0, 0, False),
         ("bf16", 0, 0, False),
     ],
