@@ -11,6 +11,8 @@ from hzero.validation import ConfigError
 
 #: DeepSpeed's ZeRO-3, to which ratios are taken.
 STOCK = "zero3-deepspeed"
+#: The scheme to which losses are compared where that one took no part.
+BASE = "lossless"
 #: The scheme of the claims.
 SUBJECT = "topo"
 #: Order of the schemes in tables and plots; others follow.

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.report.results import LOSSES, STOCK, SUBJECT, Comparison, Result
+from benchmarks.report.results import BASE, LOSSES, STOCK, SUBJECT, Comparison, Result
 from benchmarks.report.series import series_of
 from benchmarks.rows import StepsRow
 from hzero.config import Tier
@@ -175,7 +175,7 @@ def final_loss(row: StepsRow) -> float:
 
 
 def losses(comparison: Comparison) -> str:
-    """Final losses of long runs by scheme and seed, and their differences to ZeRO-3's of the same seed."""
+    """Final losses of long runs by scheme and seed, and their differences to ZeRO-3's, or lossless', of the same seed."""
     parts = []
     for suite in LOSSES:
         results = comparison.of(suite)
@@ -183,10 +183,11 @@ def losses(comparison: Comparison) -> str:
         for result in results:
             for row in result.rows:
                 by_scheme.setdefault(row.scheme, {})[result.config.train.seed] = row
+        base = STOCK if STOCK in by_scheme else BASE
         rows = []
         for runs in by_scheme.values():
             values = {seed: final_loss(row) for seed, row in runs.items()}
-            others = {seed: final_loss(row) for seed, row in by_scheme.get(STOCK, {}).items() if seed in values}
+            others = {seed: final_loss(row) for seed, row in by_scheme.get(base, {}).items() if seed in values}
             apart = {seed: values[seed] - other for seed, other in others.items()}
             share = NONE
             if apart and any(apart.values()):
@@ -201,7 +202,8 @@ def losses(comparison: Comparison) -> str:
             )
             rows.append([label, *cells])
         if rows:
-            head = ("scheme", "by seed", "mean", "to ZeRO-3, by seed", "to ZeRO-3, mean")
+            to = f"to {'ZeRO-3' if base == STOCK else base}"
+            head = ("scheme", "by seed", "mean", f"{to}, by seed", f"{to}, mean")
             steps = len(results[0].rows[0].losses)
             parts += [
                 f"{setting(results[0])} Losses are the mean of the last {WINDOW} of {steps:,} steps.",

@@ -57,7 +57,8 @@ class Guard:
 
     Attributes:
         ratios: Signal-to-noise ratios of each lossy tier's codec in the last audit, in dB, such as ``weights/node``: of one of
-            the larger weights and of the sum of one's gradients. Those without a finite signal are left out.
+            the larger weights, or of its copy if refreshes send differences, and of the sum of one's gradients. Those without a
+            finite signal are left out.
         audit_due: Whether the next step is audited in any case.
     """
 
@@ -211,12 +212,13 @@ class Guard:
     def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:
         """Ratios of one round trip of a larger weight's and gradient's shards over all ranks, other ones in each audit.
 
-        Shards that are not all finite are left out.
+        Shards that are not all finite are left out. Where refreshes send differences, what counts is the copy of the weight
+        that all ranks hold: a difference alone loses far more.
         """
+        differs, refreshed = self._plan.differences > 0, self._plan.refresh_hops()
+        weights = self._one_of(self._weights.up_to_date() if differs else self._weights.parameters.values())
         shards: dict[Role, list[torch.Tensor]] = {
-            "weights": [
-                self._weights.primary_shard(param) for param in self._one_of(self._weights.parameters.values())
-            ],
+            "weights": [self._weights.primary_shard(param) for param in weights],
             "gradients": [gradient_of(param).detach().flatten() for param in self._one_of(params)],
         }
         hops: list[tuple[Role, Hop]] = [("weights", hop) for hop in self._plan.gather_hops()]
@@ -225,10 +227,15 @@ class Guard:
         powers = torch.zeros(len(lossy), 2, dtype=torch.float64, device=self._device)  # of signal and noise
         for power, (role, hop) in zip(powers, lossy):
             codec = Codec.from_config(hop.codec)
-            for shard in shards[role]:
+            of_copy = differs and role == "weights" and hop in refreshed
+            for index, shard in enumerate(shards[role]):
                 if shard.numel() and bool(shard.isfinite().all()):
                     values, numel = shard.to(self._device, torch.float32), [shard.numel()]
-                    (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
+                    (decoded,) = (
+                        [self._weights.held_shard(weights[index])]
+                        if of_copy
+                        else codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
+                    )
                     exact = values.double()
                     noise = decoded[: values.numel()].double() - exact
                     power += torch.stack([exact.square().sum(), noise.square().sum()])

@@ -204,9 +204,8 @@ class Weights:
 
     def _difference(self, params: Sequence[Parameter], bucket: Bucket, seed: int) -> torch.Tensor:
         """A message of what is new in this rank's shards, against the copy that all ranks hold."""
-        row = self.plan.rank if self.plan.whole_copies else self.plan.rank_row
         shards = self._shards(params, bucket)
-        copies = [self._copy(param)[row, : shard.numel()] for param, shard in zip(params, shards)]
+        copies = [self.held_shard(param)[: shard.numel()] for param, shard in zip(params, shards)]
         codec = Codec.from_config(params[0].route.plan.refresh_hops()[0].codec)
         encoder = codec.encoder(bucket.chunks, shards[0].dtype, shards[0].device, sizes=(1,), adds="base")
         return encoder(shards, seed=seed, added=copies)
@@ -217,6 +216,10 @@ class Weights:
             copy = self._copy(param)
             if total.data_ptr() != copy.data_ptr():
                 copy.copy_(total)
+
+    def held_shard(self, param: Parameter) -> torch.Tensor:
+        """This rank's shard as all ranks hold it, with padding, where refreshes send differences."""
+        return self._copy(param)[self.plan.rank if self.plan.whole_copies else self.plan.rank_row]
 
     def _copy(self, param: Parameter) -> torch.Tensor:
         """The resident copy in the weights' own type, in place, ``[rows, chunk]``: all shards, or those of a payload."""

@@ -8,6 +8,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+import hzero
 from hzero.config import TIERS, Scope, tiers_outside
 from tests.deepspeed.training import (
     AwkwardNet,
@@ -49,11 +50,12 @@ def check_differences_follow_the_weights_more_closely_than_int8() -> None:
     coarse = _noise_db(int8)
     int8.destroy()
     for weights in ("device", "package"):
-        engine = engine_of(ds_config(_block(weights)))
+        engine = engine_of(ds_config(_block(weights, guard={"every": 4})))
         early = train(engine, 3) and _noise_db(engine)
         late = train(engine, 9, first=3) and _noise_db(engine)
         assert min(early, late) > coarse + 6, (weights, early, late, coarse)
         assert late > early - 3, (weights, early, late)
+        assert hzero.state(engine).ratios["weights/node"] > coarse, "of the copy, not of a difference"
         engine.destroy()
 
 
