@@ -191,16 +191,10 @@ def losses(comparison: Comparison) -> str:
             apart = {seed: values[seed] - other for seed, other in others.items()}
             share = NONE
             if apart and any(apart.values()):
-                mean = statistics.fmean(apart.values())
-                share = f"{mean:+.4f} ({mean / statistics.fmean(others.values()):+.2%})"
-            label = next(iter(runs.values())).label
-            cells = (
-                _by_seed(values, ".4f"),
-                _finite(statistics.fmean(values.values())),
-                _by_seed(apart, "+.4f"),
-                share,
-            )
-            rows.append([label, *cells])
+                change = statistics.fmean(apart.values())
+                share = f"{change:+.4f} ({change / statistics.fmean(others.values()):+.2%})"
+            label, mean = next(iter(runs.values())).label, f"{statistics.fmean(values.values()):.4f}"
+            rows.append([label, _by_seed(values, ".4f"), mean, _by_seed(apart, "+.4f"), share])
         if rows:
             to = f"to {'ZeRO-3' if base == STOCK else base}"
             head = ("scheme", "by seed", "mean", f"{to}, by seed", f"{to}, mean")
@@ -214,10 +208,6 @@ def losses(comparison: Comparison) -> str:
 
 def _by_seed(values: Mapping[int, float], form: str) -> str:
     return ", ".join(f"{seed}: {value:{form}}" for seed, value in sorted(values.items())) or NONE
-
-
-def _finite(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else NONE
 
 
 def measured(comparison: Comparison) -> str:
