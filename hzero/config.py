@@ -148,7 +148,7 @@ class CodecConfig(Frozen):
 
     @model_validator(mode="after")
     def _own_settings(self) -> CodecConfig:
-        scaled = " and ".join(BLOCK_CODECS)
+        scaled = ", ".join(BLOCK_CODECS)
         if self.rotation and (not self.traits.codes or self.block_size % self.rotation):
             found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
             raise ValueError(f"{found}; possible with {scaled}, where it divides block_size")

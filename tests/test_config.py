@@ -126,7 +126,7 @@ BAD: list[tuple[Any, str]] = [
     (codec("int9"), "codecs.weights.gpu.codec: unknown value 'int9'"),
     ({"codecs": {"tensors": "int8"}}, "codecs: unknown key 'tensors'; did you mean 'tensor'"),
     (codec({"codec": "int8", "block_size": 8}), "codecs.weights.gpu.block_size: found 8"),
-    (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; possible with int8 and int4"),
+    (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; possible with int8, int4, int2"),
     (codec({"codec": "bf16", "rounding": "stochastic"}), "found rounding 'stochastic' with codec bf16; possible with int8"),
     (codec({"codec": "none", "rounding": "stochastic"}), "found rounding 'stochastic' with codec none; possible with int8"),
     (int4(scale="fp32"), "codecs.gradients.gpu: unknown key 'scale'"),
