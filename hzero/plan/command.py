@@ -55,7 +55,7 @@ from hzero.plan.machine import CONSTANTS
 from hzero.plan.memory import footprint, longest
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, fit, tune
-from hzero.plan.sequence import Chunked, exchanged
+from hzero.plan.sequence import chunked, exchanged
 from hzero.plan.shards import Hop, ShardPlan
 from hzero.plan.step import predict
 from hzero.terminal import size_text
@@ -217,14 +217,14 @@ def _sequences(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
     """Bytes and times of chunks in a micro-step of one device, and the tokens that fit with and without."""
     job, grid, codecs = scenario.job, scenario.grid, parse_config(scenario.experiment.block).codecs.sequence
     assert job.sequence is not None
-    chunked = Chunked.of(job)
-    found: dict[str, Any] = {**asdict(chunked), "exchanged": exchanged(job, grid, codecs), "tokens": job.tokens}
+    received = {f"received_{tier}": size for tier, size in exchanged(job, grid, codecs).items()}
+    found: dict[str, Any] = {"tokens": job.tokens, **chunked(job), **received}
     if not isinstance(scenario.profile, ConfigError):
         machine, stock = scenario.machine, replace(job, sequence=None, checkpointing=True)
-        found["host_s"] = machine.host(chunked.to_host, chunked.to_device)
-        found["compute_s"] = chunked.flops / machine.rate(min(job.tokens, job.sequence.chunk * job.micro_batch))
+        found["copy_s"] = machine.host(found["to_host"], found["to_device"])
+        found["compute_s"] = found["flops"] / machine.rate(min(job.tokens, job.sequence.chunk * job.micro_batch))
         host = scenario.profile.value("ddr_gb") * 1e9 / grid.scope_size("node")
-        for key, one in (("longest", job), ("longest_without", stock)):
+        for key, one in (("longest", job), ("longest_with_checkpointing_alone", stock)):
             found[key] = longest(plan, grid, one, scenario.memory or 0, host)
     return found
 
@@ -278,8 +278,9 @@ def _show_plan(result: dict[str, Any]) -> None:
     else:
         verdict = "fits" if needs <= there else f"does not fit, {size_text(needs - there)} too much,"
         _say(f"{result['preset']} {verdict} into {size_text(there)}")
-    if result["sequences"]:
-        _show_sequences(result["sequences"])
+    if sequences := result["sequences"]:
+        numbers = [(key, f"{one:,}" if isinstance(one, int) else f"{one:.3g}") for key, one in sequences.items()]
+        _table("long sequences: tokens, bytes and seconds (s) of a device and micro-step", ("what", "*number"), numbers)
     rows.clear()
     for row in result["traffic"]:
         ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
@@ -293,19 +294,6 @@ def _show_plan(result: dict[str, Any]) -> None:
     _show_schemes(result["schemes"], there)
     if result["predicted"]:
         _say(result["predicted"]["about"])
-
-
-def _show_sequences(found: dict[str, Any]) -> None:
-    per_token = f"{found['device_token']:,} bytes on the device, {found['host_token']:,} on the host"
-    copies = f"{size_text(found['to_host'])} to the host and {size_text(found['to_device'])} back"
-    _say(f"sequences: {found['tokens']:,} tokens per device, each {per_token}; copies in a micro-step: {copies}")
-    if received := ", ".join(f"{size_text(size)} on {tier}" for tier, size in found["exchanged"].items()):
-        _say(f"exchanges of sequences in a micro-step, received per device: {received}")
-    if "host_s" in found:
-        hides = "can" if found["host_s"] <= found["compute_s"] else "cannot"
-        _say(f"copies need {found['host_s']:.3g} s, and compute {found['compute_s']:.3g} s, which {hides} hide them")
-        without = f"with activation checkpointing alone {found['longest_without']:,}"
-        _say(f"longest sequence that fits: {found['longest']:,} tokens; {without}")
 
 
 def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None:

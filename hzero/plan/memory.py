@@ -13,7 +13,7 @@ from hzero.plan.collectives import Scheme
 from hzero.plan.machine import gather_buffer
 from hzero.plan.program import IN_FLIGHT, Program, StagePrograms
 from hzero.plan.scenario import Job
-from hzero.plan.sequence import Chunked
+from hzero.plan.sequence import chunked
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
@@ -95,7 +95,7 @@ def longest(scheme: ShardPlan, grid: Grid, job: Job, device: int, host: float) -
 
     def too_long(tokens: int) -> bool:
         one = replace(job, micro_batch=1, seq_length=tokens)
-        on_host = one.tokens * Chunked.of(one).host_token if one.sequence else 0
+        on_host = one.tokens * chunked(one)["host_token"] if one.sequence else 0
         return on_host > host or footprint(scheme, grid, one).bytes > device
 
     return max(bisect(range(1, 1 << 32), False, key=too_long), 0)
@@ -250,12 +250,12 @@ def activations(job: Job) -> States:
     """
     model, tokens, size = job.model, job.tokens // job.tensor, job.itemsize
     if job.sequence is not None:
-        chunked = Chunked.of(job)
-        each = chunked.device_token + 24 * job.parallel  # every rank has the whole batch: ids, mask and labels
+        bytes_of = chunked(job)
+        each = bytes_of["device_token"] + 24 * job.parallel  # every rank has the whole batch: ids, mask and labels
         return {
             "activations": State(tokens * each, f"{tokens:,} tokens, and {job.parallel} times their ids"),
-            "transient loss": State(chunked.loss_chunk, "logits of a chunk, with gradients, float32"),
-            "transient layer": State(chunked.layer_chunk, "a chunk inside a layer"),
+            "transient loss": State(bytes_of["loss_chunk"], "logits of a chunk, with gradients, float32"),
+            "transient layer": State(bytes_of["layer_chunk"], "a chunk inside a layer"),
         }
     hidden, vocab = model.hidden, model.vocab_size
     # Sums of attention's softmax, and mean and deviation of two norms, in float32.

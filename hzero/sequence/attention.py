@@ -16,14 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hzero.comm.communicator import Communicator
 from hzero.sequence.host import HostMemory, one_ahead
 
+Tensors: TypeAlias = Sequence[Tensor]
+#: Waits for tensors that are under way.
+Arriving: TypeAlias = Callable[[], Tensors]
 _aten = torch.ops.aten
 
 
@@ -41,9 +45,7 @@ class Attention:
     memory: HostMemory
     scale: float | None = None
 
-    def forward(
-        self, projected: Iterable[Sequence[torch.Tensor]], kept: list[Sequence[torch.Tensor]] | None = None
-    ) -> Iterator[Callable[[], Sequence[torch.Tensor]]]:
+    def forward(self, projected: Iterable[Tensors], kept: list[Tensors] | None = None) -> Iterator[Arriving]:
         """Attends from the first chunk to the last.
 
         Args:
@@ -56,17 +58,17 @@ class Attention:
             in a sequence. While a chunk computes, the exchanges of the next chunk's queries and of the last one's results are
             under way.
         """
-        pairs: list[list[torch.Tensor]] = []
+        pairs: list[list[Tensor]] = []
         for query, *pair in one_ahead(self._exchange(one, 1) for one in projected):
             out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
             weight = torch.full(query.shape[:-1], -torch.inf, device=query.device)
             # The chunk's own keys come first: meanwhile the first pair from the host is under way.
-            own: list[Callable[[], Sequence[torch.Tensor]]] = [partial(tuple, pair)]
+            own: list[Arriving] = [partial(tuple, pair)]
             blocks = one_ahead(chain(own, map(self.memory.start, pairs[:])))
             pairs.append(self.memory.store(*pair))
             del own, pair
             for one, (key, value) in enumerate(blocks):
-                more, its_weight = _attend(query, key, value, self.scale, causal=one == 0)
+                more, its_weight = _attend((query, key, value), self.scale, causal=one == 0)
                 both = torch.logaddexp(weight, its_weight)
                 out.mul_((weight - both).exp_().unsqueeze(-1))
                 out.add_(more * (its_weight - both).exp_().unsqueeze(-1))
@@ -77,9 +79,7 @@ class Attention:
                 kept.append([*self.memory.store(query, out, weight), *pairs[-1]])
             yield self._exchange([out], 2)
 
-    def backward(
-        self, kept: Sequence[Sequence[torch.Tensor]], gradients: Iterable[Sequence[torch.Tensor]]
-    ) -> Iterator[Callable[[], Sequence[torch.Tensor]]]:
+    def backward(self, kept: Sequence[Tensors], gradients: Iterable[Tensors]) -> Iterator[Arriving]:
         """Makes gradients from the last chunk to the first.
 
         Args:
@@ -91,7 +91,7 @@ class Attention:
             For `one_ahead`, what waits for the gradients of each chunk's queries, keys and values, as they were in
             ``projected``.
         """
-        sums: dict[int, list[torch.Tensor]] = {}
+        sums: dict[int, list[Tensor]] = {}
         order = list(reversed(range(len(kept))))
         queries = self.memory.fetch(kept[at][:3] for at in order)
         # Sums are looked up one block ahead, when the chunk of queries before has changed them.
@@ -108,10 +108,10 @@ class Attention:
                     new += old
                 del key, value, parts, summed
                 if one < at:
-                    sums[one] = self.memory.store(*pair, into=sums.get(one))
+                    sums[one] = self.memory.store(*pair)
             yield self._exchange([whole.to(query.dtype) for whole in (of_query, *pair)], 2)
 
-    def _exchange(self, tensors: Sequence[torch.Tensor], split: int) -> Callable[[], Sequence[torch.Tensor]]:
+    def _exchange(self, tensors: Tensors, split: int) -> Arriving:
         """Starts to exchange some tokens of all heads for all tokens of some heads, and returns what waits for them.
 
         Args:
@@ -126,20 +126,14 @@ class Attention:
         return lambda: [one.movedim(0, joined).flatten(joined, joined + 1) for one in hops.wait().split(heads, 2)]
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries attend to, and the log-sum-exps of their scores, float32."""
-    attend = _aten._scaled_dot_product_flash_attention
-    if query.device.type == "cpu":
-        attend = _aten._scaled_dot_product_flash_attention_for_cpu
-    out, weight, *_ = attend(query, key, value, 0.0, causal, scale=scale)
-    return out, weight
+def _attend(of: Tensors, scale: float | None, causal: bool) -> Tensors:
+    """What queries attend to, and the log-sum-exps of their scores, float32; ``of`` are queries, keys and values."""
+    if of[0].device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(*of, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    return _aten._scaled_dot_product_flash_attention(*of, 0.0, causal, scale=scale)[:2]  # type: ignore[no-any-return]
 
 
-def _attend_backward(
-    gradient: torch.Tensor, of: Sequence[torch.Tensor], scale: float | None, causal: bool
-) -> Sequence[torch.Tensor]:
+def _attend_backward(gradient: Tensor, of: Tensors, scale: float | None, causal: bool) -> Tensors:
     """Gradients of queries, keys and values.
 
     Args:
@@ -183,21 +177,19 @@ class Chunks:
     length: int
     memory: HostMemory
     attention: Attention | None
-    parameters: Iterable[torch.Tensor]
+    parameters: Iterable[Tensor]
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         """Runs the module on this rank's tokens."""
-        kind, self.training = states.device.type, torch.is_grad_enabled()
+        kind, tokens = states.device.type, states.shape[1]
+        self.training = torch.is_grad_enabled()
+        self.slices = [slice(start, min(start + self.length, tokens)) for start in range(0, tokens, self.length)]
         self.cast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.parameters = [one for one in self.parameters if one.requires_grad]
-        self._sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self.sums: list[Tensor | None] = [None] * len(self.parameters)
         return _InChunks.apply(self, states, *self.parameters)  # type: ignore[no-any-return]
 
-    def slices(self, tokens: int) -> list[slice]:
-        """The chunks of this rank's tokens."""
-        return [slice(start, min(start + self.length, tokens)) for start in range(0, tokens, self.length)]
-
-    def pull(self, part: slice, inputs: Sequence[torch.Tensor], gradients: Any) -> list[torch.Tensor]:
+    def pull(self, part: slice, inputs: Tensors, gradients: Any) -> list[Tensor]:
         """Runs a chunk again, and returns the gradients of its inputs."""
         with torch.enable_grad(), self.cast():
             states, *attended = [one.detach().requires_grad_() for one in inputs]
@@ -205,27 +197,22 @@ class Chunks:
         found = torch.autograd.grad(outputs, [states, *attended, *self.parameters], gradients, allow_unused=True)
         for at, new in enumerate(found[len(inputs) :]):
             if new is not None:
-                old = self._sums[at]
-                self._sums[at] = new.to(torch.float32, copy=True) if old is None else old.add_(new)
+                old = self.sums[at]
+                self.sums[at] = new.to(torch.float32, copy=True) if old is None else old.add_(new)
         return list(found[: len(inputs)])
-
-    def sums(self) -> list[torch.Tensor | None]:
-        """Gradients of the parameters, None for one that no chunk has used; the next ones begin at none."""
-        sums, self._sums = self._sums, [None] * len(self._sums)
-        return [one if one is None else one.to(like.dtype) for one, like in zip(sums, self.parameters)]
 
 
 class _InChunks(torch.autograd.Function):
     """A module that keeps nothing but its input, and attends again in backward: its own activation checkpoint."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, states: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, chunks: Chunks, states: Tensor, *parameters: Tensor) -> Tensor:
         """Runs the chunks."""
-        attention, memory, slices = chunks.attention, chunks.memory, chunks.slices(states.shape[1])
+        attention, memory, slices = chunks.attention, chunks.memory, chunks.slices
         attended: Iterable[Any] = [[]] * len(slices)
         if attention is not None:
             attended = one_ahead(attention.forward(chunks.run(states[:, part], part) for part in slices))
-        stored, results = list[torch.Tensor](), None
+        stored, results = list[Tensor](), None
         for part, one in zip(slices, attended):
             result = chunks.run(states[:, part], part, *one)
             if results is None:
@@ -240,13 +227,13 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Attends again, and goes back through the chunks."""
         chunks, attention, memory = ctx.chunks, ctx.chunks.attention, ctx.chunks.memory
-        slices, inputs = chunks.slices(ctx.shape[1]), [[one] for one in ctx.saved_tensors]
+        slices, inputs = chunks.slices, [[one] for one in ctx.saved_tensors]
         result = gradient.new_empty(ctx.shape, dtype=ctx.dtype)
 
-        def through_results() -> Iterator[list[torch.Tensor]]:
+        def through_results() -> Iterator[list[Tensor]]:
             """From the last chunk's results to the first's; gives gradients of what the tokens have attended to."""
             for part, tensors in zip(reversed(slices), memory.fetch(reversed(inputs))):
                 result[:, part], *of_attended = chunks.pull(part, tensors, gradient[:, part])
@@ -256,7 +243,7 @@ class _InChunks(torch.autograd.Function):
             for _ in through_results():
                 pass
         else:
-            states, kept = inputs, list[Sequence[torch.Tensor]]()
+            states, kept = inputs, list[Tensors]()
             with chunks.cast():
                 projected = (chunks.run(one, part) for part, (one,) in zip(slices, memory.fetch(states)))
                 attended = one_ahead(attention.forward(projected, kept))
@@ -266,4 +253,5 @@ class _InChunks(torch.autograd.Function):
             for part, tensors, gradients in zip(reversed(slices), again, pulled):
                 result[:, part] += chunks.pull(part, tensors, gradients)[0]
         memory.settle()
-        return None, result, *chunks.sums()
+        sums, chunks.sums = chunks.sums, [None] * len(chunks.sums)
+        return None, result, *(one if one is None else one.to(like.dtype) for one, like in zip(sums, chunks.parameters))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -29,22 +30,22 @@ class HostMemory:
 
     Args:
         offload: Whether tensors leave the device. If not, every tensor stays as it is.
-        device: Makes streams and events, such as ``torch.cuda``. None: that of the tensors, and none on CPUs, where a copy
-            has ended when it returns.
+        device: Makes streams, such as ``torch.cuda``. None: that, or nothing without GPUs, where a copy has ended when it
+            returns.
     """
 
     def __init__(self, offload: bool, device: Any = None) -> None:
-        self._offload, self._device = offload, device
+        self._offload = offload
         self._stream: Any = None
+        self._device: Any = device or (torch.cuda if torch.cuda.is_available() else None)
         self._place = torch.device("cpu")
         self._leaving: tuple[Sequence[torch.Tensor], Any] = (), None
 
-    def store(self, *tensors: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    def store(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Starts copies to the host.
 
         Args:
             tensors: Of the device. They may be dropped at once, but not changed before `settle`.
-            into: Tensors of the host that are no longer needed, to take the copies; None allocates.
 
         Returns:
             Tensors for `fetch`.
@@ -53,9 +54,7 @@ class HostMemory:
             return list(tensors)
         self._wait(self._leaving[1])
         self._place = tensors[0].device
-        if self._device is None and self._place.type == "cuda":
-            self._device = torch.cuda
-        hosts = list(into) if into else [_on_host(tensor) for tensor in tensors]
+        hosts = [_on_host(tensor) for tensor in tensors]
         self._leaving = tensors, self._copy(hosts, tensors)
         return hosts
 
@@ -75,13 +74,11 @@ class HostMemory:
         if not self._offload:
             return lambda: chunk
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._place) for one in chunk]
-        arrived = self._copy(tensors, chunk)
+        return partial(self._arrived, tensors, self._copy(tensors, chunk))
 
-        def wait() -> Sequence[torch.Tensor]:
-            self._wait(arrived)
-            return tensors
-
-        return wait
+    def _arrived(self, tensors: Sequence[torch.Tensor], event: Any) -> Sequence[torch.Tensor]:
+        self._wait(event)
+        return tensors
 
     def settle(self) -> None:
         """Makes the current stream wait for all copies, also those that a loop has started when an error ended it."""

@@ -10,7 +10,6 @@ each token.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ from hzero.comm.communicator import Communicator
 from hzero.config import SequenceConfig
 from hzero.sequence.attention import Attention, Chunks
 from hzero.sequence.host import HostMemory
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, first_of_ranks, of_all_ranks
 
 #: What a token without a label has as its label, as in transformers.
 NO_LABEL = -100
@@ -63,20 +62,17 @@ class ChunkedModel:
         self.layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
         self._head: Any = None if found is None else found.get_output_embeddings()
         if self._head is None or not self.layers:
-            raise ConfigError(
-                f"sequence: found {type(model).__name__}; expected a causal language model of transformers"
-            )
+            raise ConfigError(f"sequence: found {type(model).__name__}; expected a causal model of transformers")
         self.model, self._settings, self._group = found, settings, group
         self._check()
-        streams = None if group is None else group.streams
-        self._memory = HostMemory(settings.offload, None if streams is None else streams.device)
+        self._memory = HostMemory(settings.offload, group.streams.device if group and group.streams else None)
         norms = [one for one in found.base_model.children() if "Norm" in type(one).__name__]
         ALL_ATTENTION_FUNCTIONS.register("hzero", _attention)  # without a mask of that name, models make none
         self._attends = found.config, "_attn_implementation_internal", "hzero"
         self._in_chunks = [
             self._attends,
             *((layer, "forward", partial(self._layer, layer, layer.forward)) for layer in self.layers),
-            *map(_uncheckpointed, self.layers),
+            *((layer, "gradient_checkpointing", False) for layer in self.layers),  # chunks are their own checkpoints
             *((norm, "forward", partial(self._norm, norm, norm.forward)) for norm in norms[-1:]),
             (self._head, "forward", partial(self._losses, self._head.forward)),
         ]
@@ -104,26 +100,33 @@ class ChunkedModel:
 
     def forward(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
         """The output of a whole batch, of which this rank computes its part; it has a ``loss`` only. Collective."""
-        for name in (*WHOLE, *OUTPUTS):
-            if (found := batch.pop(name, None)) is not None and found is not False:
-                raise ConfigError(
-                    f"hzero.sequence: the batch has {name}; expected input_ids and labels of whole sequences"
-                )
+        refused = [name for name in WHOLE if batch.pop(name, None) is not None]
+        if refused := refused + [name for name in OUTPUTS if batch.pop(name, False)]:
+            raise ConfigError(
+                f"hzero.sequence: the batch has {refused[0]}; expected input_ids and labels of whole sequences"
+            )
         names = ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch")
         ids, mask, positions, labels, items = (batch.pop(name, None) for name in names)
-        parallel, missing = self._settings.parallel, (0, -ids.shape[1] % self._settings.parallel)
-        natural = torch.arange(ids.shape[1] + missing[1], device=ids.device).expand(len(ids), -1)
+        parallel, length = self._settings.parallel, ids.shape[1]
+        missing = (0, -length % parallel)
+        places = torch.arange(length + missing[1], device=ids.device)
         targets = torch.full_like(ids, NO_LABEL) if labels is None else pad(labels[:, 1:], (0, 1), value=NO_LABEL)
-        valid, padded, packed = targets != NO_LABEL, ids.new_zeros(()), ids.new_zeros(())
-        if mask is not None:
-            padded = (mask[:, 1:] > mask[:, :-1]).any() | (valid & (mask == 0)).any()
-        if positions is not None:
-            packed = (valid & (positions != natural[:, : ids.shape[1]])).any()
-        read = torch.cat([ids.flatten(), targets.flatten()]).long() + 1
-        mixed = (read * (2 * torch.arange(len(read), device=ids.device) + 1)).sum()
-        counted = self._agreed(valid.sum(), mixed, padded, packed, ids.new_tensor(labels is None))
-        tensors = pad(ids, missing), natural, pad(targets, missing, value=NO_LABEL)
-        loss = self.sum_losses(*map(self._part, tensors), **batch)
+        counts = targets != NO_LABEL
+        problem = None
+        if labels is None:
+            problem = "labels: found None in training; expected labels on all ranks"
+        elif mask is not None and ((mask[:, 1:] > mask[:, :-1]).any() or (counts & (mask == 0)).any()):
+            problem = "attention_mask: found padding on the left or inside; expected it on the right, without labels"
+        elif positions is not None and (counts & (positions != places[:length])).any():
+            problem = "position_ids: found several documents in a sequence; expected 0, 1, 2 and so on"
+        if problem := first_of_ranks(problem):
+            raise of_all_ranks(ConfigError(problem))
+        counted = self._count(ids, targets)
+        # This rank's part of every chunk.
+        chunks, rank = places.split(self._settings.chunk * parallel), dist.get_rank() % parallel
+        own = torch.cat([chunk.chunk(parallel)[rank] for chunk in chunks])
+        ids, targets = pad(ids, missing), pad(targets, missing, value=NO_LABEL)
+        loss = self.sum_losses(ids[:, own], own.expand(len(ids), -1), targets[:, own], **batch)
         if items is not None:  # Trainer's labels of a whole step, in which it counts those of every rank
             return CausalLMOutputWithPast(loss=loss * parallel / items)
         whole = loss.detach().clone()
@@ -131,39 +134,23 @@ class ChunkedModel:
         loss = loss * (dist.get_world_size() / counted)
         return CausalLMOutputWithPast(loss=loss + (whole / counted - loss.detach()))
 
-    def _agreed(self, *numbers: torch.Tensor) -> int:
-        """Labels of all batches of the world. Raises on all ranks for a batch that one of them cannot share."""
-        own, parallel = torch.stack([one.long() for one in numbers]), self._settings.parallel
-        rows = own.new_empty(dist.get_world_size() * len(own))
+    def _count(self, ids: Tensor, targets: Tensor) -> int:
+        """Labels of all batches of the world. Raises on all ranks if those of a group have other samples."""
+        parallel, read = self._settings.parallel, torch.cat([ids.flatten(), targets.flatten()]).long() + 1
+        mixed = (read * (2 * torch.arange(len(read), device=ids.device) + 1)).sum()
+        own = torch.stack([(targets != NO_LABEL).sum(), mixed])
+        rows = own.new_empty(dist.get_world_size() * 2)
         dist.all_gather_into_tensor(rows, own)
-        labels, mixed, *problems = rows.view(-1, len(own)).unbind(1)
-        messages = (
-            "attention_mask: found padding on the left or inside; expected it on the right, without labels",
-            "position_ids: found several documents in a sequence; expected 0, 1, 2 and so on",
-            "labels: found None in training; expected labels on all ranks",
-        )
-        for message, problem in zip(messages, problems):
-            if ranks := problem.nonzero().flatten().tolist():
-                raise ConfigError(f"{message} (rank {ranks[0]})")
-        if (mixed.view(-1, parallel) != mixed[::parallel, None]).any():
-            raise ConfigError(
-                f"hzero.sequence: the {parallel} ranks of a group have other samples; expected the same: give the sampler "
-                f"num_replicas=world_size // {parallel} and rank=rank // {parallel}"
-            )
-        return max(int(labels.sum()) // parallel, 1)
-
-    def _part(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's part of every chunk."""
-        parallel = self._settings.parallel
-        chunks = tokens.split(self._settings.chunk * parallel, dim=1)
-        return torch.cat([chunk.chunk(parallel, dim=1)[dist.get_rank() % parallel] for chunk in chunks], dim=1)
+        groups = rows.view(-1, parallel, 2)
+        if (groups != groups[:, :1]).any():
+            sampler = f"num_replicas=world_size // {parallel} and rank=rank // {parallel} of the sampler"
+            raise of_all_ranks(ConfigError(f"hzero.sequence: found other samples in a group; expected {sampler}"))
+        return max(int(groups[:, 0, 0].sum()), 1)
 
     # ---- this rank's part ---------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def sum_losses(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor, **rest: Any
-    ) -> torch.Tensor:
+    def sum_losses(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, **rest: Any) -> Tensor:
         """Runs the model on this rank's part of every chunk.
 
         Args:
@@ -181,40 +168,38 @@ class ChunkedModel:
             like = partial(replace, replace(output, last_hidden_state=None))
             return self._head(output.last_hidden_state, labels, like).sum()  # type: ignore[no-any-return]
 
-    def _chunks(self, module: nn.Module, run: Callable[..., Any], length: int, attention: Any = None) -> Chunks:
-        return Chunks(run, length, self._memory, attention, module.parameters())
-
-    def _layer(self, layer: nn.Module, stock: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _layer(self, layer: nn.Module, stock: Any, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """A decoder layer, whose other tensors have one row for each token."""
         attention, ranks = Attention(self._group, self._memory), self._settings.parallel
 
-        def run(states: torch.Tensor, part: slice, attended: torch.Tensor | None = None) -> Any:
+        def run(states: Tensor, part: slice, attended: Tensor | None = None) -> Any:
             global _attended
-            given = tree_map_only(torch.Tensor, lambda one: one[:, part], kwargs)
+            given = tree_map_only(Tensor, lambda one: one[:, part], kwargs)
             result, _attended = None, attended
             try:
-                with _changed(self._attends, _uncheckpointed(layer)):
+                with _changed(self._attends, (layer, "gradient_checkpointing", False)):
                     result = stock(states, *args, **given)
             except _Projected as projected:
                 query, key, value, attention.scale = projected.args
             if attended is None and result is None:
                 times = max(ranks // key.shape[1], 1)  # heads of keys are repeated to the ranks
                 return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-            if attended is None or not isinstance(result, torch.Tensor):
+            if attended is None or not isinstance(result, Tensor):
                 raise ConfigError(f"sequence: found {type(layer).__name__}; expected layers that attend once each")
             return result
 
-        return self._chunks(layer, run, self._settings.chunk, attention)(states)
+        return Chunks(run, self._settings.chunk, self._memory, attention, layer.parameters())(states)
 
-    def _norm(self, norm: nn.Module, stock: Any, states: torch.Tensor) -> torch.Tensor:
-        return self._chunks(norm, lambda part, *_: stock(part), self._settings.chunk)(states)
+    def _norm(self, norm: nn.Module, stock: Any, states: Tensor) -> Tensor:
+        length = self._settings.chunk
+        return Chunks(lambda part, *_: stock(part), length, self._memory, None, norm.parameters())(states)
 
-    def _losses(self, stock: Any, states: torch.Tensor, labels: torch.Tensor, like: Any) -> torch.Tensor:
+    def _losses(self, stock: Any, states: Tensor, labels: Tensor, like: Any) -> Tensor:
         """The model's loss by token, with its logits as the model makes them of the head's result and its base's output."""
         model, head = self.model, self._head
         names = {name for name, child in model.named_children() if child is head}
 
-        def run(states: torch.Tensor, part: slice, *_: Any) -> torch.Tensor:
+        def run(states: Tensor, part: slice, *_: Any) -> Tensor:
             instead = {model.base_model_prefix: lambda *_, **__: like(last_hidden_state=states)}
             following = labels[:, part].contiguous()
             with patch.dict(model._modules, instead | dict.fromkeys(names, stock)):  # without hooks
@@ -224,12 +209,7 @@ class ChunkedModel:
 
         # Logits of a chunk would need several times as much memory as its MLP.
         tile = max(4 * self._settings.chunk * states.shape[2] // model.config.vocab_size, 1)
-        return self._chunks(head, run, min(tile, self._settings.chunk))(states)
-
-
-def _uncheckpointed(layer: nn.Module) -> tuple[nn.Module, str, bool]:
-    """Chunks are their own activation checkpoint."""
-    return layer, "gradient_checkpointing", False
+        return Chunks(run, min(tile, self._settings.chunk), self._memory, None, head.parameters())(states)
 
 
 def _changed(*attributes: tuple[Any, str, Any]) -> ExitStack:
@@ -243,16 +223,14 @@ def _changed(*attributes: tuple[Any, str, Any]) -> ExitStack:
 # ---- attention as transformers calls it -----------------------------------------------------------------------------
 
 #: What each token has attended to, ``[batch, heads, tokens, size]``, in the second run of a layer; None in the first.
-_attended: torch.Tensor | None = None
+_attended: Tensor | None = None
 
 
 class _Projected(Exception):  # noqa: N818
     """Ends the first run of a layer; its arguments are queries, keys, values and the scale of scores."""
 
 
-def _attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **given: Any
-) -> tuple[torch.Tensor, None]:
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple[Tensor, None]:
     global _attended
     wrong = {
         **{name: given.get(name) is not None for name in ("sliding_window", "softcap", "s_aux")},

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from hzero.config import SequenceConfig, parse_config
-from hzero.plan.sequence import Chunked
+from hzero.plan.sequence import chunked
 from hzero.sequence import attach, detach
 from hzero.sequence.attention import Attention
 from hzero.sequence.host import HostMemory, one_ahead
@@ -109,8 +109,8 @@ def _bytes_a_token(kind: str, train: Callable[..., None], length: int = 384) -> 
 def test_live_bytes_of_a_token_are_those_of_the_plan(kind: str) -> None:
     """On the device two numbers of the width, and cosines and sines."""
     found = _bytes_a_token(kind, _chunked)
-    planned = Chunked.of(job(_model(kind).config, 384, SequenceConfig(chunk=CHUNK)))
-    assert (found["device"], found["host"]) == (ROWS * planned.device_token, ROWS * planned.host_token)
+    planned = chunked(job(_model(kind).config, 384, SequenceConfig(chunk=CHUNK)))
+    assert (found["device"], found["host"]) == (ROWS * planned["device_token"], ROWS * planned["host_token"])
     assert found["device"] <= 6.5 * ROWS * WIDTH * 4
 
 
@@ -172,7 +172,7 @@ def test_models_that_would_train_otherwise_are_refused() -> None:
     slopes = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=8, n_head=2, vocab_size=9))
     assert "with a forward without position_ids" in _refusal(slopes)
     heads = ViTModel(ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8))
-    with pytest.raises(ConfigError, match="found ViTModel; expected a causal language model"):
+    with pytest.raises(ConfigError, match="found ViTModel; expected a causal model"):
         ChunkedModel(heads, SequenceConfig(), None)
 
 
