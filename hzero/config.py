@@ -338,12 +338,12 @@ class SequenceConfig(Frozen):
     chunk: int = Field(default=4096, ge=1)
     offload: bool = True
 
-    def check_heads(self, heads: int, keys: int, where: str) -> None:
-        """Raises `ConfigError` if the ranks of a group cannot divide the heads of a model, of queries and of keys."""
-        ranks = self.parallel
-        if not heads or heads % ranks or (keys % ranks and ranks % keys):
-            expected = f"a divisor of {heads} attention heads, and a divisor or multiple of {keys} heads of keys"
-            raise ConfigError(f"{where}.parallel: found {ranks}; expected {expected}")
+    def check_heads(self, heads: int, where: str) -> None:
+        """Raises `ConfigError` if the ranks of a group cannot divide the attention heads of a model."""
+        if not heads or heads % self.parallel:
+            raise ConfigError(
+                f"{where}.parallel: found {self.parallel}; expected a divisor of the model's {heads} heads"
+            )
 
 
 def _groups(value: Any) -> Any:

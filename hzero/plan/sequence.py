@@ -61,6 +61,8 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
     """
     (queries, keys, tokens, chunk), ranks = _shape(job), job.parallel
     group = grid.of_neighbours(ranks, "zero.sequence.parallel")
+    if ranks == 1:
+        return {}
     program = all_to_all_program(ShardPlan(group, 0, "world", "world", CodecsConfig(weights=codecs, gradients=codecs)))
     received = dict.fromkeys(group.crossed, 0)
     # Forward, forward again, and gradients: queries, keys and values one way, and what is attended to the other.
@@ -73,8 +75,8 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
 
 
 def _shape(job: Job) -> tuple[int, int, int, int]:
-    """Widths of queries and of keys, which are repeated to the ranks if they have fewer heads; tokens of a rank, of a chunk."""
+    """Widths of queries and of keys, which are repeated until the ranks can divide their heads; tokens of a rank, of a chunk."""
     assert job.sequence is not None
     queries, tokens = job.model.attention // job.model.layers, math.ceil(job.seq_length / job.parallel)
-    keys = max(job.model.keys, job.parallel * queries // job.model.heads)
+    keys = queries // job.model.heads * math.lcm(job.parallel, job.model.keys * job.model.heads // queries)
     return queries, keys, tokens, min(job.sequence.chunk, tokens)

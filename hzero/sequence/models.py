@@ -10,6 +10,7 @@ each token.
 from __future__ import annotations
 
 import inspect
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -36,8 +37,6 @@ from hzero.validation import ConfigError, first_of_ranks, of_all_ranks
 NO_LABEL = -100
 #: What a model returns besides its loss, by request.
 OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-#: What a batch may have, which a model would read as if its part of the tokens were all.
-WHOLE = ("inputs_embeds", "past_key_values", "shift_labels", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class ChunkedModel:
@@ -80,8 +79,7 @@ class ChunkedModel:
     def _check(self) -> None:
         """Refuses a model that would train with other results."""
         config, ranks = self.model.config, self._settings.parallel
-        heads = config.num_attention_heads
-        self._settings.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, "sequence")
+        self._settings.check_heads(config.num_attention_heads, "sequence")
         wrong = [f"{key} true" for key in OUTPUTS if getattr(config, key, False)]
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
         if ranks > 1 and rope in ("dynamic", "longrope"):  # each rank would take its own last position for the length
@@ -100,13 +98,14 @@ class ChunkedModel:
 
     def forward(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
         """The output of a whole batch, of which this rank computes its part; it has a ``loss`` only. Collective."""
-        refused = [name for name in WHOLE if batch.pop(name, None) is not None]
-        if refused := refused + [name for name in OUTPUTS if batch.pop(name, False)]:
-            raise ConfigError(
-                f"hzero.sequence: the batch has {refused[0]}; expected input_ids and labels of whole sequences"
-            )
         names = ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch")
         ids, mask, positions, labels, items = (batch.pop(name, None) for name in names)
+        # The model would read other tensors as if they had its part of the tokens.
+        others = [name for name, one in batch.items() if isinstance(one, Tensor) or (name in OUTPUTS and one)]
+        if ids is None or others:
+            raise ConfigError(
+                f"hzero.sequence: found a batch with {', '.join(others)}; expected {', '.join(names[:4])}"
+            )
         parallel, length = self._settings.parallel, ids.shape[1]
         missing = (0, -length % parallel)
         places = torch.arange(length + missing[1], device=ids.device)
@@ -163,7 +162,9 @@ class ChunkedModel:
             The sum over these labels, float32.
         """
         asked = rest | {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "return_dict": True}
-        with _changed(*self._in_chunks):
+        with ExitStack() as stack:
+            for attribute in self._in_chunks:
+                stack.enter_context(patch.object(*attribute))
             output = self.model.base_model(**asked)
             like = partial(replace, replace(output, last_hidden_state=None))
             return self._head(output.last_hidden_state, labels, like).sum()  # type: ignore[no-any-return]
@@ -177,12 +178,12 @@ class ChunkedModel:
             given = tree_map_only(Tensor, lambda one: one[:, part], kwargs)
             result, _attended = None, attended
             try:
-                with _changed(self._attends, (layer, "gradient_checkpointing", False)):
+                with patch.object(*self._attends), patch.object(layer, "gradient_checkpointing", False):
                     result = stock(states, *args, **given)
             except _Projected as projected:
                 query, key, value, attention.scale = projected.args
             if attended is None and result is None:
-                times = max(ranks // key.shape[1], 1)  # heads of keys are repeated to the ranks
+                times = math.lcm(ranks, key.shape[1]) // key.shape[1]  # so that the ranks can divide heads of keys
                 return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
             if attended is None or not isinstance(result, Tensor):
                 raise ConfigError(f"sequence: found {type(layer).__name__}; expected layers that attend once each")
@@ -197,12 +198,13 @@ class ChunkedModel:
     def _losses(self, stock: Any, states: Tensor, labels: Tensor, like: Any) -> Tensor:
         """The model's loss by token, with its logits as the model makes them of the head's result and its base's output."""
         model, head = self.model, self._head
-        names = {name for name, child in model.named_children() if child is head}
+        # In place of the modules, without their hooks.
+        heads: dict[str, Any] = {name: stock for name, child in model.named_children() if child is head}
 
         def run(states: Tensor, part: slice, *_: Any) -> Tensor:
-            instead = {model.base_model_prefix: lambda *_, **__: like(last_hidden_state=states)}
+            base = {model.base_model_prefix: lambda *_, **__: like(last_hidden_state=states)}
             following = labels[:, part].contiguous()
-            with patch.dict(model._modules, instead | dict.fromkeys(names, stock)):  # without hooks
+            with patch.dict(model._modules, heads | base):
                 given = {"input_ids": following, "labels": following, "shift_labels": following}
                 loss = type(model).forward(model, **given, num_items_in_batch=1, return_dict=True).loss
             return (loss / following.numel()).expand(following.shape)  # the tile's sum, divided among its tokens
@@ -210,14 +212,6 @@ class ChunkedModel:
         # Logits of a chunk would need several times as much memory as its MLP.
         tile = max(4 * self._settings.chunk * states.shape[2] // model.config.vocab_size, 1)
         return Chunks(run, min(tile, self._settings.chunk), self._memory, None, head.parameters())(states)
-
-
-def _changed(*attributes: tuple[Any, str, Any]) -> ExitStack:
-    """Inside, objects have these values as attributes: ``(object, name, value)``."""
-    with ExitStack() as stack:
-        for one in attributes:
-            stack.enter_context(patch.object(*one))
-        return stack.pop_all()
 
 
 # ---- attention as transformers calls it -----------------------------------------------------------------------------

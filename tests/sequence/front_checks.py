@@ -151,7 +151,7 @@ def check_batches_that_cannot_be_shared_are_refused() -> None:
     documents = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])[None]
     refused("several documents", {**whole, "position_ids": documents})
     refused("labels: found None in training", {**whole, "labels": None})
-    with pytest.raises(ConfigError, match="the batch has output_hidden_states"):
+    with pytest.raises(ConfigError, match="a batch with output_hidden_states"):
         engine(**whole, output_hidden_states=True)
     engine.destroy()
 

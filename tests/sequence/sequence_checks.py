@@ -126,7 +126,7 @@ def check_bytes_of_the_exchanges_are_those_of_the_plan() -> None:
 
 def check_models_that_do_not_suit_the_ranks_are_refused() -> None:
     group, settings = _group(4), SequenceConfig(parallel=4)
-    with pytest.raises(ConfigError, match="found 4; expected a divisor of 6 attention heads"):
+    with pytest.raises(ConfigError, match="found 4; expected a divisor of the model's 6 heads"):
         ChunkedModel(model_of("llama", width=36, heads=6), settings, group)
     model = model_of("llama")
     model.config.rope_parameters["rope_type"] = "dynamic"
