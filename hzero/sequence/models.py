@@ -184,7 +184,7 @@ class ChunkedModel:
                 query, key, value, attention.scale = projected.args
             if attended is None and result is None:
                 times = math.lcm(ranks, key.shape[1]) // key.shape[1]  # so that the ranks can divide heads of keys
-                return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+                return query, *(one.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2) for one in (key, value))
             if attended is None or not isinstance(result, Tensor):
                 raise ConfigError(f"sequence: found {type(layer).__name__}; expected layers that attend once each")
             return result

@@ -86,6 +86,11 @@ def check_losses_and_gradients_are_those_of_one_rank() -> str:
                 torch.testing.assert_close(found, loss, rtol=1e-5, atol=0, msg=case)
                 seen.append(furthest(sums, expected))
                 assert seen[-1] < 1e-5, f"{case}: {seen[-1]}"
+    model, batch = model_of("llama", 48, heads=12, keys=6), batch_of(44)  # 4 ranks, 6 heads of keys
+    loss, expected = stock(model, batch)
+    found, sums = _shared(model, batch, 4, group)
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
+    assert furthest(sums, expected) < 1e-5
     return f"gradients within {max(seen):.1e}"
 
 
@@ -114,7 +119,7 @@ def check_bf16_is_as_good_as_stock() -> None:
 def check_bytes_of_the_exchanges_are_those_of_the_plan() -> None:
     """On each tier, in a forward and its backward, with heads that are repeated and a last chunk that is short."""
     for ranks, codec in ((2, "none"), (4, "none"), (4, "int8")):
-        group, model, length = _group(ranks, codec), model_of("llama"), 13 * ranks
+        group, model, length = _group(ranks, codec), model_of("llama", 48, heads=12, keys=6), 13 * ranks
         assert group is not None
         group.wire_log.reset()
         _shared(model, batch_of(length), ranks, group)
