@@ -13,6 +13,7 @@ its keys and values, so these are complete, and the gradients of the chunk's tok
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -213,14 +214,14 @@ class _InChunks(torch.autograd.Function):
         if attention is not None:
             attended = one_ahead(attention.forward(chunks.run(states[:, part], part) for part in slices))
         stored, results = list[Tensor](), None
-        for part, one in zip(slices, attended):
-            result = chunks.run(states[:, part], part, *one)
-            if results is None:
-                results = result.new_empty(*states.shape[:2], *result.shape[2:])
-            results[:, part] = result
-            if chunks.training:
-                stored += memory.store(states[:, part])
-        memory.settle()
+        with closing(memory):
+            for part, one in zip(slices, attended):
+                result = chunks.run(states[:, part], part, *one)
+                if results is None:
+                    results = result.new_empty(*states.shape[:2], *result.shape[2:])
+                results[:, part] = result
+                if chunks.training:
+                    stored += memory.store(states[:, part])
         ctx.chunks, ctx.shape, ctx.dtype = chunks, states.shape, states.dtype
         ctx.save_for_backward(*stored)
         return results  # type: ignore[return-value]
@@ -239,19 +240,19 @@ class _InChunks(torch.autograd.Function):
                 result[:, part], *of_attended = chunks.pull(part, tensors, gradient[:, part])
                 yield of_attended
 
-        if attention is None:
-            for _ in through_results():
-                pass
-        else:
-            states, kept = inputs, list[Tensors]()
-            with chunks.cast():
-                projected = (chunks.run(one, part) for part, (one,) in zip(slices, memory.fetch(states)))
-                attended = one_ahead(attention.forward(projected, kept))
-                inputs = [[*one, *memory.store(*found)] for one, found in zip(states, attended)]
-            again = memory.fetch(reversed(states))
-            pulled = one_ahead(attention.backward(kept, through_results()))
-            for part, tensors, gradients in zip(reversed(slices), again, pulled):
-                result[:, part] += chunks.pull(part, tensors, gradients)[0]
-        memory.settle()
+        with closing(memory):
+            if attention is None:
+                for _ in through_results():
+                    pass
+            else:
+                states, kept = inputs, list[Tensors]()
+                with chunks.cast():
+                    projected = (chunks.run(one, part) for part, (one,) in zip(slices, memory.fetch(states)))
+                    attended = one_ahead(attention.forward(projected, kept))
+                    inputs = [[*one, *memory.store(*found)] for one, found in zip(states, attended)]
+                again = memory.fetch(reversed(states))
+                pulled = one_ahead(attention.backward(kept, through_results()))
+                for part, tensors, gradients in zip(reversed(slices), again, pulled):
+                    result[:, part] += chunks.pull(part, tensors, gradients)[0]
         sums, chunks.sums = chunks.sums, [None] * len(chunks.sums)
         return None, result, *(one if one is None else one.to(like.dtype) for one, like in zip(sums, chunks.parameters))

@@ -45,7 +45,7 @@ class HostMemory:
         """Starts copies to the host.
 
         Args:
-            tensors: Of the device. They may be dropped at once, but not changed before `settle`.
+            tensors: Of the device. They may be dropped at once, but not changed before `close`.
 
         Returns:
             Tensors for `fetch`.
@@ -80,8 +80,8 @@ class HostMemory:
         self._wait(event)
         return tensors
 
-    def settle(self) -> None:
-        """Makes the current stream wait for all copies, also those that a loop has started when an error ended it."""
+    def close(self) -> None:
+        """Makes the current stream wait for all copies, also those that a loop had started when an error ended it."""
         if self._stream is not None:
             self._device.current_stream().wait_stream(self._stream)
         self._leaving = (), None

@@ -104,7 +104,7 @@ class ChunkedModel:
         others = [name for name, one in batch.items() if isinstance(one, Tensor) or (name in OUTPUTS and one)]
         if ids is None or others:
             raise ConfigError(
-                f"hzero.sequence: found a batch with {', '.join(others)}; expected {', '.join(names[:4])}"
+                f"hzero.sequence: found a batch with {', '.join(others) or 'no ids'}; expected {', '.join(names[:4])}"
             )
         parallel, length = self._settings.parallel, ids.shape[1]
         missing = (0, -length % parallel)
