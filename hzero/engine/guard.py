@@ -216,7 +216,8 @@ class Guard:
         that all ranks hold: a difference alone loses far more.
         """
         differs, refreshed = self._plan.differences > 0, self._plan.refresh_hops()
-        weights = self._one_of(self._weights.up_to_date() if differs else self._weights.parameters.values())
+        measured = self._weights.up_to_date() if differs else list(self._weights.parameters.values())
+        weights = self._one_of(param for param in measured if param.trained or not differs)  # others' copies are exact
         shards: dict[Role, list[torch.Tensor]] = {
             "weights": [self._weights.primary_shard(param) for param in weights],
             "gradients": [gradient_of(param).detach().flatten() for param in self._one_of(params)],
