@@ -21,9 +21,7 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import timeit
 import warnings
@@ -45,8 +43,6 @@ from hzero.validation import ConfigError, validated
 PEERS = 4
 #: Elements by which a shard is shorter where its successors are to start anywhere: an odd number.
 SHORTER = (0, 5)
-#: Options of the C library's mallopt: bytes at the heap's end that are kept, and blocks that are mapped instead.
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 VARIANTS = ("kernel", "call", "call, new pages", "torch eager", "torch.compile")
@@ -161,9 +157,7 @@ class Suite:
     def _sample(self, one: KernelTiming) -> float:
         """Seconds of one call."""
         if self.arguments.device == "cpu":
-            libc = ctypes.CDLL(None)
-            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-            libc.mallopt(M_MMAP_MAX, 65536 if one.variant == "call, new pages" else 0)
+            one.call()  # or the first one might have the pages that another variant gave back
             return timeit.timeit(one.call, number=one.calls) / one.calls  # by time.perf_counter
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
@@ -213,6 +207,9 @@ class Suite:
         elif variant == "torch.compile":
             operation = compiled(operation, inputs)
             outputs = operation(*inputs)
+        elif variant == "call, new pages":  # which malloc_trim gives back before
+            given_back = ctypes.CDLL(None).malloc_trim
+            return lambda: (given_back(0), operation(*inputs)), tensors(inputs[0]), tensors(outputs)
         return functools.partial(operation, *inputs), tensors(inputs[0]), tensors(outputs)
 
 
@@ -250,8 +247,6 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_available():
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         found["gpu"] = f"{torch.cuda.get_device_name()}, {runtime}"
-    if compiler := shutil.which(os.environ.get("CXX", "c++")):
-        found["compiler found"] = subprocess.getoutput(shlex.join([compiler, "--version"])).partition("\n")[0]
     return found
 
 
@@ -359,6 +354,8 @@ def main() -> None:
     arguments = parse()
     if arguments.device == "cpu":
         torch.set_num_threads(arguments.threads)
+        for option, value in ((-1, 2**31 - 1), (-4, 0)):  # M_TRIM_THRESHOLD, M_MMAP_MAX: freed memory is kept
+            ctypes.CDLL(None).mallopt(option, value)
     suite = Suite(arguments)
     suite.run()
     write(suite)

@@ -33,10 +33,13 @@ HZ_DEVICE hz_u32 quotient(hz_u32 number, const hz_divisor& by) {
 // A workgroup takes as many successive blocks of one record as its threads suffice for. Of a tensor whose records have
 // one block each it takes those of as many rows: at tens of thousands of ranks a bias has one element in each.
 HZ_DEVICE Place place(const hz_bucket& bucket) {
-  // The last tensor that begins here or before. Scalar comparisons of successive numbers: no load waits for another.
-  hz_u32 index = 0;
+  // The last tensor that begins here or before: each lane compares one, and the wave counts.
+  hz_u32 index = ~0u;
 #pragma unroll
-  for (int i = 1; i < HZ_BUCKET_TENSORS; ++i) index += bucket.first_group[i] <= workgroup();
+  for (hz_u32 i = 0; i < HZ_BUCKET_TENSORS; i += HZ_WAVE) {
+    const hz_u32 one = i + thread() % HZ_WAVE;
+    index += lanes_with(one < HZ_BUCKET_TENSORS && bucket.first_group[one] <= workgroup());
+  }
   const hz_tensor& tensor = bucket.tensor[index];
   const hz_u32 together = 8 - tensor.lanes_shift;  // 2^together blocks
   const hz_u32 group = workgroup() - bucket.first_group[index], own = thread() >> tensor.lanes_shift;

@@ -111,9 +111,20 @@ inline hz_u32 exchange(hz_u32 value, hz_u32 source) {
   return read;
 }
 
+// In how many lanes of the wave something holds.
+inline hz_u32 count(bool holds) {
+  Fiber* const wave = group->fibers + group->current / HZ_WAVE * HZ_WAVE;
+  group->fibers[group->current].value = holds;
+  stop();
+  hz_u32 found = 0;
+  for (int lane = 0; lane < HZ_WAVE; ++lane) found += wave[lane].value;
+  stop();
+  return found;
+}
+
 }  // namespace emulation
 
-extern "C" inline uint64_t* hz_accesses() { return emulation::accesses; }
+extern "C" __attribute__((used)) inline uint64_t* hz_accesses() { return emulation::accesses; }
 
 template <class T>
 HZ_DEVICE T* pointer(hz_u64 address) {
@@ -147,6 +158,7 @@ HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
   return emulation::exchange(value, thread() % HZ_WAVE ^ M);
 }
 #endif
+HZ_DEVICE hz_u32 lanes_with(bool holds) { return emulation::count(holds); }
 HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return emulation::exchange(value, thread() - 1); }
 // Accesses to elements are counted by their width. Bytes that must be of no meaning are none that memory holds.
 template <class Vector>

@@ -7,6 +7,7 @@
 //   thread, workgroup      indices
 //   swap_halves            what the other half of 2 * m lanes holds, where all lanes of a half hold the same
 //   swap_lanes<M>          what lane ^ M holds, M 1, 2 or 4
+//   lanes_with             in how many lanes of the wave something holds
 //   of_lane_before         what the lane before holds; of no meaning in the first lane
 //   load_wide              16 bytes at a multiple of 16; those before `begin` and from `end` on are of no meaning
 //   store_to               to an address that is a multiple of the value's size
@@ -54,6 +55,7 @@ HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
   asm volatile("" : "+r"(number) : "r"(behind));
   return number;
 }
+HZ_DEVICE hz_u32 lanes_with(bool holds) { return __popc(__ballot_sync(0xffffffffu, holds)); }
 HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return __shfl_up_sync(0xffffffffu, value, 1); }
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { atomicAdd(to, value); }
 HZ_DEVICE hz_u32 funnel(hz_u32 high, hz_u32 low, hz_u32 bits) { return __funnelshift_r(low, high, bits); }
@@ -118,6 +120,9 @@ HZ_DEVICE hz_u32 crossbar(hz_u32 value, hz_u32 lane) { return __builtin_amdgcn_d
 HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
   asm volatile("" : "+v"(number) : "v"(behind));
   return number;
+}
+HZ_DEVICE hz_u32 lanes_with(bool holds) {
+  return __builtin_popcountll(__builtin_amdgcn_uicmp((hz_u32)holds, 0u, 33));  // 33: not equal
 }
 HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return dpp<0x138>(value); }  // wave_shr 1
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) {

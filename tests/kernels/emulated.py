@@ -65,6 +65,14 @@ class EmulatedKernels:
         compiler()  # or the test is skipped here
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+        getattr(self._library(family), kernel)(ctypes.c_void_p(bucket.ctypes.data))
+
+    def accesses(self, family: str) -> dict[int, int]:
+        """Accesses to elements so far, by their bytes."""
+        counts = self._library(family).hz_accesses
+        counts.restype = ctypes.POINTER(ctypes.c_uint64)
+        return {width: counts()[width] for width in (1, 2, 4, 8, 16)}
+
+    def _library(self, family: str) -> ctypes.CDLL:
         flags = ("-DHZ_EMULATE", f"-DHZ_WAVE={self.wave}", "-Wall", "-Wno-unknown-pragmas", "-Werror")
-        library = ctypes.CDLL(str(build(f'#include "{family}.hip"\n', *flags)))
-        getattr(library, kernel)(ctypes.c_void_p(bucket.ctypes.data))
+        return ctypes.CDLL(str(build(f'#include "{family}.hip"\n', *flags)))

@@ -17,8 +17,13 @@ import pytest
 import torch
 import yaml
 
+from hzero.codecs.backends import KernelBackend
+from hzero.codecs.formats import RecordFormat
 from hzero.codecs.launchers import Library, compiled
+from tests.codecs.samples import numbers
+from tests.kernels.cases import REFERENCE, Case, compared, source_of
 from tests.kernels.emulated import FAMILIES, KERNELS
+from tests.kernels.gfx90a import Simulated
 from tests.ranks import LONG
 
 #: Kernels of each family: types and codecs.
@@ -119,6 +124,31 @@ def test_products_and_sums_are_not_contracted(assembly: dict[str, str]) -> None:
         fused = re.findall(r"v_(?:pk_)?(?:fma|mac|fmac|mad)\w*_f32", assembly[family])
         assert not fused, (family, fused)
         assert re.search(r"v_(?:pk_)?mul_f32", assembly[family])
+
+
+@pytest.mark.parametrize(
+    "fmt", [RecordFormat.of("int8", 128), RecordFormat.of("int4", 64, 64, True), RecordFormat.of("none")], ids=str
+)
+def test_the_code_gives_the_bits_of_the_reference(assembly: dict[str, str], fmt: RecordFormat) -> None:
+    """Instruction by instruction, on shards that start at no multiple of 16 bytes, and on many of one block."""
+    if "--gfx90a" not in assembly["decode"]:
+        pytest.skip("tests/kernels/gfx90a.py has the instructions of gfx90a")
+    backend, cpu = KernelBackend(Simulated(assembly.__getitem__)), torch.device("cpu")
+    case = Case((275, 9), (3,), (1,), 3, fmt, torch.bfloat16)
+    source, rows, seed = source_of(case), case.rows, 2**40 + 1
+    message = REFERENCE.encode(source, rows, fmt, seed)
+    calls: list[tuple[Any, ...]] = [
+        ("encode", source, rows, fmt, seed),
+        ("decode", message, rows, fmt, torch.bfloat16),
+        ("decode_sum", message, rows, fmt, torch.bfloat16),
+        ("decode_sum_encode", message, rows, fmt, torch.bfloat16, 1, fmt, seed),
+    ]
+    if fmt.traits.codes:
+        residuals = [numbers("normal", one.numel(), torch.bfloat16, 7) for one in source]
+        calls.append(("encode_feedback", source, residuals, [0.5, 1.0], rows, fmt, seed))
+        calls.append(("decode_onto", message, rows, fmt, [numbers("normal", one.numel(), seed=5) for one in source]))
+    for call in calls:
+        assert not list(compared(backend, cpu, *call))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,6 +17,7 @@ from hzero.codecs.launchers import AXES, TENSORS
 from hzero.codecs.reference import checksums, trailers
 from hzero.config import CodecConfig
 from tests.codecs.samples import FLOATS, numbers, same
+from tests.kernels import costs
 from tests.kernels.cases import KINDS, REFERENCE, Calls, Case, compared, disagreements, random_case
 from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG, run_python
@@ -182,6 +183,12 @@ def test_lengths_up_to_millions(target: tuple[Any, torch.device], count: int) ->
     for codec, unaligned in (("int8", False), ("int4", True), ("int2", True)):
         fmt = RecordFormat.of(codec, 128)
         assert_agrees(target, Case((count,), (1,), (1,), 1, fmt, torch.bfloat16, unaligned=unaligned))
+
+
+def test_unaligned_shards_are_moved_16_bytes_at_a_time() -> None:
+    """As the emulation counts accesses to elements."""
+    for name, made in costs.accesses(rows=3):
+        assert made[16] > 0.93 * sum(made.values()), (name, made)
 
 
 def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device]) -> None:
