@@ -212,7 +212,7 @@ def test_sources_may_be_slices_of_any_shape_that_need_gradients(codec: str) -> N
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 X = torch.zeros(40)
-U = torch.zeros(32, dtype=torch.uint8)
+U = torch.zeros(16, dtype=torch.uint8)
 F = torch.float32
 INT8, MPC = make("int8"), make("mpc")
 
@@ -263,16 +263,16 @@ def transcode(peers: int) -> object:
         (lambda: encode(sizes=[2, 2], strides=[1]), ValueError, r"strides: found \[1\], which with sizes \[2, 2\]"),
         (lambda: encode(sizes=[2, 2], strides=[1, 1]), ValueError, r"strides: found \[1, 1\], which with sizes \[2, 2\]"),
         (lambda: decode(torch.zeros(64, dtype=torch.uint8)[::2]), ValueError, "payload: found stride 2, expected a cont"),
-        (lambda: decode(_freed(U)), ValueError, "payload: found 0 bytes of storage, expected 32: its memory was freed"),
+        (lambda: decode(_freed(U)), ValueError, "payload: found 0 bytes of storage, expected 16: its memory was freed"),
         (lambda: encode([X, X.to("meta")], [10, 10]), TypeError, r"source\[1\]: found .* on meta, expected torch.float32 on cpu"),
         (lambda: feedback([X[:3]], [1.0]), ValueError, r"residuals: found \[3\] elements, expected \[40\]"),
         (lambda: feedback([], [1.0]), ValueError, "residuals: found 0 with 1 factors for 1 sources"),
         (lambda: decode(U.view(1, -1)), TypeError, "payload: found torch.uint8 of 2 dimensions, expected uint8 of one"),
-        (lambda: decode(U[:31]), ValueError, r"payload: found 31 bytes, expected 32: 1 rows of chunks \[10\]"),
+        (lambda: decode(U[:15]), ValueError, r"payload: found 15 bytes, expected 16: 1 rows of chunks \[10\]"),
         (lambda: decode(X), TypeError, "payload: found torch.float32 of 1 dimensions, expected uint8"),
         (lambda: decode(dtype=torch.int8), TypeError, "dtype: found torch.int8, expected float32"),
         (lambda: transcode(peers=0), ValueError, r"sizes: found \[0, 1\], expected at least one, each at least 1"),
-        (lambda: transcode(peers=2), ValueError, "payload: found 32 bytes, expected 64"),
+        (lambda: transcode(peers=2), ValueError, "payload: found 16 bytes, expected 32"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call: Callable[[], object], error: type[Exception], says: str) -> None:

@@ -326,7 +326,7 @@ def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
         engine = engine_of(ds_config(feeding, 2), model())
         train(engine, 1, 2)
         engine.load_checkpoint(str(folder), tag="stock")
-        assert not hzero.state(engine)._feedback.bytes
+        assert not hzero.state(engine).memory()["error feedback"]
         engine.destroy()
     for found in (again, resumed["two"]):
         for name, master in want.items():

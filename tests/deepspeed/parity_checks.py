@@ -173,6 +173,7 @@ def check_what_only_newer_versions_have_is_refused_by_name() -> None:
     asked: dict[str, tuple[dict[str, Any], torch.nn.Module]] = {
         "pipeline stages": ({"zero_optimization": {"stage": 1}}, stages),
         "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, AwkwardNet()),
+        "Muon": ({"optimizer": {"type": "Muon", "params": {"lr": LR}}}, AwkwardNet()),
         "managed_gradient_accumulation false": ({"managed_gradient_accumulation": False}, AwkwardNet()),
     }
     for feature in missing:

@@ -163,7 +163,7 @@ def test_kernels_compile_for_nvidia(family: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", done.stderr)]
-    assert len(registers) == COUNTS[family] and max(registers) <= 64, done.stderr
+    assert len(registers) == COUNTS[family] and max(registers) <= 80, done.stderr
     assert not re.search(r"[1-9]\d* bytes (?:stack frame|spill)", done.stderr), done.stderr
 
 
