@@ -1,4 +1,7 @@
-"""The one way to refuse input, as one line: errors, errors that all ranks raise together, arguments, and pydantic models."""
+"""The one way to refuse input, as one line: errors, errors that all ranks raise together, arguments, and pydantic models.
+
+Also the two ways to call what a library was not made for: within a time, and with other attributes.
+"""
 
 from __future__ import annotations
 
@@ -196,6 +199,19 @@ def in_time(call: Callable[[], T], within_s: float) -> T:
 
     threading.Thread(target=run, name="hzero call", daemon=True).start()
     return answer.result(within_s)
+
+
+@contextlib.contextmanager
+def attributes(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside, objects have these values as attributes: ``(object, name, value)``."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in values:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
 
 
 def is_rank_0() -> bool:

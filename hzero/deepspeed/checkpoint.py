@@ -41,7 +41,6 @@ from hzero.block import KEY
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import blaming
 from hzero.config import CheckpointConfig
-from hzero.deepspeed.versions import attributes
 from hzero.files import read_text, replacing
 from hzero.manifest import (
     NOTE,
@@ -59,7 +58,7 @@ from hzero.manifest import (
     recover,
     without_note,
 )
-from hzero.validation import ConfigError, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
+from hzero.validation import ConfigError, attributes, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
 
 logger = logging.getLogger("hzero")
 #: Ends of the names of a rank's two files.

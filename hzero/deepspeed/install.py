@@ -26,10 +26,10 @@ from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
 from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, release_all
-from hzero.deepspeed.versions import attributes, check_deepspeed
+from hzero.deepspeed.versions import check_deepspeed
 from hzero.sequence import attach
 from hzero.topology import resolve_grid
-from hzero.validation import ConfigError, on_all_ranks
+from hzero.validation import ConfigError, attributes, on_all_ranks
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from hzero.deepspeed.muon import Matrix
 from hzero.deepspeed.stage_state import Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter
-from hzero.validation import ConfigError, on_all_ranks, some
+from hzero.validation import ConfigError, attributes, on_all_ranks, some
 
 #: DeepSpeed's default of ``stage3_prefetch_bucket_size``.
 BUCKET_NUMEL = 50_000_000
@@ -307,7 +307,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Moves gradients to the masters on the host, by stock's own function, which first copies them onto themselves."""
         arrived = [param for param in itertools.chain.from_iterable(self.fp16_groups) if param.ds_id in self._arrived]
         sums, device = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition, current_device()
-        with versions.attributes((self, "micro_step_id", 0)):
+        with attributes((self, "micro_step_id", 0)):
             super().partition_grads(arrived, [sums[param.ds_id].to(device) for param in arrived])
 
     def _silence(self) -> None:

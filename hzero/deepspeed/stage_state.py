@@ -27,13 +27,12 @@ from hzero.config import HZeroConfig
 from hzero.deepspeed import autotp
 from hzero.deepspeed.muon import Orthogonalizer
 from hzero.deepspeed.refusals import check_partition
-from hzero.deepspeed.versions import attributes
 from hzero.engine.engine import Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
 from hzero.plan.shards import ShardPlan
 from hzero.sequence import attached, detach
-from hzero.validation import is_rank_0
+from hzero.validation import attributes, is_rank_0
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any

@@ -180,19 +180,6 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
     )
 
 
-@contextlib.contextmanager
-def attributes(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    """Inside, objects have these values as attributes: ``(object, name, value)``."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in values:
-            if name in vars(owner):
-                stack.callback(setattr, owner, name, vars(owner)[name])
-            else:
-                stack.callback(delattr, owner, name)
-            setattr(owner, name, value)
-        yield
-
-
 # ---- helpers ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,7 @@ from hzero.comm.communicator import Communicator
 from hzero.config import SequenceConfig
 from hzero.sequence.attention import Attention, Chunks
 from hzero.sequence.host import HostMemory
-from hzero.validation import ConfigError, first_of_ranks, of_all_ranks
+from hzero.validation import ConfigError, attributes, first_of_ranks, of_all_ranks
 
 #: What a token without a label has as its label, as in transformers.
 NO_LABEL = -100
@@ -162,9 +160,7 @@ class ChunkedModel:
             The sum over these labels, float32.
         """
         asked = rest | {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "return_dict": True}
-        with ExitStack() as stack:
-            for attribute in self._in_chunks:
-                stack.enter_context(patch.object(*attribute))
+        with attributes(*self._in_chunks):
             output = self.model.base_model(**asked)
             like = partial(replace, replace(output, last_hidden_state=None))
             return self._head(output.last_hidden_state, labels, like).sum()  # type: ignore[no-any-return]
@@ -178,7 +174,7 @@ class ChunkedModel:
             given = tree_map_only(Tensor, lambda one: one[:, part], kwargs)
             result, _attended = None, attended
             try:
-                with patch.object(*self._attends), patch.object(layer, "gradient_checkpointing", False):
+                with attributes(self._attends, (layer, "gradient_checkpointing", False)):
                     result = stock(states, *args, **given)
             except _Projected as projected:
                 query, key, value, attention.scale = projected.args
@@ -204,7 +200,7 @@ class ChunkedModel:
         def run(states: Tensor, part: slice, *_: Any) -> Tensor:
             base = {model.base_model_prefix: lambda *_, **__: like(last_hidden_state=states)}
             following = labels[:, part].contiguous()
-            with patch.dict(model._modules, heads | base):
+            with attributes((model, "_modules", model._modules | heads | base)):
                 given = {"input_ids": following, "labels": following, "shift_labels": following}
                 loss = type(model).forward(model, **given, num_items_in_batch=1, return_dict=True).loss
             return (loss / following.numel()).expand(following.shape)  # the tile's sum, divided among its tokens
