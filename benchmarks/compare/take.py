@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.network import Network
-from benchmarks.compare.machine import machine, now, versions
+from benchmarks.compare.machine import ROOT, machine, now, versions
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.rows import Bytes, StepsRow
@@ -79,23 +80,24 @@ def _run_beside(checkout: Path, ranks: int, ours: Any, theirs: Any) -> int:
     """
     from benchmarks.compare import worker
 
-    pairs = [socket.socketpair() for _ in range(ranks)]
-    peers, other_peers = (tuple(end.fileno() for end in ends) for ends in zip(*pairs))
+    # Both start in the same way: ranks forked from this process would carry everything that it imported.
     run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"  # keeps this folder out of sys.path
-    process = subprocess.Popen(
-        [sys.executable, "-c", run, worker.__file__, pickle.dumps(asdict(replace(theirs, peers=other_peers))).hex()],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
-        pass_fds=other_peers,
-        preexec_fn=die_with_parent,
-    )
+    pairs = [socket.socketpair() for _ in range(ranks)]
+    processes = []
     try:
-        for _, end in pairs:  # if the other ranks end early, ours notice it
+        for folder, work, ends in zip((ROOT, checkout), (ours, theirs), zip(*pairs)):
+            peers, env = tuple(end.fileno() for end in ends), {**os.environ, "PYTHONPATH": str(folder)}
+            job = pickle.dumps(asdict(replace(work, peers=peers))).hex()
+            command = [sys.executable, "-c", run, worker.__file__, job]
+            process = subprocess.Popen(command, cwd=folder, env=env, pass_fds=peers, preexec_fn=die_with_parent)
+            processes.append(process)
+        for end in itertools.chain(*pairs):  # the ranks have them: each side notices if the other ends early
             end.close()
-        return worker.run(replace(ours, peers=peers)) or process.wait(_END_S)
+        return processes[0].wait() or processes[1].wait(_END_S)
     finally:
-        process.kill()  # its ranks end with it
-        process.wait()
+        for process in processes:
+            process.kill()  # its ranks end with it
+            process.wait()
 
 
 def _row(
