@@ -148,6 +148,11 @@ def check(experiment: Experiment) -> None:
         for error in ignored(read, "deepspeed"):
             raise error
         build(read)
+    if experiment.tensor > 1 and read.tensor_parallel_config.get_partition_config_object() is None:
+        from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+
+        with library_errors("deepspeed.tensor_parallel.partition_config"):
+            TPPlanConverter.convert(getattr(model.config, "base_model_tp_plan", None))
 
 
 def arguments_of(experiment: Experiment, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,12 @@ import types
 from typing import Any
 
 import torch
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
+from deepspeed.module_inject.layers import (
+    GatherFromTensorParallelRegion,
+    LinearAllreduce,
+    LinearLayer,
+    TensorParallel_Layer,
+)
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY
@@ -92,13 +97,13 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
     others = []
     for name, layer in found.items():
-        if "forward" in vars(layer) or getattr(layer, "gather_output", False) or type(layer).forward not in _FORWARDS:
+        if "forward" in vars(layer) or type(layer).forward not in _FORWARDS:
             others.append(f"{name} ({type(layer).__name__})")
         else:
             layer.hzero_group, layer.forward = group, types.MethodType(_FORWARDS[type(layer).forward], layer)
     if others and is_rank_0():
         logger.warning(
-            "hzero: codecs.tensor does not reach layers of AutoTP with a forward or a gather of their own: %s",
+            "hzero: codecs.tensor does not reach layers of AutoTP with a forward of their own: %s",
             some(others, 4),
         )
     return group
@@ -119,8 +124,14 @@ def _crossed(world: Grid | None, size: int) -> tuple[Tier, ...]:
 
 
 def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """``LinearLayer.forward``: each rank has some outputs, so in backward the gradients of the input are summed."""
-    return torch.nn.functional.linear(copy_to(tensor, layer.hzero_group), layer.weight, layer.bias)
+    """``LinearLayer.forward``: each rank has some outputs, so in backward the gradients of the input are summed.
+
+    A head's logits are gathered uncoded, by DeepSpeed.
+    """
+    output = torch.nn.functional.linear(copy_to(tensor, layer.hzero_group), layer.weight, layer.bias)
+    if layer.gather_output:
+        return GatherFromTensorParallelRegion.apply(layer.mp_group, output, layer._partition_sizes)
+    return output
 
 
 def _row(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
