@@ -12,7 +12,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 #: Pages outside of docs/. They keep their path in the checkout; those of docs/ lose the folder.
-BESIDE_THE_CODE = ("CHANGELOG.md", "SECURITY.md", "*/README.md", "benchmarks/*/README.md", "benchmarks/reports/*.md")
+BESIDE_THE_CODE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "*/README.md",
+    "benchmarks/*/README.md",
+    "benchmarks/reports/*.md",
+)
 #: Text and address of a link or picture that is no URL; then an anchor or title.
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)([^)]*)\)")
 

@@ -255,15 +255,17 @@ def node_bytes(traffic: Sequence[TierTraffic], grid: Grid) -> int:
 def schemes_node_bytes(
     grid: Grid, numels: Sequence[int], *, itemsize: int = 2, accumulation: int = 1
 ) -> dict[str, float]:
-    """Minimum bytes into one node per step under each scheme of DeepSpeed: each byte that a node lacks enters it once.
+    """Minimum bytes into one node per step under other schemes: each byte that a node lacks enters it once.
 
     With M the bytes of the weights, A the micro-steps and f = (nodes - 1) / nodes: ZeRO-3 gathers twice and reduces once
     per micro-step, 3 A M f. Its hpZ serves all gathers but the first of a step from the node, (1 + A) M f. ZeRO++
-    (arXiv 2306.10209) sends 8 and 4 bits where these two send 16, (0.5 + 0.25 A) M f. Flat rings bring (ranks - 1) / ranks
-    instead of f (`step_traffic`).
+    (arXiv 2306.10209) sends 8 and 4 bits where these two send 16, (0.5 + 0.25 A) M f. FSDP2 sends as often as ZeRO-3, and
+    HSDP over the node reduces gradients across nodes once per step: an all-reduce brings 2 M f. Flat rings bring
+    (ranks - 1) / ranks instead of f (`step_traffic`).
     """
     m, f, a = sum(numels) * itemsize, (grid.nodes - 1) / grid.nodes, accumulation
-    return {"ZeRO-3": 3 * a * m * f, "hpZ": (1 + a) * m * f, "ZeRO++": (0.5 + 0.25 * a) * m * f * 2 / itemsize}
+    deepspeed = {"ZeRO-3": 3 * a * m * f, "hpZ": (1 + a) * m * f, "ZeRO++": (0.5 + 0.25 * a) * m * f * 2 / itemsize}
+    return {**deepspeed, "FSDP2": 3 * a * m * f, "HSDP, node": 2 * m * f}
 
 
 def link_seconds(traffic: Sequence[TierTraffic], rates_gb_s: Mapping[str, float | None]) -> dict[Tier, float]:

@@ -185,7 +185,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         schemes[f"FSDP2, {name}"] = {**schemes[name], **_step_dict(under, scenario.shard_plan(name))}
     others = scenario.others()
     for name in (name for name in _PEERS if name in others):
-        into = {"weights": "", "gradients": "", "node_bytes": minimum.get(name.partition(",")[0])}
+        into = {"weights": "", "gradients": "", "node_bytes": minimum.get(name, minimum.get(name.partition(",")[0]))}
         schemes[name] = {**into, **_step_dict(without, others[name])}
     return {
         "model": job.name,

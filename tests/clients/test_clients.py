@@ -1,4 +1,4 @@
-"""The clients of DeepSpeed under hzero, on four ranks, and QLoRA on two: one launch for each. docs/clients.md is their table."""
+"""The clients of DeepSpeed under hzero, on four ranks, QLoRA on two, one launch for each. docs/versions.md has their table."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ test_client = needs_clients(on_ranks({4: CHECKS, 2: ("tests.clients.qlora_checks
 
 
 def test_the_table_names_every_check() -> None:
-    named = re.findall(r"\| `(check_\w+)` \|$", (ROOT / "docs" / "clients.md").read_text(), flags=re.MULTILINE)
+    named = re.findall(r"\| `(check_\w+)` \|$", (ROOT / "docs" / "versions.md").read_text(), flags=re.MULTILINE)
     assert sorted(named) == sorted(collect(*CHECKS))

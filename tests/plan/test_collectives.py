@@ -89,6 +89,7 @@ def test_schemes_cross_nodes_with_what_their_papers_say() -> None:
         crossing = 2 * (1 << 20) * (nodes - 1) / nodes
         assert schemes["ZeRO-3"] == pytest.approx(3 * accumulation * crossing)
         assert schemes["ZeRO++"] == pytest.approx((0.5 + 0.25 * accumulation) * crossing)
+        assert schemes["FSDP2"] == schemes["ZeRO-3"] and schemes["HSDP, node"] == pytest.approx(2 * crossing)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (48, 4, 2), (1, 4, 2), (3, 1, 4), (1, 1, 5), (2, 3, 1)])
