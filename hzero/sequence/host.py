@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -30,16 +29,16 @@ class HostMemory:
 
     Args:
         offload: Whether tensors leave the device. If not, every tensor stays as it is.
-        device: Makes streams, such as ``torch.cuda``. None: that, or nothing without GPUs, where a copy has ended when it
-            returns.
+        device: Makes streams and events, such as ``torch.cuda``. None: that, or ``torch.cpu`` without GPUs, where a copy has
+            ended when it returns.
     """
 
     def __init__(self, offload: bool, device: Any = None) -> None:
         self._offload = offload
-        self._stream: Any = None
-        self._device: Any = device or (torch.cuda if torch.cuda.is_available() else None)
+        self._device: Any = device or (torch.cuda if torch.cuda.is_available() else torch.cpu)
+        self._stream = self._device.Stream()
         self._place = torch.device("cpu")
-        self._leaving: tuple[Sequence[torch.Tensor], Any] = (), None
+        self._leaving: tuple[Sequence[torch.Tensor], Any] = (), self._copy((), ())
 
     def store(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Starts copies to the host.
@@ -52,7 +51,7 @@ class HostMemory:
         """
         if not self._offload:
             return list(tensors)
-        self._wait(self._leaving[1])
+        self._leaving[1].wait()
         self._place = tensors[0].device
         hosts = [_on_host(tensor) for tensor in tensors]
         self._leaving = tensors, self._copy(hosts, tensors)
@@ -74,34 +73,28 @@ class HostMemory:
         if not self._offload:
             return lambda: chunk
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._place) for one in chunk]
-        return partial(self._arrived, tensors, self._copy(tensors, chunk))
+        event = self._copy(tensors, chunk)
 
-    def _arrived(self, tensors: Sequence[torch.Tensor], event: Any) -> Sequence[torch.Tensor]:
-        self._wait(event)
-        return tensors
+        def arrived() -> Sequence[torch.Tensor]:
+            event.wait()
+            return tensors
+
+        return arrived
 
     def close(self) -> None:
         """Makes the current stream wait for all copies, also those that a loop had started when an error ended it."""
-        if self._stream is not None:
-            self._device.current_stream().wait_stream(self._stream)
-        self._leaving = (), None
+        self._device.current_stream().wait_stream(self._stream)
+        self._leaving = (), self._leaving[1]
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
-        """Copies after all that the current stream has; returns the end of it, None if it has ended."""
-        if self._device is None:
-            for target, source in zip(targets, sources):
-                target.copy_(source)
-            return None
-        self._stream = self._stream or self._device.Stream()
+        """Copies after all that the current stream has; returns an event at the end."""
+        event = self._device.Event()
         self._stream.wait_stream(self._device.current_stream())
         with self._device.stream(self._stream):
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
-
-    def _wait(self, event: Any) -> None:
-        if event is not None:
-            self._device.current_stream().wait_event(event)
+            event.record()
+        return event
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

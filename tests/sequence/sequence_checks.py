@@ -14,11 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from hzero.comm import Communicator, for_dimension, shared_lanes
 from hzero.config import SequenceConfig, parse_config
 from hzero.plan.sequence import exchanged
-from hzero.sequence.host import HostMemory
 from hzero.sequence.models import ChunkedModel
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
-from tests.deepspeed.race_detector import Trace, _Work, recording
+from tests.deepspeed.race_detector import Event, Trace, _Work, recording
 from tests.sequence.planned import job
 from tests.sequence.training import (
     KINDS,
@@ -131,7 +130,7 @@ def check_bytes_of_the_exchanges_are_those_of_the_plan() -> None:
 
 def check_models_that_do_not_suit_the_ranks_are_refused() -> None:
     group, settings = _group(4), SequenceConfig(parallel=4)
-    with pytest.raises(ConfigError, match="found 4; expected a divisor of the model's 6 heads"):
+    with pytest.raises(ConfigError, match="found 4; expected a divisor of the 6 attention heads"):
         ChunkedModel(model_of("llama", width=36, heads=6), settings, group)
     model = model_of("llama")
     model.config.rope_parameters["rope_type"] = "dynamic"
@@ -195,6 +194,6 @@ def check_copies_run_beside_attention_without_a_race() -> str:
 
 def check_copies_without_a_wait_have_races() -> None:
     """The detector sees the copies: without their waits it finds races."""
-    with mock.patch.object(HostMemory, "_wait"):
+    with mock.patch.object(Event, "wait"):
         trace = _recorded()
     assert dist.get_rank() or trace.races()
