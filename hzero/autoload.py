@@ -133,7 +133,7 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
     """
     if "DEEPSPEED" in str(accelerator.distributed_type):
         _follow("follow_accelerator", accelerator, accelerator)
-        if (parallel := _parallel(accelerator)) > 1:
+        if (parallel := (_key(accelerator, "sequence") or {}).get("parallel", 1)) > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
             # Its loaders give the ranks of a tensor group the same samples. They count the groups of neighbours.
@@ -158,28 +158,25 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
 def _follow_trainer(trainer: Any, _: Any) -> None:
     """Lets a Trainer obey the block's keys ``checkpoint`` and ``sequence``."""
     if getattr(trainer, "is_deepspeed_enabled", False):
-        if (parallel := _parallel(trainer.accelerator)) > 1:
+        if (parallel := (_key(trainer.accelerator, "sequence") or {}).get("parallel", 1)) > 1:
             stock = trainer.get_total_train_batch_size
             trainer.get_total_train_batch_size = lambda args: stock(args) // parallel
         _follow("follow_trainer", trainer, trainer.accelerator)
 
 
-def _parallel(accelerator: Any) -> int:
-    """Ranks that get the same samples, by the block's key ``sequence``."""
+def _key(accelerator: Any, key: str) -> Any:
+    """A key of the block, None without it."""
     found, _ = block.split(accelerator.state.deepspeed_plugin.deepspeed_config)
-    return ((found or {}).get("sequence") or {}).get("parallel", 1)
+    return (found or {}).get(key)
 
 
 def _follow(function: str, client: Any, accelerator: Any) -> None:
-    found, _ = block.split(accelerator.state.deepspeed_plugin.deepspeed_config)
-    if found is not None and found.get("checkpoint") is not None:
+    if (written := _key(accelerator, "checkpoint")) is not None:
         from hzero.config import CheckpointConfig
         from hzero.deepspeed import checkpoint
         from hzero.validation import validated
 
-        getattr(checkpoint, function)(
-            client, validated(CheckpointConfig, found["checkpoint"], f"{block.KEY}.checkpoint")
-        )
+        getattr(checkpoint, function)(client, validated(CheckpointConfig, written, f"{block.KEY}.checkpoint"))
 
 
 #: Module: the class to watch, its method, and what replaces that; it gets the method first.

@@ -338,12 +338,10 @@ class SequenceConfig(Frozen):
     chunk: int = Field(default=4096, ge=1)
     offload: bool = True
 
-    def check_heads(self, heads: int, where: str) -> None:
-        """Raises `ConfigError` if the ranks of a group cannot divide the attention heads of a model."""
-        if not heads or heads % self.parallel:
-            raise ConfigError(
-                f"{where}.parallel: found {self.parallel}; expected a divisor of the model's {heads} heads"
-            )
+    def check(self, count: int, of: str, key: str) -> None:
+        """Raises `ConfigError` if groups cannot divide the ranks of the world or the attention heads of a model."""
+        if not count or count % self.parallel:
+            raise ConfigError(f"{key}: found {self.parallel}; expected a divisor of the {count} {of}")
 
 
 def _groups(value: Any) -> Any:

@@ -347,8 +347,8 @@ class Experiment:
         self.plan = ShardPlan.from_config(parsed, self.data_parallel, 0) if parsed is not None else None
         self.sequence = parsed.sequence if parsed is not None else None
         if self.sequence is not None:
-            self.grid.of_neighbours(self.sequence.parallel, "zero.sequence.parallel")
-            self.sequence.check_heads(self.architecture.heads, "zero.sequence")
+            self.sequence.check(self.world_size, "ranks", "zero.sequence.parallel")
+            self.sequence.check(self.architecture.heads, "attention heads", "zero.sequence.parallel")
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param, register_external_parameter
-from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
+from deepspeed.utils import z3_leaf_module
 
 from hzero.comm import lasting
 from hzero.config import HZeroConfig
@@ -31,7 +31,7 @@ from hzero.engine.engine import Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
 from hzero.plan.shards import ShardPlan
-from hzero.sequence import attached, detach
+from hzero.sequence import detacher
 from hzero.validation import attributes, is_rank_0
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
@@ -183,7 +183,7 @@ class StageState(Engine):
         # DeepSpeed marks the parameters of models that it trains by Muon.
         uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
         self.orthogonalizer = Orthogonalizer(config, owners) if uses_muon else None
-        self._attached = attached(module)
+        self._make_whole = detacher(module)
         managed = managed_parameters(module, routes, codes)
         super().__init__(config, plan, owners, module, managed, bucket_numel, current_device(), async_accelerator())
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
@@ -242,8 +242,7 @@ class StageState(Engine):
             self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
         for hook in self._hooks:
             hook.remove()
-        if attached(self.module) is self._attached:  # not that of a later engine
-            _whole_again(self.module)
+        self._make_whole()
         try:
             self.close()
         finally:
@@ -445,15 +444,9 @@ def note_step(stock: Any, optimizer: Any, sub_group_id: int) -> None:
         found[0].owner.mark_stale([managed.param for managed in found])
 
 
-def _whole_again(module: torch.nn.Module) -> None:
-    """Undoes the key ``sequence``."""
-    for layer in detach(module):
-        set_z3_leaf_module(layer, False)
-
-
 def release_all(module: torch.nn.Module) -> None:
     """Releases the parameters and layers of a module from an earlier engine that was not destroyed."""
-    _whole_again(module)
+    detacher(module)()
     autotp.give_back(module)
     for managed in managed_of(module.parameters()):
         managed.owner.lanes.drain()

@@ -23,7 +23,7 @@ from hzero.engine.guard import speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules, views_in
 from hzero.plan.shards import ShardPlan
-from hzero.sequence import attach, detach
+from hzero.sequence import attach, detacher
 from hzero.validation import ConfigError, on_all_ranks, one_of
 
 logger = logging.getLogger("hzero")
@@ -207,8 +207,7 @@ class FsdpState(Engine):
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         if config.sequence is not None and len(owners.ranks) < owners.world.world_size:
             raise first.refusal("the key sequence on a mesh of some ranks", "fully_shard over the world")
-        attach(model, config, owners.world, "hzero.fsdp.apply")
-        self._model = model
+        attach(model, config, owners.world)
         routes, _ = routes_of(model, plan)
         self._keys = itertools.count()
         self._units = [Unit(one, [routes[param.sharded_param] for param in one.params]) for one in modules]
@@ -233,6 +232,7 @@ class FsdpState(Engine):
             register_optimizer_step_post_hook(_weakly(self._after_step)).remove,
             model.register_load_state_dict_post_hook(_weakly(self._loaded)).remove,
             model.register_state_dict_post_hook(_weakly(self._given_away)).remove,
+            detacher(model),
         ]
         if speaks(self.group):
             kinds = Counter(type(one.module).__name__.removeprefix("FSDP") for one in modules)
@@ -468,7 +468,6 @@ class FsdpState(Engine):
         self._hooks.clear()
         for unit in self._units:
             unit.module.detach()
-        detach(self._model)
         super().close()
 
 

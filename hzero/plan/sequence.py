@@ -60,7 +60,7 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
         codecs: Of ``codecs.sequence``.
     """
     (queries, keys, tokens, chunk), ranks = _shape(job), job.parallel
-    group = grid.of_neighbours(ranks, "zero.sequence.parallel")
+    group = grid.of_ranks(range(ranks))  # of neighbours
     if ranks == 1:
         return {}
     program = all_to_all_program(ShardPlan(group, 0, "world", "world", CodecsConfig(weights=codecs, gradients=codecs)))

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Module
 
 from hzero.comm.communicator import Communicator
 from hzero.sequence.host import HostMemory, one_ahead
@@ -64,10 +65,9 @@ class Attention:
             out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
             weight = torch.full(query.shape[:-1], -torch.inf, device=query.device)
             # The chunk's own keys come first: meanwhile the first pair from the host is under way.
-            own: list[Arriving] = [partial(tuple, pair)]
-            blocks = one_ahead(chain(own, map(self.memory.start, pairs[:])))
+            blocks: Iterator[Tensors] = one_ahead(chain([partial(tuple, pair)], map(self.memory.start, pairs[:])))
             pairs.append(self.memory.store(*pair))
-            del own, pair
+            del pair
             for one, (key, value) in enumerate(blocks):
                 more, its_weight = _attend((query, key, value), self.scale, causal=one == 0)
                 both = torch.logaddexp(weight, its_weight)
@@ -80,11 +80,11 @@ class Attention:
                 kept.append([*self.memory.store(query, out, weight), *pairs[-1]])
             yield self._exchange([out], 2)
 
-    def backward(self, kept: Sequence[Tensors], gradients: Iterable[Tensors]) -> Iterator[Arriving]:
+    def backward(self, kept: Sequence[list[Tensor]], gradients: Iterable[Tensors]) -> Iterator[Arriving]:
         """Makes gradients from the last chunk to the first.
 
         Args:
-            kept: From `forward`.
+            kept: From `forward`. Gets the sums of gradients of keys and values.
             gradients: Of what `forward` has returned, alone in a sequence each, from the last chunk to the first. Read one
                 ahead.
 
@@ -92,11 +92,10 @@ class Attention:
             For `one_ahead`, what waits for the gradients of each chunk's queries, keys and values, as they were in
             ``projected``.
         """
-        sums: dict[int, list[Tensor]] = {}
         order = list(reversed(range(len(kept))))
         queries = self.memory.fetch(kept[at][:3] for at in order)
-        # Sums are looked up one block ahead, when the chunk of queries before has changed them.
-        blocks = self.memory.fetch([*kept[one][3:], *sums.get(one, ())] for at in order for one in range(at + 1))
+        # Keys, values and sums are looked up one block ahead, when the chunk of queries before has changed the sums.
+        blocks = self.memory.fetch(kept[one][3:] for at in order for one in range(at + 1))
         incoming = one_ahead(self._exchange(one, 1) for one in gradients)
         for at, (query, out, weight), (gradient,) in zip(order, queries, incoming):
             of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -109,7 +108,7 @@ class Attention:
                     new += old
                 del key, value, parts, summed
                 if one < at:
-                    sums[one] = self.memory.store(*pair)
+                    kept[one][5:] = self.memory.store(*pair)
             yield self._exchange([whole.to(query.dtype) for whole in (of_query, *pair)], 2)
 
     def _exchange(self, tensors: Tensors, split: int) -> Arriving:
@@ -158,71 +157,52 @@ def _attend_backward(gradient: Tensor, of: Tensors, scale: float | None, causal:
 # ---- in a model's graph ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Chunks:
-    """How a module runs on one chunk of tokens after the other, and in backward again. Made for each of its forwards.
+def in_chunks(
+    run: Callable[..., Any], module: Module, states: Tensor, length: int, memory: HostMemory, attention: Any = None
+) -> Tensor:
+    """Runs a module on one chunk of a rank's tokens after the other, and in backward again.
 
-    Gradients of parameters are summed here, in float32 if they are narrow. So each reaches the graph once, as if the module
-    had run in one piece.
+    Gradients of parameters are summed over the chunks, in float32 if they are narrow. So each reaches the graph once, as if
+    the module had run in one piece.
 
-    Attributes:
+    Args:
         run: Takes tokens ``[batch, tokens, width]``, the slice of all tokens that they are, and what they have attended to.
             Without the last it returns their queries, keys and values, if the module attends; else its result.
+        module: Has the parameters.
+        states: ``[batch, tokens, width]`` of all chunks.
         length: Tokens of a chunk on this rank; the last one may be shorter.
         memory: Where inputs lie until backward.
-        attention: None: the module needs no other tokens.
-        parameters: Of the module.
+        attention: The `Attention` of a module that attends; None: the module needs no other tokens.
+
+    Returns:
+        The module's results, ``[batch, tokens]`` and their further dimensions.
     """
-
-    run: Callable[..., Any]
-    length: int
-    memory: HostMemory
-    attention: Attention | None
-    parameters: Iterable[Tensor]
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Runs the module on this rank's tokens."""
-        kind, tokens = states.device.type, states.shape[1]
-        self.training = torch.is_grad_enabled()
-        self.slices = [slice(start, min(start + self.length, tokens)) for start in range(0, tokens, self.length)]
-        self.cast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.parameters = [one for one in self.parameters if one.requires_grad]
-        self.sums: list[Tensor | None] = [None] * len(self.parameters)
-        return _InChunks.apply(self, states, *self.parameters)  # type: ignore[no-any-return]
-
-    def pull(self, part: slice, inputs: Tensors, gradients: Any) -> list[Tensor]:
-        """Runs a chunk again, and returns the gradients of its inputs."""
-        with torch.enable_grad(), self.cast():
-            states, *attended = [one.detach().requires_grad_() for one in inputs]
-            outputs = self.run(states, part, *attended)
-        found = torch.autograd.grad(outputs, [states, *attended, *self.parameters], gradients, allow_unused=True)
-        for at, new in enumerate(found[len(inputs) :]):
-            if new is not None:
-                old = self.sums[at]
-                self.sums[at] = new.to(torch.float32, copy=True) if old is None else old.add_(new)
-        return list(found[: len(inputs)])
+    slices = [slice(start, min(start + length, states.shape[1])) for start in range(0, states.shape[1], length)]
+    given, trained = (run, slices, memory, attention), [one for one in module.parameters() if one.requires_grad]
+    return _InChunks.apply(given, torch.is_grad_enabled(), states, *trained)  # type: ignore[no-any-return]
 
 
 class _InChunks(torch.autograd.Function):
     """A module that keeps nothing but its input, and attends again in backward: its own activation checkpoint."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, states: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, given: Any, trains: bool, states: Tensor, *parameters: Tensor) -> Tensor:
         """Runs the chunks."""
-        attention, memory, slices = chunks.attention, chunks.memory, chunks.slices
+        (run, slices, memory, attention), kind = given, states.device.type
         attended: Iterable[Any] = [[]] * len(slices)
         if attention is not None:
-            attended = one_ahead(attention.forward(chunks.run(states[:, part], part) for part in slices))
+            attended = one_ahead(attention.forward(run(states[:, part], part) for part in slices))
         stored, results = list[Tensor](), None
         with closing(memory):
             for part, one in zip(slices, attended):
-                result = chunks.run(states[:, part], part, *one)
+                result = run(states[:, part], part, *one)
                 if results is None:
                     results = result.new_empty(*states.shape[:2], *result.shape[2:])
                 results[:, part] = result
-                if chunks.training:
+                if trains:
                     stored += memory.store(states[:, part])
-        ctx.chunks, ctx.shape, ctx.dtype = chunks, states.shape, states.dtype
+        ctx.cast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.given, ctx.parameters, ctx.shape, ctx.dtype = given, parameters, states.shape, states.dtype
         ctx.save_for_backward(*stored)
         return results  # type: ignore[return-value]
 
@@ -230,29 +210,39 @@ class _InChunks(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Attends again, and goes back through the chunks."""
-        chunks, attention, memory = ctx.chunks, ctx.chunks.attention, ctx.chunks.memory
-        slices, inputs = chunks.slices, [[one] for one in ctx.saved_tensors]
-        result = gradient.new_empty(ctx.shape, dtype=ctx.dtype)
+        (run, slices, memory, attention), parameters = ctx.given, ctx.parameters
+        inputs, result = [[one] for one in ctx.saved_tensors], gradient.new_empty(ctx.shape, dtype=ctx.dtype)
+        sums: list[Tensor | None] = [None] * len(parameters)
 
-        def through_results() -> Iterator[list[Tensor]]:
+        def pull(part: slice, tensors: Tensors, gradients: Any) -> Tensors:
+            """Runs a chunk again; returns the gradients of its inputs, and adds those of parameters to their sums."""
+            with torch.enable_grad(), ctx.cast():
+                leaves = [one.detach().requires_grad_() for one in tensors]
+                outputs = run(leaves[0], part, *leaves[1:])
+            found = torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
+            for at, new in enumerate(found[len(leaves) :]):
+                if new is not None:
+                    old = sums[at]
+                    sums[at] = new.to(torch.float32, copy=True) if old is None else old.add_(new)
+            return found[: len(leaves)]
+
+        def through_results() -> Iterator[Tensors]:
             """From the last chunk's results to the first's; gives gradients of what the tokens have attended to."""
             for part, tensors in zip(reversed(slices), memory.fetch(reversed(inputs))):
-                result[:, part], *of_attended = chunks.pull(part, tensors, gradient[:, part])
+                result[:, part], *of_attended = pull(part, tensors, gradient[:, part])
                 yield of_attended
 
         with closing(memory):
             if attention is None:
-                for _ in through_results():
-                    pass
+                list(through_results())
             else:
                 states, kept = inputs, list[Tensors]()
-                with chunks.cast():
-                    projected = (chunks.run(one, part) for part, (one,) in zip(slices, memory.fetch(states)))
+                with ctx.cast():
+                    projected = (run(one, part) for part, (one,) in zip(slices, memory.fetch(states)))
                     attended = one_ahead(attention.forward(projected, kept))
                     inputs = [[*one, *memory.store(*found)] for one, found in zip(states, attended)]
                 again = memory.fetch(reversed(states))
                 pulled = one_ahead(attention.backward(kept, through_results()))
                 for part, tensors, gradients in zip(reversed(slices), again, pulled):
-                    result[:, part] += chunks.pull(part, tensors, gradients)[0]
-        sums, chunks.sums = chunks.sums, [None] * len(chunks.sums)
-        return None, result, *(one if one is None else one.to(like.dtype) for one, like in zip(sums, chunks.parameters))
+                    result[:, part] += pull(part, tensors, gradients)[0]
+        return None, None, result, *(one if one is None else one.to(like.dtype) for one, like in zip(sums, parameters))

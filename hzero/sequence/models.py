@@ -9,15 +9,18 @@ each token.
 
 from __future__ import annotations
 
-import inspect
 import math
+import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
@@ -27,14 +30,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hzero.comm.communicator import Communicator
 from hzero.config import SequenceConfig
-from hzero.sequence.attention import Attention, Chunks
+from hzero.sequence.attention import Attention, in_chunks
 from hzero.sequence.host import HostMemory
-from hzero.validation import ConfigError, attributes, first_of_ranks, of_all_ranks
+from hzero.validation import ConfigError, attributes, of_all_ranks
 
 #: What a token without a label has as its label, as in transformers.
 NO_LABEL = -100
-#: What a model returns besides its loss, by request.
-OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+#: Arguments of a forward in chunks.
+ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch")
 
 
 class ChunkedModel:
@@ -59,7 +62,7 @@ class ChunkedModel:
         self.layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
         self._head: Any = None if found is None else found.get_output_embeddings()
         if self._head is None or not self.layers:
-            raise ConfigError(f"sequence: found {type(model).__name__}; expected a causal model of transformers")
+            raise ConfigError(f"hzero.sequence: found {type(model).__name__}; expected a causal model of transformers")
         self.model, self._settings, self._group = found, settings, group
         self._check()
         self._memory = HostMemory(settings.offload, group.streams.device if group and group.streams else None)
@@ -77,89 +80,99 @@ class ChunkedModel:
     def _check(self) -> None:
         """Refuses a model that would train with other results."""
         config, ranks = self.model.config, self._settings.parallel
-        self._settings.check_heads(config.num_attention_heads, "sequence")
-        wrong = [f"{key} true" for key in OUTPUTS if getattr(config, key, False)]
+        self._settings.check(config.num_attention_heads, "attention heads", "hzero.sequence.parallel")
+        outputs = ("output_hidden_states", "output_attentions", "output_router_logits")
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-        if ranks > 1 and rope in ("dynamic", "longrope"):  # each rank would take its own last position for the length
-            wrong.append(f"rope_type {rope}")
-        for name, one in (found for layer in self.layers for found in layer.named_modules()):
-            if isinstance(one, nn.Dropout) and one.p:  # layers run twice, and would draw twice
-                wrong.append(f"dropout {one.p} in {name}")
-            if isinstance(one, nn.Conv1d):  # tokens meet outside of attention
-                wrong.append(f"a convolution in {name}")
-        if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
-            wrong.append("a forward without position_ids")
-        if wrong:
-            raise ConfigError(f"sequence: found {type(self.model).__name__} with {wrong[0]}; expected a model without")
+        inner = [found for layer in self.layers for found in layer.named_modules()]
+        wrong = {
+            **{f"{key} true": getattr(config, key, False) for key in outputs},
+            # Each rank would take its own last position for the length.
+            f"rope_type {rope}": ranks > 1 and rope in ("dynamic", "longrope"),
+            # Layers run twice, and would draw twice.
+            **{f"dropout {one.p} in {name}": one.p for name, one in inner if isinstance(one, nn.Dropout)},
+            # Tokens meet outside of attention.
+            **{f"a convolution in {name}": True for name, one in inner if isinstance(one, nn.Conv1d)},
+            "a forward without position_ids": "position_ids" not in signature(self.model.base_model.forward).parameters,
+        }
+        _refuse(type(self.model).__name__, wrong, "a model without")
 
     # ---- a whole batch ------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
-        """The output of a whole batch, of which this rank computes its part; it has a ``loss`` only. Collective."""
-        names = ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch")
-        ids, mask, positions, labels, items = (batch.pop(name, None) for name in names)
-        # The model would read other tensors as if they had its part of the tokens.
-        others = [name for name, one in batch.items() if isinstance(one, Tensor) or (name in OUTPUTS and one)]
-        if ids is None or others:
-            raise ConfigError(
-                f"hzero.sequence: found a batch with {', '.join(others) or 'no ids'}; expected {', '.join(names[:4])}"
-            )
-        parallel, length = self._settings.parallel, ids.shape[1]
-        missing = (0, -length % parallel)
-        places = torch.arange(length + missing[1], device=ids.device)
-        targets = torch.full_like(ids, NO_LABEL) if labels is None else pad(labels[:, 1:], (0, 1), value=NO_LABEL)
-        counts = targets != NO_LABEL
-        problem = None
-        if labels is None:
-            problem = "labels: found None in training; expected labels on all ranks"
-        elif mask is not None and ((mask[:, 1:] > mask[:, :-1]).any() or (counts & (mask == 0)).any()):
-            problem = "attention_mask: found padding on the left or inside; expected it on the right, without labels"
-        elif positions is not None and (counts & (positions != places[:length])).any():
-            problem = "position_ids: found several documents in a sequence; expected 0, 1, 2 and so on"
-        if problem := first_of_ranks(problem):
-            raise of_all_ranks(ConfigError(problem))
-        counted = self._count(ids, targets)
-        # This rank's part of every chunk.
-        chunks, rank = places.split(self._settings.chunk * parallel), dist.get_rank() % parallel
-        own = torch.cat([chunk.chunk(parallel)[rank] for chunk in chunks])
-        ids, targets = pad(ids, missing), pad(targets, missing, value=NO_LABEL)
-        loss = self.sum_losses(ids[:, own], own.expand(len(ids), -1), targets[:, own], **batch)
-        if items is not None:  # Trainer's labels of a whole step, in which it counts those of every rank
-            return CausalLMOutputWithPast(loss=loss * parallel / items)
-        whole = loss.detach().clone()
-        dist.all_reduce(whole)
-        loss = loss * (dist.get_world_size() / counted)
-        return CausalLMOutputWithPast(loss=loss + (whole / counted - loss.detach()))
+    def forward(self, stock: Callable[..., Any], batch: dict[str, Any]) -> Any:
+        """The output of a whole batch, of which this rank computes its part; it has a ``loss`` only. Collective.
 
-    def _count(self, ids: Tensor, targets: Tensor) -> int:
-        """Labels of all batches of the world. Raises on all ranks if those of a group have other samples."""
-        parallel, read = self._settings.parallel, torch.cat([ids.flatten(), targets.flatten()]).long() + 1
-        mixed = (read * (2 * torch.arange(len(read), device=ids.device) + 1)).sum()
-        own = torch.stack([(targets != NO_LABEL).sum(), mixed])
-        rows = own.new_empty(dist.get_world_size() * 2)
-        dist.all_gather_into_tensor(rows, own)
-        groups = rows.view(-1, parallel, 2)
-        if (groups != groups[:, :1]).any():
-            sampler = f"num_replicas=world_size // {parallel} and rank=rank // {parallel} of the sampler"
-            raise of_all_ranks(ConfigError(f"hzero.sequence: found other samples in a group; expected {sampler}"))
-        return max(int(groups[:, 0, 0].sum()), 1)
+        Without labels on all ranks, as in generation, it is the output of the ``stock`` forward.
+        """
+        counted = self._agree(batch)
+        if batch.get("labels") is None:
+            return stock(**batch)
+        ids, labels, items = batch["input_ids"], batch["labels"], batch.get("num_items_in_batch")
+        # This rank's part of every chunk.
+        parallel, rank = self._settings.parallel, dist.get_rank() % self._settings.parallel
+        missing = -ids.shape[1] % parallel
+        places = torch.arange(ids.shape[1] + missing, device=ids.device)
+        own = torch.cat([chunk.chunk(parallel)[rank] for chunk in places.split(self._settings.chunk * parallel)])
+        ids, targets = pad(ids, (0, missing)), pad(labels[:, 1:], (0, missing + 1), value=NO_LABEL)
+        loss = self.sum_losses(ids[:, own], own.expand(len(ids), -1), targets[:, own])
+        # Trainer counts the labels of a whole step, those of every rank.
+        loss = all_reduce(loss) / max(counted, 1) if items is None else loss * parallel / items
+        return CausalLMOutputWithPast(loss=loss)
+
+    def _agree(self, batch: dict[str, Any]) -> int:
+        """Labels of all batches of the world. Raises on all ranks if their batches do not go together."""
+        problem, labels, own = self._problem(batch), batch.get("labels"), None
+        if problem is None and labels is not None:
+            read = torch.cat([batch["input_ids"].flatten(), labels.flatten()]).cpu().numpy().data
+            own = int((labels[:, 1:] != NO_LABEL).sum()), zlib.crc32(read)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (problem, own))
+        problems, batches = [one for one, _ in every if one is not None], [one for _, one in every]
+        parallel = self._settings.parallel
+        groups = [set(batches[at : at + parallel]) for at in range(0, len(batches), parallel)]
+        if None in batches and any(batches):
+            problems.append("labels: found None on some ranks; expected labels on all ranks, or in evaluation on none")
+        if max(map(len, groups)) > 1:
+            expected = f"a sampler with num_replicas=world_size // {parallel} and rank=rank // {parallel}"
+            problems.append(f"found other samples in a group; expected {expected}")
+        if problems:
+            raise of_all_ranks(ConfigError(f"hzero.sequence: {problems[0]}"))
+        return sum(count for group in groups for count, _ in filter(None, group))
+
+    def _problem(self, batch: dict[str, Any]) -> str | None:
+        """Why this rank's batch cannot be divided."""
+        ids, mask, positions, labels, _ = (batch.get(name) for name in ARGUMENTS)
+        if labels is None:
+            trains = self.model.training and torch.is_grad_enabled()
+            return "labels: found None in training; expected labels, and a model's own loss" if trains else None
+        # The model would read other tensors as if they had its part of the tokens, and has no output but the loss.
+        given = {name for name, one in batch.items() if one is not None and one is not False}
+        if (others := sorted(given - {*ARGUMENTS, "use_cache", "return_dict"})) or ids is None:
+            return f"found a batch with {', '.join(others) or 'no ids'}; expected {', '.join(ARGUMENTS[:4])}"
+        for name, one in (("labels", labels), ("attention_mask", mask)):
+            if one is not None and one.shape != ids.shape:
+                return f"{name}: found {list(one.shape)}; expected {list(ids.shape)}, as input_ids"
+        counts, places = labels[:, 1:] != NO_LABEL, torch.arange(ids.shape[1] - 1, device=ids.device)
+        if mask is not None and ((mask[:, 1:] > mask[:, :-1]).any() or (counts & (mask[:, :-1] == 0)).any()):
+            return "attention_mask: found padding on the left or inside; expected it on the right, without labels"
+        if positions is not None and (counts & (positions[:, :-1] != places)).any():
+            return "position_ids: found several documents in a sequence; expected 0, 1, 2 and so on"
+        return None
 
     # ---- this rank's part ---------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def sum_losses(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, **rest: Any) -> Tensor:
+    def sum_losses(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         """Runs the model on this rank's part of every chunk.
 
         Args:
             input_ids: ``[batch, tokens]`` of this rank.
             position_ids: Their positions in the sequence.
             labels: The token that follows each of them; -100 if it does not count.
-            rest: Further arguments of the model.
 
         Returns:
             The sum over these labels, float32.
         """
-        asked = rest | {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "return_dict": True}
+        asked = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "return_dict": True}
         with attributes(*self._in_chunks):
             output = self.model.base_model(**asked)
             like = partial(replace, replace(output, last_hidden_state=None))
@@ -182,14 +195,15 @@ class ChunkedModel:
                 times = math.lcm(ranks, key.shape[1]) // key.shape[1]  # so that the ranks can divide heads of keys
                 return query, *(one.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2) for one in (key, value))
             if attended is None or not isinstance(result, Tensor):
-                raise ConfigError(f"sequence: found {type(layer).__name__}; expected layers that attend once each")
+                raise ConfigError(
+                    f"hzero.sequence: found {type(layer).__name__}; expected layers that attend once each"
+                )
             return result
 
-        return Chunks(run, self._settings.chunk, self._memory, attention, layer.parameters())(states)
+        return in_chunks(run, layer, states, self._settings.chunk, self._memory, attention)
 
     def _norm(self, norm: nn.Module, stock: Any, states: Tensor) -> Tensor:
-        length = self._settings.chunk
-        return Chunks(lambda part, *_: stock(part), length, self._memory, None, norm.parameters())(states)
+        return in_chunks(lambda part, *_: stock(part), norm, states, self._settings.chunk, self._memory)
 
     def _losses(self, stock: Any, states: Tensor, labels: Tensor, like: Any) -> Tensor:
         """The model's loss by token, with its logits as the model makes them of the head's result and its base's output."""
@@ -207,13 +221,19 @@ class ChunkedModel:
 
         # Logits of a chunk would need several times as much memory as its MLP.
         tile = max(4 * self._settings.chunk * states.shape[2] // model.config.vocab_size, 1)
-        return Chunks(run, min(tile, self._settings.chunk), self._memory, None, head.parameters())(states)
+        return in_chunks(run, head, states, min(tile, self._settings.chunk), self._memory)
 
 
 # ---- attention as transformers calls it -----------------------------------------------------------------------------
 
 #: What each token has attended to, ``[batch, heads, tokens, size]``, in the second run of a layer; None in the first.
 _attended: Tensor | None = None
+
+
+def _refuse(found: str, wrong: dict[str, Any], expected: str) -> None:
+    """Raises `ConfigError` with the first thing that is wrong, if one is."""
+    if problem := next(filter(wrong.get, wrong), None):
+        raise ConfigError(f"hzero.sequence: found {found} with {problem}; expected {expected}")
 
 
 class _Projected(Exception):  # noqa: N818
@@ -230,8 +250,7 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any
         "values of another shape than keys": key.shape != value.shape,
         f"{value.dtype}": value.device.type != "cpu" and value.dtype not in (torch.bfloat16, torch.float16),
     }
-    if found := [name for name, present in wrong.items() if present]:
-        raise ConfigError(f"sequence: found attention with {found[0]}; expected causal attention, on GPUs in 16 bits")
+    _refuse("attention", wrong, "causal attention, on GPUs in 16 bits")
     if _attended is None:
         # A rotary embedding may have widened two of them.
         raise _Projected(query.to(value.dtype), key.to(value.dtype), value, given.get("scaling"))

@@ -268,12 +268,6 @@ class Grid:
         number = {rank: index for index, rank in enumerate(ranks)}
         return own.numbered([number[rank] for rank in part.transpose().ravel().tolist()])
 
-    def of_neighbours(self, size: int, key: str) -> Grid:
-        """The grid of the first ``size`` ranks, for groups of neighbours. ``key`` begins messages."""
-        if self.world_size % size:
-            raise ConfigError(f"{key}: found {size}; expected a divisor of the {self.world_size} ranks")
-        return self.of_ranks(range(size))
-
     def numbered(self, ranks: Sequence[int]) -> Grid:
         """The same sizes, with these ranks at the places, which are in the default order: by an order of tiers if one fits."""
         listed = dataclasses.replace(self, order=TIERS[::-1], ranks=tuple(ranks))

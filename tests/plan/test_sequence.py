@@ -94,7 +94,7 @@ def test_a_global_batch_counts_a_group_once(capsys: pytest.CaptureFixture[str]) 
         (("zero.sequence.parallel=5",), "zero.sequence.parallel: found 5; expected a divisor of the 384 ranks"),
         (
             ("zero.sequence.parallel=128",),
-            "zero.sequence.parallel: found 128; expected a divisor of the model's 64 heads",
+            "zero.sequence.parallel: found 128; expected a divisor of the 64 attention heads",
         ),
         (("zero.sequence.chunks=5",), "zero.sequence: unknown key 'chunks'; did you mean 'chunk'"),
     ],

@@ -151,8 +151,17 @@ def check_batches_that_cannot_be_shared_are_refused() -> None:
     documents = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])[None]
     refused("several documents", {**whole, "position_ids": documents})
     refused("labels: found None in training", {**whole, "labels": None})
-    with pytest.raises(ConfigError, match="a batch with output_hidden_states"):
-        engine(**whole, output_hidden_states=True)
+    refused("a batch with output_hidden_states", {**whole, "output_hidden_states": True})
+    refused("a batch with fused_lm_head", {**whole, "fused_lm_head": True})  # as of TRL
+    refused("a batch with no ids", {"inputs_embeds": None, "labels": whole["labels"]})
+    refused(r"labels: found \[1, 22\]; expected \[1, 23\]", {**whole, "labels": whole["labels"][:, 1:]})
+    refused(r"attention_mask: found \[1, 1, 23, 23\]", {**whole, "attention_mask": torch.ones(1, 1, LENGTH, LENGTH)})
+    engine.eval()
+    with torch.no_grad():
+        refused("labels: found None on some ranks", {**whole, "labels": None})
+        text = engine.module.generate(whole["input_ids"], max_new_tokens=2, do_sample=False, synced_gpus=True)
+    assert torch.equal(text, _model().generate(whole["input_ids"], max_new_tokens=2, do_sample=False))
+    assert engine(**whole).loss.isfinite()  # as if nothing had been refused
     engine.destroy()
 
 

@@ -33,7 +33,7 @@ from transformers import (
 
 from hzero.config import SequenceConfig, parse_config
 from hzero.plan.sequence import chunked
-from hzero.sequence import attach, detach
+from hzero.sequence import attach, detacher
 from hzero.sequence.attention import Attention
 from hzero.sequence.host import HostMemory, one_ahead
 from hzero.sequence.models import ChunkedModel
@@ -217,13 +217,18 @@ def test_adapters_are_trained() -> None:
         config = parse_config(
             {"sequence": {"chunk": 4}, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 1}}
         )
-        layers = attach(model, config, resolve_grid(config.topology, 1))
+        marked: list[tuple[Any, bool]] = []
+        attach(model, config, resolve_grid(config.topology, 1), mark=lambda *given: marked.append(given))
+        first = detacher(model)
+        attach(model, config, resolve_grid(config.topology, 1))
+        first()  # too late, and so without effect
         found = model(input_ids=ids, labels=ids)
         found.loss.backward()
-        assert len(layers) == 2 and found.logits is None
+        assert [flag for _, flag in marked] == [True, True, False, False] and found.logits is None
         torch.testing.assert_close(found.loss, expected)
         assert len(of_all) == 8 and furthest(gradients(model), of_all) < 1e-5
-        assert detach(model) == layers and model(input_ids=ids, labels=ids).logits is not None
+        detacher(model)()
+        assert model(input_ids=ids, labels=ids).logits is not None
     finally:
         dist.destroy_process_group()
 
