@@ -30,8 +30,8 @@ HZ_DEVICE hz_u32 quotient(hz_u32 number, const hz_divisor& by) {
   return (hz_u32)((hz_u64)number * by.factor >> by.shift);
 }
 
-// A workgroup takes as many successive blocks of one record as its threads suffice for. Of a tensor whose records have
-// one block each it takes those of as many rows: at tens of thousands of ranks a bias has one element in each.
+// Threads share the blocks of all rows of a tensor, row by row, however few a row has: at tens of thousands of ranks a
+// matrix has a few blocks in each record, and a bias one element.
 HZ_DEVICE Place place(const hz_bucket& bucket) {
   // The last tensor that begins here or before: each lane compares one, and the wave counts.
   hz_u32 index = ~0u;
@@ -42,11 +42,9 @@ HZ_DEVICE Place place(const hz_bucket& bucket) {
   }
   const hz_tensor& tensor = bucket.tensor[index];
   const hz_u32 together = 8 - tensor.lanes_shift;  // 2^together blocks
-  const hz_u32 group = workgroup() - bucket.first_group[index], own = thread() >> tensor.lanes_shift;
-  const hz_u32 per_row = (tensor.blocks + (1u << together) - 1) >> together;
-  const bool many = tensor.blocks == 1;
-  const hz_u32 row = many ? (group << together) + own : quotient(group, tensor.per_row);
-  const hz_u32 block = many ? 0 : ((group - row * per_row) << together) + own;
+  const hz_u32 group = workgroup() - bucket.first_group[index];
+  const hz_u32 number = (group << together) + (thread() >> tensor.lanes_shift);
+  const hz_u32 row = quotient(number, tensor.by_blocks), block = number - row * tensor.blocks;
   const hz_u32 lane = thread() & ((1u << tensor.lanes_shift) - 1), element = block * bucket.block_size + lane * 16;
   return Place{tensor,
                row,
@@ -246,11 +244,10 @@ HZ_DEVICE void store_until(hz_u8* to, const Words& vector, hz_u32 end) {
 // Writes up to 16 elements of a shard, those of the thread's place. Every thread of the workgroup calls it.
 template <int BYTES>
 HZ_DEVICE void write(const hz_bucket& bucket, const Place& at, void* shard, int count, Words (&words)[BYTES]) {
-  // The same in all threads of a workgroup, unless it has many records of one block.
   const hz_u32 shift = (hz_u64)shard % 16;
   hz_u8* const first = (hz_u8*)shard + (hz_u64)at.element * BYTES - shift;
   Words moved[BYTES + 2];
-  if (shift || at.blocks == 1)
+  if (shift || at.tensor.chunk % (16 / BYTES))  // the same in all threads of a wave, which may have several shards
 #pragma unroll
     for (int i = 0; i < 4; ++i) moved[0].word[i] = of_lane_before(words[BYTES - 1].word[i]);
   if (!shift) {
@@ -265,7 +262,7 @@ HZ_DEVICE void write(const hz_bucket& bucket, const Place& at, void* shard, int 
     // The next block is the next thread's if all that share a block have elements.
     const hz_u32 lanes = bucket.block_size / 16;
     const bool runs_on = at.blocks > 1 && lanes == 1u << at.tensor.lanes_shift;
-    if (thread() % HZ_WAVE && (at.lane || runs_on))
+    if (thread() % HZ_WAVE && at.element && (at.lane || runs_on))
       store_to((Words*)first, moved[0]);
     else
       store_from<BYTES>(first, moved[0], shift);
@@ -496,27 +493,24 @@ HZ_DEVICE hz_u64 part_of(const hz_checks& checks, hz_u64 payload, hz_i64 piece_b
 }
 
 // Adds a thread's sum to the checksum of a part, if it has elements. Whole waves call it: if all of a wave have the
-// same part, and only a record of one block shares a wave with others, one thread adds for all.
+// same part, one thread adds for all.
 HZ_DEVICE void add_up(const hz_checks& checks, const Place& at, hz_u32 part, hz_u64 sum) {
   hz_u32 least = at.has_elements ? part : ~0u, most = at.has_elements ? part : 0;
-  if (at.blocks == 1) {
 #pragma unroll
-    for (hz_u32 m = 1; m < HZ_WAVE; m *= 2) {
-      least = Smallest::of(least, swap_halves(least, m));
-      most = Largest::of(most, swap_halves(most, m));
-    }
-    if (least != most) {
-      if (at.has_elements) add_atomically(pointer<hz_u64>(checks.sums + part * checks.step), sum);
-      return;
-    }
-    part = most;
+  for (hz_u32 m = 1; m < HZ_WAVE; m *= 2) {
+    least = Smallest::of(least, swap_halves(least, m));
+    most = Largest::of(most, swap_halves(most, m));
+  }
+  if (least != most) {
+    if (at.has_elements) add_atomically(pointer<hz_u64>(checks.sums + part * checks.step), sum);
+    return;
   }
 #pragma unroll
   for (hz_u32 m = 1; m < HZ_WAVE; m *= 2) {
     const hz_u32 low = swap_halves((hz_u32)sum, m), high = swap_halves((hz_u32)(sum >> 32), m);
     sum += (hz_u64)high << 32 | low;
   }
-  if (thread() % HZ_WAVE == 0) add_atomically(pointer<hz_u64>(checks.sums + part * checks.step), sum);
+  if (thread() % HZ_WAVE == 0) add_atomically(pointer<hz_u64>(checks.sums + most * checks.step), sum);
 }
 
 // Adds what this thread has of a record, its codes and, if it is the first of a block, the scale, to the checksum of

@@ -34,10 +34,10 @@ struct hz_tensor {
   hz_u32 out_scales;
   hz_u32 record_bytes;
   hz_u32 out_record_bytes;
-  hz_u32 first_block;  // blocks of the tensors before in a row: columns of stochastic rounding count from here
-  float factor;        // of the residual
-  hz_u32 lanes_shift;  // 2^lanes_shift threads share a block, each with 16 of its elements; device kernels only
-  hz_divisor per_row;  // workgroups of a row with more than one block; device kernels only
+  hz_u32 first_block;    // blocks of the tensors before in a row: columns of stochastic rounding count from here
+  float factor;          // of the residual
+  hz_u32 lanes_shift;    // 2^lanes_shift threads share a block, each with 16 of its elements; device kernels only
+  hz_divisor by_blocks;  // device kernels only
 };
 
 // Where the checksums of a payload are. Kernels add to them, so they start at zero, or at what is to be added.

@@ -273,18 +273,18 @@ class Launch:
     def _share(bucket: np.ndarray, tensor: np.ndarray, together: int) -> None:
         """How the workgroups of a device share the rows of all tensors.
 
-        A block has a power of two of threads, for 16 elements each. A workgroup has blocks of one row, or, of a tensor with one
-        block a row, as many rows.
+        A block has a power of two of threads, for 16 elements each; blocks follow each other, those of all rows.
         """
         first = 0
         bucket["first_group"] = 2**32 - 1
         for index, one in enumerate(tensor):
             lanes = 1 << (-(-min(int(one["chunk"]), together) // 16) - 1).bit_length()
-            blocks, rows = int(one["blocks"]), int(bucket["rows"])
-            own = THREADS // min(lanes, THREADS)
-            one["lanes_shift"], one["per_row"] = lanes.bit_length() - 1, divisor(-(-blocks // own))
+            one["lanes_shift"], one["by_blocks"] = lanes.bit_length() - 1, divisor(int(one["blocks"]))
             bucket["first_group"][index] = first
-            first += -(-rows // own) if blocks == 1 else -(-blocks // own) * rows
+            blocks = int(one["blocks"]) * int(bucket["rows"])
+            if blocks > 2**31 - THREADS:  # which a divisor divides
+                raise ValueError(f"sizes: found {blocks:,} blocks of a tensor, expected at most 2**31 - {THREADS}")
+            first += -(-blocks * lanes // THREADS)
         bucket["workgroups"] = first
 
     def decode(self, payload: torch.Tensor, tensors: Sequence[torch.Tensor], *checksums: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ TENSOR = np.dtype(
         ("first_block", "u4"),
         ("factor", "f4"),
         ("lanes_shift", "u4"),
-        ("per_row", DIVISOR),
+        ("by_blocks", DIVISOR),
     ],
     align=True,
 )

@@ -5,7 +5,8 @@
 Instructions are those that `tests.kernels.gfx90a` executes of hipcc's assembly, lanes times instructions by elements. The
 issue bound is the time in which the 110 compute units of a chiplet start the vector instructions, one each in a cycle of
 1.7 GHz, as a share of the time that its memory needs for the bytes, at 1.6 TB/s. Accesses to elements, of so many rows that do
-not start at multiples of 16 bytes, are counted in the emulation of the source.
+not start at multiples of 16 bytes, are counted in the emulation of the source. All accesses, to codes and scales too, are those
+of the assembly: of int4 a thread has 8 bytes of codes and of int2 4, and lanes follow each other in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,26 +27,30 @@ from typing import Any
 import torch
 
 import hzero
+from hzero.codecs import reference
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Decoder, Encoder, Recoder
-from hzero.codecs.formats import RecordFormat, Rows
+from hzero.codecs.formats import BLOCK_CODECS, RecordFormat, Rows
 from tests.kernels.gfx90a import Simulated
 
 #: A shard of 4096 * 4096 elements on 384 ranks, and the next one of which all start at multiples of 16 bytes.
 UNALIGNED, ALIGNED = 43_691, 43_696
 PEERS = 4
 MEMORY, ISSUE = 1.6e12, 110 * 1.7e9
+#: Names of a thread's accesses in instructions, and their bytes.
+WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "short": 2}
 
 
 def calls(backend: Any, chunk: int, rows: int) -> Iterator[tuple[str, Any]]:
     """Every call that is measured."""
     bf16 = torch.bfloat16
     order, pieces = Rows.of((chunk,), (rows,)), Rows.of((chunk,), (PEERS,), outer=PEERS)
-    for codec in ("int8", "int4"):
+    for codec in BLOCK_CODECS:
         fmt = RecordFormat.of(codec, 128)
         random = fmt._replace(stochastic=True)
         source = [torch.randn(rows * chunk).to(bf16)]
-        message = torch.zeros(Encoder(fmt, pieces, bf16, "", backend).bytes, dtype=torch.uint8)
+        # Of zeros no kernel would compute quotients.
+        message = Encoder(fmt, pieces, bf16, "", reference)([torch.randn(PEERS * chunk).to(bf16)])
         again, one = Rows.of((chunk,), (1,)), Encoder(fmt, order, bf16, "", backend)
         yield f"encode {codec}", lambda one=one, source=source: one(source)
         one = Encoder(random, order, bf16, "", backend)
@@ -61,12 +67,12 @@ def calls(backend: Any, chunk: int, rows: int) -> Iterator[tuple[str, Any]]:
 def moved(name: str) -> float:
     """Bytes per element that a kernel reads and writes, each once."""
     operation, codec = name.split(",")[0].split()
-    coded = {"int8": 1, "int4": 0.5}[codec] + 2 / 128
+    coded = RecordFormat.of(codec, 128).element_bytes(2)
     return {"decode_sum": PEERS * coded + 4, "decode_sum_encode": (PEERS + 1) * coded}.get(operation, coded + 2)
 
 
 def instructions(kernels: Path, rows: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Of each kernel and kind of shard: vector, scalar and memory instructions per element."""
+    """Of each kernel and kind of shard: vector, scalar and memory instructions per element, and accesses by width."""
 
     def assembly(family: str) -> str:
         with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +91,8 @@ def instructions(kernels: Path, rows: int) -> dict[str, dict[str, dict[str, floa
             kinds = Counter[str]()
             for instruction, times in simulated.counts.items():
                 kinds["memory" if instruction.startswith(("global", "ds")) else instruction[0]] += times
+                if width := re.match(r"global_(?:load|store)_[us]?(dwordx4|dwordx2|dword|short|byte)", instruction):
+                    kinds[width[1]] += times
             elements = chunk * (1 if "sum" in name else count)
             found.setdefault(name, {})[str(chunk)] = {kind: times * 64 / elements for kind, times in kinds.items()}
     return found
@@ -146,6 +154,14 @@ def main() -> None:
             share = kinds["v"] / 64 / ISSUE / (moved(name) / MEMORY)
             counted = " | ".join(f"{kinds[kind]:.2f}" for kind in ("v", "s", "memory"))
             print(f"| {name}{when} | {chunk:,} | {counted} | {moved(name):.2f} | {share:.2f} |")
+    print(
+        f"\n| all accesses, shards of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | bytes in accesses of 16 |\n{'|---' * 6}|"
+    )
+    for name, found in own.items():
+        counts = {width: found[str(UNALIGNED)].get(kind, 0.0) for kind, width in WIDTHS.items()}
+        made, moves = sum(counts.values()), sum(width * count for width, count in counts.items())
+        shares = " | ".join(f"{count / made:.1%}" for count in counts.values())
+        print(f"| {name} | {shares} | {16 * counts[16] / moves:.1%} |")
     print(
         f"\n| elements of {arguments.rows} rows of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | 16 bytes wide |\n{'|---' * 6}|"
     )
