@@ -32,7 +32,7 @@ from hzero.plan.machine import Machine, Profile
 from hzero.plan.memory import footprint
 from hzero.plan.scenario import Job, Scenario, buckets_of
 from hzero.plan.shards import ShardPlan
-from hzero.plan.step import Known, Prediction, compute_s, predict, require_layers
+from hzero.plan.step import Prediction, Simulated, compute_s, predict, require_layers
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
@@ -136,7 +136,7 @@ def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degre
         degrees: Of model parallelism.
     """
     own, machine = placed(job, grid, profile, degrees)
-    known: Known = {}
+    known = Simulated()
     found = predict(scheme, own, machine, known)
     if degrees.pipeline == 1:
         return found

@@ -25,10 +25,25 @@ from hzero.validation import ConfigError
 
 #: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.
 MICRO_STEPS, LAYERS = 3, (3, 6)
-#: What predictions of one scheme keep that differ in the accumulation only, see `predict`.
-Known: TypeAlias = dict[Any, Any]
+#: What a bucket starts on a lane at once: lane, outermost tier, whether it waits for the last micro-step, phases.
+Timed: TypeAlias = tuple[str, str, bool, list[Phase]]
 #: The lane of the device's own work.
 COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What predictions of one scheme share that differ in the accumulation only; it fills as they are made.
+
+    Attributes:
+        figures: Of whole steps, by accumulation.
+        hops: What a bucket starts, by phase, whether micro-steps precede and follow, and the bucket's name.
+        computes: Products of a bucket, by phase and name.
+    """
+
+    figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    hops: dict[tuple[str, bool, bool, str], list[Timed]] = field(default_factory=dict)
+    computes: dict[str, list[Phase]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,21 +71,21 @@ def require_layers(job: Job) -> None:
         raise ConfigError(f"model: the layers of {job.name} differ; expected equal layers for a prediction")
 
 
-def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: dict[Any, Any] | None = None) -> Prediction:
+def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simulated | None = None) -> Prediction:
     """Predicts one step of the stage's shard plan, or of another engine.
 
     Args:
         scheme: The shard plan, or the other engine.
         job: What is trained.
         machine: What runs it.
-        known: Keeps what is simulated, for predictions that differ in the accumulation only.
+        known: Keeps what is simulated, for the next prediction.
 
     Raises:
         ConfigError: The model's layers differ.
     """
     require_layers(job)
     job = _as_cut(scheme, job)
-    found = _figures(scheme, job, machine, {} if known is None else known)
+    found = _figures(scheme, job, machine, known or Simulated())
     seconds = found["seconds"]
     # Forward and backward, without what is computed again.
     flops = 3.0 * job.tokens * job.accumulation * sum(bucket.flops for bucket in buckets_of(job))
@@ -90,14 +105,14 @@ def compute_s(job: Job, machine: Machine) -> float:
 
 
 def tasks_of(
-    scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None, known: Known | None = None
+    scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None, known: Simulated | None = None
 ) -> list[Task]:
     """The tasks of every layer and micro-step, or only of some ``layers``, lane by lane in order of submission.
 
     ``known`` is as of `predict`.
     """
     job = _as_cut(scheme, job)
-    return _Builder(scheme, job, machine, buckets_of(job, layers), {} if known is None else known).tasks()
+    return _Builder(scheme, job, machine, buckets_of(job, layers), known or Simulated()).tasks()
 
 
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
@@ -107,7 +122,7 @@ def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
     return job
 
 
-def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Known) -> dict[str, float]:
+def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simulated) -> dict[str, float]:
     """Seconds of a step, of waits and of busy resources; middle micro-steps, and layers, are all alike."""
     if job.accumulation > MICRO_STEPS:
         counts = (MICRO_STEPS - 1, MICRO_STEPS)
@@ -121,11 +136,10 @@ def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Know
     shared = isinstance(scheme, ShardPlan) and scheme.boundary_numel(0, job.itemsize) > job.layer
     if layers <= more or shared:
         return simulate(tasks_of(scheme, job, machine))
-    if job.accumulation not in known:
+    if job.accumulation not in known.figures:
         shorter, longer = (simulate(tasks_of(scheme, job, machine, count, known)) for count in (few, more))
-        known[job.accumulation] = _extended(shorter, longer, (layers - more) / (more - few))
-    found: dict[str, float] = known[job.accumulation]
-    return found
+        known.figures[job.accumulation] = _extended(shorter, longer, (layers - more) / (more - few))
+    return known.figures[job.accumulation]
 
 
 def _extended(shorter: dict[str, float], longer: dict[str, float], times: float) -> dict[str, float]:
@@ -137,7 +151,7 @@ class _Builder:
     """Makes the tasks of a step."""
 
     def __init__(
-        self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket], known: Known
+        self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket], known: Simulated
     ) -> None:
         self._job, self._machine, self._buckets = job, machine, buckets
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
@@ -155,8 +169,7 @@ class _Builder:
         self._kept = [keeps and (numel < job.reuse or not numel) for numel in behind]
         self._tasks: list[Task] = []
         # Equal buckets share their phases, by which `simulate` recognises what has run together before.
-        self._hops: dict[Any, list[tuple[str, str, bool, list[Phase]]]] = known.setdefault("hops", {})
-        self._computes: dict[str, list[Phase]] = known.setdefault("computes", {})
+        self._hops, self._computes = known.hops, known.computes
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
         self._late = 1 + machine.profile.value("jitter_share") * math.sqrt(2 * math.log(machine.grid.nodes))
 
@@ -263,14 +276,14 @@ class _Builder:
             made.append(self._add(Task(lane, f"{phase} {bucket.name}", phases, made[-1:] or needs, tier, boundary)))
         return made
 
-    def _timed(self, program: Program, bucket: Bucket, late: bool) -> list[tuple[str, str, bool, list[Phase]]]:
+    def _timed(self, program: Program, bucket: Bucket, late: bool) -> list[Timed]:
         """Lane, outermost tier, whether it waits for the last micro-step, and phases of what runs on a lane at once.
 
         Kernels are on the lane of the collective before them, or of the first.
         """
         machine, stage, number = self._machine, self._stage, 0
         chunks = [chunk_numel(numel, machine.grid.world_size) for numel in bucket.numels]
-        found: list[tuple[str, str, bool, list[Phase]]] = []
+        found: list[Timed] = []
         moved = program.moved(chunks, self._job.itemsize) if program.crossings else []
         for index, (step, taken, left) in enumerate(moved):
             phases = [machine.kernel(taken + left)]
