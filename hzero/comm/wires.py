@@ -63,6 +63,10 @@ class TorchWires:
     ) -> None:
         self._group, self._timeout, self._in_order = group, timeout, in_order
         self.all_gather = self._starts(getattr(dist, _ALL_GATHER))
+        # NCCL and RCCL send to the rank d places ahead while they receive from the one d places behind, for one distance after
+        # the other, on as many channels as they have (`ncclP2pSchedule` in src/init.cc of NVIDIA/nccl 2.30.7 and of
+        # ROCm/rocm-systems, projects/rccl; in ROCm/rccl 2.20 and 2.21 the order that init.cc gives `p2pSendOrder`). So no NIC
+        # receives from all ranks at a time, and this module shifts nothing. gloo shifts too, and starts all messages at once.
         self.all_to_all = self._starts(dist.all_to_all_single)
         self.reduce_scatter = self._starts(getattr(dist, _REDUCE_SCATTER))
         self.library_sums = dist.get_backend(group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
@@ -75,12 +79,19 @@ class TorchWires:
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
         """The whole message goes to one rank, and as many bytes come from one; all ranks exchange at the same time.
 
-        Parts without bytes are not sent on NCCL and RCCL; on gloo they are empty messages.
+        No other rank gets a message. An all-to-all with empty parts sends one to every rank: torch skips none
+        (`_nccl_should_send_recv` in its nccl.cpp), and NCCL and RCCL, like gloo, send messages of no bytes.
         """
-        ranks = dist.get_world_size(self._group)
-        sends, receives = [0] * ranks, [0] * ranks
-        sends[target] = receives[source] = message.numel()
-        return self.all_to_all(output, message, receives, sends)
+        to, back = self._rank(target), self._rank(source)
+        limit = (self._timeout,) if message.is_cpu else ()  # a send or receive of gloo takes it when it is waited for
+
+        def start(group: dist.ProcessGroup, async_op: bool) -> Work:
+            pair = [dist.P2POp(dist.isend, message, to, group), dist.P2POp(dist.irecv, output, back, group)]
+            works = dist.batch_isend_irecv(pair)
+            both = SimpleNamespace(wait=lambda: [work.wait(*limit) for work in works])
+            return both if async_op else both.wait()
+
+        return self._starts(start)()
 
     def broadcast(self, message: torch.Tensor, root: int) -> Work:
         """uint8 ``[b]`` of one rank into all others'."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from hzero.comm import Chain, HopError, WireLog, peers_of, shared_watchdog
-from hzero.comm.wires import process_group
+from hzero.comm.wires import TorchWires, process_group
 from hzero.config import ALGORITHMS
 from hzero.plan.program import gather_program, reduce_program
 from hzero.topology.grid import Grid
@@ -119,6 +119,20 @@ def check_a_group_needs_nothing_of_other_ranks() -> None:
             assert split.called
         finally:
             world.bound_device_id = None
+
+
+def check_an_exchange_waits_for_no_other_rank() -> None:
+    """An all-to-all with empty parts does: it has a message to every rank, and from it."""
+    rank, seconds = dist.get_rank(), timedelta(seconds=20)
+    wires = TorchWires(process_group(("exchange", "node"), range(WORLD), seconds), seconds)
+    order = c10d._get_default_store()
+    for pair in range(WORLD // 2):  # one after the other
+        if rank // 2 == pair:
+            arrived = torch.empty(3, dtype=torch.uint8)
+            wires.exchange(arrived, torch.full((3,), rank, dtype=torch.uint8), rank ^ 1, rank ^ 1).wait()
+            assert arrived.tolist() == [rank ^ 1] * 3
+            order.set(f"exchange of {rank}", "")
+        order.wait([f"exchange of {2 * pair + place}" for place in (0, 1)], seconds)
 
 
 def check_delays_change_no_bit() -> None:
