@@ -13,7 +13,7 @@ from griffe import Docstring
 from pydantic import BaseModel
 
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
-from hzero.experiment import Configuration, compose, conf_dir
+from hzero.experiment import Configuration, compose, key_lines
 from hzero.plan.machine import CONSTANTS, load_profile
 
 #: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
@@ -45,7 +45,7 @@ def block_table() -> str:
 def trainer_table() -> str:
     """All keys of the trainer, with the values of the main job and the comments of the YAML files."""
     schema = Configuration.model_json_schema()
-    main, comments = compose([]).config, dict(_comments())
+    main, comments = compose([]).config, {key: comment for key, _, comment in key_lines()}
     lines = []
     for path, owner, key, field, _ in _leaves(schema, schema, "Configuration"):
         if path.partition(".")[0] not in ("zero", "topology", "trainer", "deepspeed"):
@@ -155,21 +155,6 @@ def _models() -> Iterable[type[BaseModel]]:
     for model in waiting:
         waiting += model.__subclasses__()
         yield model
-
-
-def _comments() -> Iterator[tuple[str, str]]:
-    """Keys of the configuration's files, and the comments after them."""
-    conf = conf_dir()
-    for path in [*sorted(conf.glob("*/*.yaml")), conf / "train.yaml"]:
-        parents = [(-1, "" if path.parent == conf else path.parent.name)]
-        for line in path.read_text().splitlines():
-            if found := re.match(r"( *)(\w+):(?:[^#]*?# (.*))?", line):
-                depth = len(found[1])
-                while parents[-1][0] >= depth:
-                    parents.pop()
-                parents.append((depth, f"{parents[-1][1]}.{found[2]}".strip(".")))
-                if found[3]:
-                    yield parents[-1][1], found[3]
 
 
 def _table(rows: list[tuple[str, str, str, str]]) -> str:

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             extra = "data,train" if parsed.command == "data" else "train"
             raise ConfigError(
-                f'{parsed.command} needs {missing[0]}, which is not installed; pip install "hzero[{extra}]"'
+                f'{parsed.command}: {missing[0]} is not installed; run pip install ".[{extra}]" in a checkout of hzero'
             )
         status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         if why := lost_output():

@@ -498,7 +498,7 @@ class HZeroConfig(Block):
             All ranks must change the mode together.
         checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
             on GPUs before the optimizer steps. A difference stops the run. Costs two more passes over every message.
-        transport: `torch` sends messages over the process group's backend, `mpi` over mpi4py (`hzero[mpi]`), for ranks that
+        transport: `torch` sends messages over the process group's backend, `mpi` over mpi4py (extra `mpi`), for ranks that
             mpiexec or srun has started as ranks of MPI. torch.distributed must be initialised in both cases.
         order: `strict` runs one collective at a time per device. `lanes` runs one at a time per tier, so tiers overlap. By
             default `strict` on ROCm, where RCCL can deadlock with several communicators in flight (ROCm/rccl#2191), and

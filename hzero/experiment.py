@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -229,6 +229,21 @@ def conf_dir() -> Path:
     package = Path(hzero.__file__).resolve().parent
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
+
+
+def key_lines() -> Iterator[tuple[str, str, str]]:
+    """Keys of groups and of the trainer that have a comment: dotted key, value and comment. A later one counts."""
+    conf = conf_dir()
+    for path in [*sorted(conf.glob("[!e]*/*.yaml"), reverse=True), conf / "train.yaml"]:
+        parents = [(-1, "" if path.parent == conf else path.parent.name)]
+        for line in path.read_text().splitlines():
+            if found := re.match(r"( *)(\w+):(?: ([^#]*?))?(?: *# (.*))?$", line):
+                depth = len(found[1])
+                while parents[-1][0] >= depth:
+                    parents.pop()
+                parents.append((depth, f"{parents[-1][1]}.{found[2]}".strip(".")))
+                if found[4]:
+                    yield parents[-1][1], found[3] or "", found[4]
 
 
 def compose(overrides: Sequence[str]) -> Experiment:

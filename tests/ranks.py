@@ -151,7 +151,7 @@ def mpiexec() -> str:
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if not found or importlib.util.find_spec("mpi4py") is None:
-        pytest.skip('mpiexec or mpi4py is not there (pip install "hzero[mpi]")')
+        pytest.skip("mpiexec or mpi4py is not there (extra mpi)")
     return found
 
 

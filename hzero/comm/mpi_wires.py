@@ -50,8 +50,8 @@ def import_mpi() -> Any:
     except (ImportError, RuntimeError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f'transport "mpi" needs mpi4py, which cannot be used ({why[:200]}): pip install "hzero[mpi]", possible '
-            'without: "torch"'
+            f"transport: found 'mpi', but mpi4py cannot be used ({why[:200]}); expected 'torch', or the extra mpi "
+            "of hzero installed"
         ) from None
     return MPI
 

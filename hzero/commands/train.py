@@ -30,6 +30,7 @@ from hzero.experiment import (
     compose,
     conf_dir,
     for_hydra,
+    key_lines,
     one_line,
     plain,
     transformers_config,
@@ -85,6 +86,11 @@ def run_train(arguments: Sequence[str]) -> int:
             raise
         raise ConfigError(one_line(error)) from None
     except SystemExit as left:  # Hydra's --help too
+        if "--help" in arguments:
+            lines = {
+                key: f"  {key}={value.strip('?')}".ljust(40) + f" {meaning}" for key, value, meaning in key_lines()
+            }
+            print("\n== Keys (key=default) ==", *lines.values(), sep="\n")
         return left.code if isinstance(left.code, int) else 0
     finally:
         sys.argv = argv

@@ -74,7 +74,7 @@ def check_config(config: DeepSpeedConfig) -> None:
     """
     declared_grid(config.hzero_block.topology, f"{KEY}.topology")
     if config.hzero_block.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        raise ConfigError(f"{KEY}.transport: found 'mpi', and mpi4py is not installed (hzero[mpi])")
+        raise ConfigError(f"{KEY}.transport: found 'mpi'; expected 'torch', or mpi4py installed (extra mpi of hzero)")
     check_features(config)
     stage = int(config.zero_config.stage)
     if stage not in (1, 3):
