@@ -220,7 +220,7 @@ class Lanes:
 
     On CPUs a chain reads its inputs where it is submitted, or on its first lane's thread if it comes after others. Each hop, and
     what is computed before it, runs on the thread of its lane, once the chain's hop before it has ended. The last hop's lane
-    makes the result.
+    makes the result, after it has started its next hop if that can start.
 
     On a device all of a chain is enqueued when it is submitted. The stream of a hop's lane waits for the chain's hop before it.
     So it encodes the next chain's message while its own hop is under way. Results have streams of their own.
@@ -313,12 +313,25 @@ class Lanes:
         return jobs
 
     def _serve(self, jobs: queue.SimpleQueue[Any]) -> None:
+        """Runs a lane's hops. The next one starts, if it can at once, before the result of the last is made: links stay busy."""
         torch.set_grad_enabled(False)  # of this thread
+        ended: Iterator[None] = iter(())
         while True:
-            self._run(*jobs.get())
+            if jobs.empty():
+                next(ended, None)
+            chain, index, lane = jobs.get()
+            waits = chain._ended < index or any(other._ended < math.inf for other in chain._after)
+            if waits:  # maybe for that result
+                next(ended, None)
+            hop = self._run(chain, index, lane)
+            del chain  # its result is not this lane's to keep
+            next(hop, None)
+            next(ended, None)
+            next(hop, None)
+            ended = hop
 
-    def _run(self, chain: Chain[Any], index: int, lane: Lane | None) -> None:
-        """Runs a hop of a chain on its lane; the last one's lane makes the result."""
+    def _run(self, chain: Chain[Any], index: int, lane: Lane | None) -> Iterator[None]:
+        """Starts a hop of a chain, ends it, and makes the result if it is the last; yields in between."""
         last, started = index + 1 >= len(chain.lanes), False
         chain._await(index)
         error = chain._error or self._broken.get(lane)
@@ -331,9 +344,11 @@ class Lanes:
                 assert (pending is None) == (lane is None), "it has as many hops as it has announced"
                 if pending is not None:
                     started = True
+                    yield
                     pending.end()
                     del pending  # what was sent is not needed any more
                     if last:
+                        yield
                         with self._around():
                             chain._resume()
                     else:

@@ -232,6 +232,21 @@ def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
     assert _soon(lambda: two.done) and (one.wait(), two.wait()) == (0, 1)
 
 
+def test_the_next_hop_starts_before_the_result_of_the_last_is_made() -> None:
+    lanes, used, hops = Lanes(), [("weights", "gcd")], _Started()
+
+    def decoding() -> Any:
+        yield from _by_hand(hops, used, None)
+        assert _soon(lambda: len(hops) == 2)
+        return 1
+
+    chains: list[Any] = [lanes.submit(decoding(), used), lanes.submit(_by_hand(hops, used, 2), used)]
+    chains.append(lanes.submit(_by_hand(hops, used, 3), used, after=chains[1:]))  # it needs the result
+    for number in range(3):
+        hops.arrive(number)
+    assert [chain.wait() for chain in chains] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop(error: type[BaseException]) -> None:
     """Its peers have started theirs, and would pair it with the next chain's; all chains on its lanes fail."""
