@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-HSDP, WIDTH, LENGTH, VOCAB, MICRO = "HSDP over the node", 384, 128, 256, 2
-ROUNDS, AHEAD = int(os.environ.get("ROUNDS", "9")), int(os.environ.get("AHEAD", "0"))  # AHEAD: layers to prefetch
+HSDP, WIDTH, VOCAB, MICRO = "HSDP over the node", 384, 256, 2
+# AHEAD: layers to prefetch; LENGTH: tokens of a rank.
+ROUNDS, AHEAD, LENGTH = (int(os.environ.get(*one)) for one in (("ROUNDS", 9), ("AHEAD", 0), ("LENGTH", 128)))
 SCHEMES = os.environ.get("SCHEMES")  # Names, separated by semicolons; all without it.
 
 
