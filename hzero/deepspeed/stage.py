@@ -17,7 +17,7 @@ from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import versions
 from hzero.deepspeed.muon import Matrix
-from hzero.deepspeed.stage_state import Managed, StageState, ZeroParameter, current_device
+from hzero.deepspeed.stage_state import InFlight, Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter
 from hzero.validation import ConfigError, attributes, on_all_ranks, some
@@ -38,6 +38,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
 
     @on_all_ranks()
     def __init__(self, config: HZeroConfig, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        module.ds_inflight_param_registry = InFlight()  # type: ignore[assignment]  # stock makes one if there is none
         super().__init__(module, *args, **kwargs)
         persistent = {param.ds_id for param in self.persistent_parameters}
         params: list[ZeroParameter] = list(module.parameters())

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param, register_external_parameter
+from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from deepspeed.utils import z3_leaf_module
 
 from hzero.comm import lasting
@@ -34,6 +35,8 @@ from hzero.plan.shards import ShardPlan
 from hzero.sequence import detacher
 from hzero.validation import attributes, is_rank_0
 
+#: Elements from which on a unit has a message of its own: its time on a link is then longer than a hop's latency.
+_MESSAGE_NUMEL = 1 << 20
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any
 
@@ -196,7 +199,8 @@ class StageState(Engine):
         form_units(units, module, layers)
         # Functions that hold nothing else, so that a copy of the model copies no engine.
         self._hooks = [
-            module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop())),
+            # Before DeepSpeed's hook, which gathers ahead.
+            module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop()), prepend=True),
             module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
         ]
         if config.exact_evaluation and any(one.route.lossy for one in managed):  # codec `none` is exact anyway
@@ -355,16 +359,19 @@ class StageState(Engine):
                 managed.drop()
                 self.weights.mark_edited(managed)
         self.units.request(wanted)
-        missing = self.units.widened(wanted)
-        for brought, wait in self.weights.unshard(missing) if missing else ():
-            gathering = Gathering(wait, self.lanes.streams is not None)
-            for managed in cast("list[Managed]", brought):
-                managed.whole = gathering.add()
-                self.units.bring(managed)
+        for together in self.units.widened(wanted):
+            for brought, wait in self.weights.unshard(together):
+                gathering = Gathering(wait, self.lanes.streams is not None)
+                for managed in cast("list[Managed]", brought):
+                    managed.whole = gathering.add()
+                    self.units.bring(managed)
+        messages: dict[Gathering, list[Managed]] = {}
         for managed in wanted:
             managed.param.ds_status = ZeroParamStatus.INFLIGHT
             managed.inexact = managed.route.lossy
-        return GatherHandle(wanted)
+            assert managed.whole is not None, "it has just been gathered, or its unit has it"
+            messages.setdefault(managed.whole.gathering, []).append(managed)
+        return Handles([GatherHandle(gathering, brought) for gathering, brought in messages.items()])
 
     def gather_kept_whole(self) -> None:
         """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
@@ -511,6 +518,7 @@ class Units:
 
     def __init__(self) -> None:
         self._gathered: dict[Unit, None] = {}
+        self._place = -1  # last key of the unit that is used; before a forward none is
         self.of: dict[torch.nn.Module, Unit] = {}
         self.held: set[torch.nn.Module] = set()
 
@@ -519,14 +527,26 @@ class Units:
         unit = self.of.get(module)
         return unit is not None and unit.layer in self.held and module is not unit.layer
 
-    def widened(self, wanted: Iterable[Managed]) -> list[Managed]:
-        """Parameters to gather for a request: those that are not there yet, with the others of their units, by id."""
+    def widened(self, wanted: Iterable[Managed]) -> list[list[Managed]]:
+        """Parameters to gather for a request: those that are not there yet, with the others of their units.
+
+        Each large unit has a message, which its forward or backward waits for. Those that come next are first.
+        """
         found = {managed.key: managed for managed in wanted if managed.whole is None}
         for unit in {managed.unit for managed in found.values()} - {None}:
             for other in unit.members:  # type: ignore[union-attr]
                 if other.whole is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                     found[other.key] = other
-        return [found[key] for key in sorted(found)]
+        messages: list[list[Managed]] = []
+        filled = 0
+        for key in sorted(found):
+            if not messages or (filled >= _MESSAGE_NUMEL and found[key].unit is not messages[-1][-1].unit):
+                messages.append([])
+                filled = 0
+            messages[-1].append(found[key])
+            filled += found[key].numel
+        ahead = sum(message[0].key <= self._place for message in messages)
+        return messages[ahead:] + messages[:ahead][::-1]
 
     def bring(self, managed: Managed) -> None:
         """A gather brings a parameter."""
@@ -551,16 +571,19 @@ class Units:
         """
         now = self.of.get(module)
         if now is not None:
+            self._place = now.members[-1].key if now.members else self._place
             self._drop(unit for unit in self._gathered if unit is not now and unit.used)
 
     def end(self) -> None:
         """At the end of a forward or backward: lets go of what has been used."""
         self.held.clear()
+        self._place = -1
         self._drop(unit for unit in self._gathered if unit.used)
 
     def drop(self) -> None:
         """Lets go of everything."""
         self.held.clear()
+        self._place = -1
         self._drop(self._gathered)
 
     def _drop(self, units: Iterable[Unit]) -> None:
@@ -662,11 +685,11 @@ class Whole:
 
 
 class GatherHandle:
-    """Handle of parameters that gathers bring, as DeepSpeed's coordinator waits on it."""
+    """Handle of the parameters that a gather brings, or of some, as DeepSpeed's coordinator waits on it."""
 
-    def __init__(self, managed: Sequence[Managed]) -> None:
-        self._managed = managed
-        self._parts = [one.whole for one in managed]
+    def __init__(self, gathering: Gathering, managed: Sequence[Managed]) -> None:
+        self._gathering, self.params = gathering, {one.param for one in managed}
+        self._parts = [(one, one.whole) for one in managed]
         for one in managed:
             if one.unit is None:
                 one.whole = None
@@ -679,10 +702,9 @@ class GatherHandle:
         """
         if not self._parts:
             return
-        for gathering in dict.fromkeys(part.gathering for part in self._parts if part is not None):
-            gathering.wait()
+        self._gathering.wait()
         with lasting():
-            for one, part in zip(self._managed, self._parts):
+            for one, part in self._parts:
                 assert part is not None and part.flat is not None, "gather has started it"
                 param = one.param
                 flat = part.flat.view(param.ds_tensor.dtype)  # or they are bytes
@@ -699,11 +721,22 @@ class Handles:
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = handles
 
+    def of(self, param: ZeroParameter) -> Any:
+        """The handle of the message that brings a parameter, where it has its own."""
+        return next((one for one in self._handles if param in getattr(one, "params", ())), self)
+
     def wait(self, **how: Any) -> None:
         """Waits on each handle."""
         with lasting():
             for handle in self._handles:
                 handle.wait(**how)
+
+
+class InFlight(InflightParamRegistry):  # type: ignore[misc]
+    """DeepSpeed's handles of parameters that are gathered: a module waits for the messages of its parameters only."""
+
+    def __setitem__(self, param: ZeroParameter, handle: Any) -> None:
+        super().__setitem__(param, handle.of(param) if isinstance(handle, Handles) else handle)
 
 
 # ---- what DeepSpeed measures --------------------------------------------------------------------------------------------

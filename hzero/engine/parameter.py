@@ -60,6 +60,7 @@ class Parameter:
         trained: Whether the optimizer changes it.
         urgent: Whether it is needed right after a step, so that its refresh must not wait for others.
         code_bytes: Bytes of an element whose bytes travel; otherwise 1. Shards hold whole elements.
+        unit: What it is gathered with, if the front end has units.
         resident: Resident payload ``[rows][record]``, uint8, or weights ``[world * chunk]`` if the plan keeps them decoded. None
             if there is no copy, or none yet. This and what follows is the engine's.
         chunk: Elements of each shard of the resident copy.
@@ -76,6 +77,7 @@ class Parameter:
     trained: bool = True
     urgent: bool = False
     code_bytes: int = 1
+    unit: Any = None
     resident: torch.Tensor | None = None
     chunk: int = 0
     refresh: Chain[None] | None = None

@@ -143,13 +143,17 @@ class Weights:
         self._ahead.append((self._start_refresh(bucket), bucket[-1].key))
 
     def _in_buckets(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
+        """Messages of refreshes. A unit is divided only if it is larger than a message, so that its first use waits for one."""
         in_order = sorted(params, key=lambda param: param.key)
         buckets: list[list[Parameter]] = []
         for same in alike(
             in_order, lambda param: (str(param.dtype), param.differs, param.route.number, not param.urgent)
         ):
-            numel = same[0].route.plan.refresh_numel(self._bucket_numel, same[0].dtype.itemsize)
-            buckets += in_buckets(((param, param.numel) for param in same), numel)
+            limit = same[0].route.plan.refresh_numel(self._bucket_numel, same[0].dtype.itemsize)
+            units = itertools.groupby(same, lambda param: param.unit or param)
+            parts = [part for _, unit in units for part in in_buckets(((param, param.numel) for param in unit), limit)]
+            sized = ((part, sum(param.numel for param in part)) for part in parts)
+            buckets += [[param for part in bucket for param in part] for bucket in in_buckets(sized, limit)]
         return buckets
 
     def _start_refresh(self, together: list[Parameter]) -> Chain[None]:
