@@ -95,7 +95,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
         return stock(engine, optimizer)
     if config.sequence is not None:
         with on_all_ranks():
-            attach(engine.module, config, resolve_grid(config.topology, dist.get_world_size()), set_z3_leaf_module)
+            attach(engine.module, config, set_z3_leaf_module)
         engine.dp_world_size //= config.sequence.parallel  # as the configuration counts the samples of a step
     offload = functools.partial(HZeroOffload, config)
     with attributes(

@@ -207,7 +207,7 @@ class FsdpState(Engine):
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         if config.sequence is not None and len(owners.ranks) < owners.world.world_size:
             raise first.refusal("the key sequence on a mesh of some ranks", "fully_shard over the world")
-        attach(model, config, owners.world)
+        attach(model, config)
         routes, _ = routes_of(model, plan)
         self._keys = itertools.count()
         self._units = [Unit(one, [routes[param.sharded_param] for param in one.params]) for one in modules]

@@ -1,4 +1,4 @@
-"""Long sequences: attention, layers and loss in chunks on the host, and groups of ranks that share a sequence."""
+"""Long sequences: attention, layers and loss in chunks, with chunks in host memory and groups of ranks that share a sequence."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch.nn import Module
 
 from hzero.comm import for_dimension
 from hzero.config import HZeroConfig
-from hzero.topology import Grid
 from hzero.validation import attributes
 
 
-def attach(model: Module, config: HZeroConfig, world: Grid, mark: Callable[..., Any] = lambda *_: None) -> None:
-    """Makes a causal language model compute in chunks, and share each sequence with the ranks of a group. Collective.
+def attach(model: Module, config: HZeroConfig, mark: Callable[..., Any] = lambda *_: None) -> None:
+    """Makes a causal language model compute in chunks, and divides each sequence among the ranks of a group. Collective.
 
-    The model takes whole batches with labels as before, the same on all ranks of a group, and each rank computes its part of
-    the tokens. Its loss is the mean over the labels of all batches of the world, and gradients that are averaged over all ranks
-    are those of that loss. Without labels, as in generation, the model works as before. A forward is collective either way.
+    Pass whole batches with labels, as before; all ranks of a group need the same batch. Each rank computes its part of the
+    tokens. The loss is the mean over the labels of all batches of the world, and gradients averaged over all ranks are the
+    gradients of that loss. Without labels, as in generation, every rank computes whole sequences.
+
+    Every forward is collective over the world, also without labels, so that ranks which differ raise an error and do not wait.
 
     Args:
-        model: A causal language model of transformers or what wraps one, its weights whole or already sharded.
-        config: The block; without its key ``sequence`` nothing happens.
-        world: Grid of the world.
-        mark: Called with each layer that reads its weights without calling the modules that have them, and True; and again
-            with False when the model is detached.
+        model: A causal language model of transformers or a wrapper of one. Its weights may be sharded.
+        config: The block. Without its key ``sequence`` the model is only detached.
+        mark: Called as ``mark(layer, True)`` for each layer that runs in chunks, and as ``mark(layer, False)`` when the model
+            is detached. Such a layer reads its weights without calling the modules that have them.
 
     Raises:
-        ConfigError: The groups fit neither the machine nor the model.
+        ConfigError: The groups do not divide the ranks or the heads, or the model cannot run in chunks.
     """
     detacher(model)()
     if (settings := config.sequence) is None:
         return
     from hzero.sequence.models import ChunkedModel  # imports transformers
 
-    settings.check(world.world_size, "ranks", "hzero.sequence.parallel")
+    settings.check(dist.get_world_size(), "ranks", "hzero.sequence.parallel")
     group = None
     if settings.parallel > 1:
-        group = for_dimension("sequence", config, dist.new_subgroups(settings.parallel)[0], grid=world, uses=["sums"])
+        group = for_dimension("sequence", config, dist.new_subgroups(settings.parallel)[0], uses=["sums"])
     chunked = ChunkedModel(model, settings, group)
     stock, names = chunked.model.forward, list(inspect.signature(chunked.model.forward).parameters)
 

@@ -1,13 +1,13 @@
 """Causal attention over sequences that are split over ranks, chunk by chunk (FPDT, arXiv 2408.16978).
 
-Rank r of a group holds the r-th part of every chunk of the sequence. Projections, norms and MLPs work on these tokens. For
-attention an all-to-all gives each rank all tokens of the chunk, for its share of the heads (Ulysses, arXiv 2309.14509). So
-an exchange has the size of a chunk, and the next one is under way while a chunk computes. A chunk of queries meets the chunks
-of keys and values before it one after the other; partial results are merged by their log-sum-exps, as in ring attention
-(arXiv 2310.01889). Chunks that do not compute lie on the host.
+Rank r of a group has the r-th part of every chunk of the sequence. Projections, norms and MLPs work on these tokens. For
+attention, an all-to-all gives each rank all tokens of the chunk, for its share of the heads (Ulysses, arXiv 2309.14509). An
+exchange has the size of a chunk, so the next one is in flight while a chunk computes. A chunk of queries attends to its own
+and all earlier chunks of keys and values, one at a time. Partial results are merged by their log-sum-exps, as in ring
+attention (arXiv 2310.01889). Chunks that are not in use are in host memory.
 
-Backward goes through the chunks in reverse. When it reaches a chunk, all later ones have added their parts of the gradients of
-its keys and values, so these are complete, and the gradients of the chunk's tokens follow at once.
+Backward processes the chunks in reverse. When it reaches a chunk, all later chunks have added their parts of the gradients of
+its keys and values. These are then complete, and the gradients of the chunk's tokens follow at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hzero.comm.communicator import Communicator
 from hzero.sequence.host import HostMemory, one_ahead
 
 Tensors: TypeAlias = Sequence[Tensor]
-#: Waits for tensors that are under way.
+#: Waits for tensors that are in flight.
 Arriving: TypeAlias = Callable[[], Tensors]
 _aten = torch.ops.aten
 
@@ -38,33 +38,33 @@ class Attention:
     """Attention of one rank's tokens.
 
     Attributes:
-        group: Ranks that share the sequence; None: this rank has all of it.
-        memory: Where chunks lie that do not compute.
-        scale: Of the scores; None: one over the root of a head's size. May be set when the first chunk is projected.
+        group: Ranks that share the sequence. None: this rank has the whole sequence.
+        memory: Stores the chunks that are not in use.
+        scale: Factor of the scores. None: one over the square root of a head's size. Set it before the first chunk attends.
     """
 
     group: Communicator | None
     memory: HostMemory
     scale: float | None = None
 
-    def forward(self, projected: Iterable[Tensors], kept: list[Tensors] | None = None) -> Iterator[Arriving]:
+    def forward(self, projected: Iterable[Tensors], kept: list[list[Tensor]] | None = None) -> Iterator[Arriving]:
         """Attends from the first chunk to the last.
 
         Args:
-            projected: Queries, keys and values ``[batch, heads, tokens, size]`` of all heads, which are a multiple of the
-                ranks, for this rank's tokens of one chunk after the other. Read one ahead of the chunk that computes.
-            kept: Takes what `backward` needs; None keeps nothing.
+            projected: For each chunk, queries, keys and values ``[batch, heads, tokens, size]`` of this rank's tokens. They
+                have all heads, whose number is a multiple of the ranks. They are read one chunk ahead.
+            kept: A list to which tensors for `backward` are appended. None: no backward follows.
 
         Returns:
-            For `one_ahead`, what waits for what the tokens of each chunk have attended to, in the shape of the queries, alone
-            in a sequence. While a chunk computes, the exchanges of the next chunk's queries and of the last one's results are
-            under way.
+            An iterator for `one_ahead`. For each chunk it gives a sequence of one tensor, the attention output of this rank's
+            tokens, in the shape of the queries. While a chunk computes, the exchanges of the next chunk's queries and of the
+            last chunk's results are in flight.
         """
         pairs: list[list[Tensor]] = []
         for query, *pair in one_ahead(self._exchange(one, 1) for one in projected):
             out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
             weight = torch.full(query.shape[:-1], -torch.inf, device=query.device)
-            # The chunk's own keys come first: meanwhile the first pair from the host is under way.
+            # The chunk attends to its own keys first, while the first pair is on its way from the host.
             blocks: Iterator[Tensors] = one_ahead(chain([partial(tuple, pair)], map(self.memory.start, pairs[:])))
             pairs.append(self.memory.store(*pair))
             del pair
@@ -84,13 +84,13 @@ class Attention:
         """Makes gradients from the last chunk to the first.
 
         Args:
-            kept: From `forward`. Gets the sums of gradients of keys and values.
-            gradients: Of what `forward` has returned, alone in a sequence each, from the last chunk to the first. Read one
-                ahead.
+            kept: The list that `forward` has filled. Sums of gradients of keys and values are appended to its elements.
+            gradients: For each chunk, from the last to the first, a sequence of one tensor, the gradient of the attention
+                output. They are read one chunk ahead.
 
         Returns:
-            For `one_ahead`, what waits for the gradients of each chunk's queries, keys and values, as they were in
-            ``projected``.
+            An iterator for `one_ahead`. For each chunk it gives the gradients of queries, keys and values, in the shapes that
+            ``projected`` had.
         """
         order = list(reversed(range(len(kept))))
         queries = self.memory.fetch(kept[at][:3] for at in order)
@@ -112,11 +112,14 @@ class Attention:
             yield self._exchange([whole.to(query.dtype) for whole in (of_query, *pair)], 2)
 
     def _exchange(self, tensors: Tensors, split: int) -> Arriving:
-        """Starts to exchange some tokens of all heads for all tokens of some heads, and returns what waits for them.
+        """Starts to exchange this rank's tokens of all heads for all tokens of its heads, or back.
 
         Args:
             tensors: ``[batch, heads, tokens, size]``.
             split: The dimension that is divided among the ranks: 1, or 2 for the way back.
+
+        Returns:
+            A function that waits for the exchanged tensors.
         """
         if self.group is None:
             return lambda: tensors
@@ -127,7 +130,7 @@ class Attention:
 
 
 def _attend(of: Tensors, scale: float | None, causal: bool) -> Tensors:
-    """What queries attend to, and the log-sum-exps of their scores, float32; ``of`` are queries, keys and values."""
+    """Attends with ``of``, which are queries, keys and values. Returns the output and log-sum-exps in float32."""
     if of[0].device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(*of, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
     return _aten._scaled_dot_product_flash_attention(*of, 0.0, causal, scale=scale)[:2]  # type: ignore[no-any-return]
@@ -137,16 +140,16 @@ def _attend_backward(gradient: Tensor, of: Tensors, scale: float | None, causal:
     """Gradients of queries, keys and values.
 
     Args:
-        gradient: Of the results over all keys.
-        of: Queries, keys, values, and the results and log-sum-exps over all keys.
-        scale: Of the scores.
-        causal: Whether queries see no later keys.
+        gradient: Gradient of the output over all keys.
+        of: Queries, keys, values, and the output and log-sum-exps over all keys.
+        scale: Factor of the scores.
+        causal: Whether queries attend to no later keys.
     """
     query, key, *_ = of
     if query.device.type == "cpu":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(gradient.contiguous(), *of, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
-    # Numbers of dropout, which there is none of. CUDA's kernel has two in one tensor.
+    # The random state of dropout, which is off. CUDA's kernel has two numbers in one tensor.
     shape, dtype = ((), torch.int64) if torch.version.hip else ((2,), torch.uint64)
     seed = torch.zeros(shape, dtype=dtype, device=query.device)
     lengths = None, None, query.shape[2], key.shape[2]
@@ -162,20 +165,21 @@ def in_chunks(
 ) -> Tensor:
     """Runs a module on one chunk of a rank's tokens after the other, and in backward again.
 
-    Gradients of parameters are summed over the chunks, in float32 if they are narrow. So each reaches the graph once, as if
-    the module had run in one piece.
+    Gradients of parameters are summed over the chunks in float32. Each reaches the graph once, as if the module had run on
+    all tokens together.
 
     Args:
-        run: Takes tokens ``[batch, tokens, width]``, the slice of all tokens that they are, and what they have attended to.
-            Without the last it returns their queries, keys and values, if the module attends; else its result.
-        module: Has the parameters.
+        run: Runs the module on tokens ``[batch, tokens, width]``. It also gets their slice of all tokens and, if the module
+            attends, their attention output. A module that attends is called without that output first; it then returns
+            queries, keys and values.
+        module: The module whose parameters get gradients.
         states: ``[batch, tokens, width]`` of all chunks.
-        length: Tokens of a chunk on this rank; the last one may be shorter.
-        memory: Where inputs lie until backward.
-        attention: The `Attention` of a module that attends; None: the module needs no other tokens.
+        length: Tokens of a chunk on this rank. The last chunk may be shorter.
+        memory: Stores the inputs until backward.
+        attention: The `Attention` of a module that attends. None: the module mixes no tokens.
 
     Returns:
-        The module's results, ``[batch, tokens]`` and their further dimensions.
+        The module's results, ``[batch, tokens, ...]``.
     """
     slices = [slice(start, min(start + length, states.shape[1])) for start in range(0, states.shape[1], length)]
     given, trained = (run, slices, memory, attention), [one for one in module.parameters() if one.requires_grad]
@@ -183,7 +187,7 @@ def in_chunks(
 
 
 class _InChunks(torch.autograd.Function):
-    """A module that keeps nothing but its input, and attends again in backward: its own activation checkpoint."""
+    """Stores only the module's input, and attends again in backward. So it is its own activation checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, given: Any, trains: bool, states: Tensor, *parameters: Tensor) -> Tensor:
@@ -209,13 +213,13 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Attends again, and goes back through the chunks."""
+        """Attends again, then processes the chunks in reverse."""
         (run, slices, memory, attention), parameters = ctx.given, ctx.parameters
         inputs, result = [[one] for one in ctx.saved_tensors], gradient.new_empty(ctx.shape, dtype=ctx.dtype)
         sums: list[Tensor | None] = [None] * len(parameters)
 
         def pull(part: slice, tensors: Tensors, gradients: Any) -> Tensors:
-            """Runs a chunk again; returns the gradients of its inputs, and adds those of parameters to their sums."""
+            """Runs a chunk again. Returns the gradients of its inputs, and adds the gradients of parameters to ``sums``."""
             with torch.enable_grad(), ctx.cast():
                 leaves = [one.detach().requires_grad_() for one in tensors]
                 outputs = run(leaves[0], part, *leaves[1:])
@@ -227,7 +231,7 @@ class _InChunks(torch.autograd.Function):
             return found[: len(leaves)]
 
         def through_results() -> Iterator[Tensors]:
-            """From the last chunk's results to the first's; gives gradients of what the tokens have attended to."""
+            """Goes from the results of each chunk, the last first, back to the gradients of its attention output."""
             for part, tensors in zip(reversed(slices), memory.fetch(reversed(inputs))):
                 result[:, part], *of_attended = pull(part, tensors, gradient[:, part])
                 yield of_attended
@@ -236,7 +240,7 @@ class _InChunks(torch.autograd.Function):
             if attention is None:
                 list(through_results())
             else:
-                states, kept = inputs, list[Tensors]()
+                states, kept = inputs, list[list[Tensor]]()
                 with ctx.cast():
                     projected = (run(one, part) for part, (one,) in zip(slices, memory.fetch(states)))
                     attended = one_ahead(attention.forward(projected, kept))

@@ -1,4 +1,4 @@
-"""Chunks of tensors in host memory: copied there and back on a stream of their own, one ahead of what computes."""
+"""Chunks of tensors in host memory. A separate stream copies them to the host and back, one chunk ahead of compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ T = TypeVar("T")
 
 
 def one_ahead(started: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Results of what is under way, such as a copy or an exchange: each when the next one has been started, too."""
+    """Waits for operations in flight, such as copies or exchanges, and yields their results.
+
+    Args:
+        started: Starts an operation each time that an element is read. An element waits for its result.
+
+    Yields:
+        Each result, after the next operation has been started.
+    """
     arriving: Callable[[], T] | None = None
     for following in chain(started, [None]):
         if arriving is not None:
@@ -21,16 +28,15 @@ def one_ahead(started: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 class HostMemory:
-    """Keeps tensors on the host, in pinned memory, and brings them back one ahead of their use.
+    """Stores tensors in pinned host memory, and copies them back one chunk ahead of their use.
 
-    All buffers of the device are allocated on the computing stream, which waits for a copy before it frees or reads one. A
-    copy to the device starts when all that was enqueued before it has ended. So a loop over chunks has at most one chunk on
-    its way and one in use, however far the host is ahead of the device.
+    Device buffers are allocated on the compute stream, which waits for a copy before it frees or reads one. A copy to the
+    device starts after all work that the compute stream had before it. So a loop over chunks has at most one chunk in flight
+    and one in use, however far the host runs ahead of the device.
 
     Args:
-        offload: Whether tensors leave the device. If not, every tensor stays as it is.
-        device: Makes streams and events, such as ``torch.cuda``. None: that, or ``torch.cpu`` without GPUs, where a copy has
-            ended when it returns.
+        offload: Whether tensors leave the device. If False, `store` and `start` return the tensors that they get.
+        device: Makes streams and events, such as ``torch.cuda``. None takes ``torch.cuda``, or ``torch.cpu`` without GPUs.
     """
 
     def __init__(self, offload: bool, device: Any = None) -> None:
@@ -44,7 +50,7 @@ class HostMemory:
         """Starts copies to the host.
 
         Args:
-            tensors: Of the device. They may be dropped at once, but not changed before `close`.
+            tensors: Tensors on the device. You may drop them at once, but do not change them before `close`.
 
         Returns:
             Tensors for `fetch`.
@@ -58,10 +64,10 @@ class HostMemory:
         return hosts
 
     def fetch(self, chunks: Iterable[Sequence[torch.Tensor]]) -> Iterator[Sequence[torch.Tensor]]:
-        """Brings chunks back, one after the other.
+        """Copies chunks back to the device, one after the other.
 
         Args:
-            chunks: Tensors that `store` has returned, by chunk. Read one ahead of what is returned.
+            chunks: For each chunk, tensors that `store` has returned. They are read one chunk ahead of the result.
 
         Returns:
             The tensors of each chunk, on the device.
@@ -69,7 +75,7 @@ class HostMemory:
         return one_ahead(map(self.start, chunks))
 
     def start(self, chunk: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-        """Starts to bring a chunk back; the result waits for it."""
+        """Starts to copy a chunk back to the device. The returned function waits for it and returns its tensors."""
         if not self._offload:
             return lambda: chunk
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._place) for one in chunk]
@@ -82,12 +88,12 @@ class HostMemory:
         return arrived
 
     def close(self) -> None:
-        """Makes the current stream wait for all copies, also those that a loop had started when an error ended it."""
+        """Makes the current stream wait for all copies, including those in flight when an error ended a loop."""
         self._device.current_stream().wait_stream(self._stream)
         self._leaving = (), self._leaving[1]
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
-        """Copies after all that the current stream has; returns an event at the end."""
+        """Copies after all work of the current stream. Returns an event at the end of the copies."""
         event = self._device.Event()
         self._stream.wait_stream(self._device.current_stream())
         with self._device.stream(self._stream):

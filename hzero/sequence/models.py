@@ -1,10 +1,9 @@
 """Causal language models of transformers whose decoder layers, last norm and loss run chunk by chunk.
 
-A layer runs on a chunk of tokens as transformers wrote it. It attends by `transformers.AttentionInterface`, with the rotated
-queries, keys and values of the chunk: there the run ends, and `Attention` takes them. A second run of the layer on the same
-tokens gets what they have attended to. So the projections are computed once more than in a layer that is written for chunks,
-and any layer whose tokens meet in its attention only can be used. A device has at most a few numbers of the model's width for
-each token.
+A layer runs on a chunk of tokens as transformers defines it. It calls `transformers.AttentionInterface` with the rotated
+queries, keys and values of the chunk. There the first run ends, and `Attention` takes over. A second run of the layer on the
+same tokens gets their attention output. So the projections are computed once more than in a layer that is written for chunks,
+and any layer works whose tokens mix only in attention. A device stores a few numbers of the model's width for each token.
 """
 
 from __future__ import annotations
@@ -34,27 +33,26 @@ from hzero.sequence.attention import Attention, in_chunks
 from hzero.sequence.host import HostMemory
 from hzero.validation import ConfigError, attributes, of_all_ranks
 
-#: What a token without a label has as its label, as in transformers.
+#: The label of a token that does not count, as in transformers.
 NO_LABEL = -100
 #: Arguments of a forward in chunks.
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch")
 
 
 class ChunkedModel:
-    """A model that can compute a loss in chunks, on one rank's part of sequences. Its own forward is as before.
+    """Computes the loss of a model in chunks, on one rank's part of each sequence. The model itself is not changed.
 
     Args:
-        model: A causal language model of transformers, or what wraps one. Its weights may be partitioned.
-        settings: Of the block.
-        group: Ranks that share a sequence, neighbours in the world; None: this rank alone.
+        model: A causal language model of transformers, or a wrapper of one. Its weights may be partitioned.
+        settings: The block's key ``sequence``.
+        group: Ranks that share a sequence, neighbours in the world. None: only this rank.
 
     Attributes:
-        model: The model of transformers itself.
-        layers: Decoder layers. Under ZeRO-3 they must be leaf modules, so that all parameters of a layer are there while it
-            runs.
+        model: The model of transformers inside the wrapper.
+        layers: Decoder layers. Under ZeRO-3 they must be leaf modules: all parameters of a layer are used while it runs.
 
     Raises:
-        ConfigError: The model's heads do not suit the ranks, or it would train with other results.
+        ConfigError: The ranks cannot divide the model's heads, or the model would train with different results.
     """
 
     def __init__(self, model: nn.Module, settings: SequenceConfig, group: Communicator | None) -> None:
@@ -78,19 +76,19 @@ class ChunkedModel:
         ]
 
     def _check(self) -> None:
-        """Refuses a model that would train with other results."""
+        """Refuses a model that would train with different results."""
         config, ranks = self.model.config, self._settings.parallel
-        self._settings.check(config.num_attention_heads, "attention heads", "hzero.sequence.parallel")
+        self._settings.check(getattr(config, "num_attention_heads", 0), "attention heads", "hzero.sequence.parallel")
         outputs = ("output_hidden_states", "output_attentions", "output_router_logits")
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
         inner = [found for layer in self.layers for found in layer.named_modules()]
         wrong = {
             **{f"{key} true": getattr(config, key, False) for key in outputs},
-            # Each rank would take its own last position for the length.
+            # Each rank would use its own last position as the length of the sequence.
             f"rope_type {rope}": ranks > 1 and rope in ("dynamic", "longrope"),
-            # Layers run twice, and would draw twice.
+            # Layers run twice, with different random numbers.
             **{f"dropout {one.p} in {name}": one.p for name, one in inner if isinstance(one, nn.Dropout)},
-            # Tokens meet outside of attention.
+            # Tokens mix outside attention.
             **{f"a convolution in {name}": True for name, one in inner if isinstance(one, nn.Conv1d)},
             "a forward without position_ids": "position_ids" not in signature(self.model.base_model.forward).parameters,
         }
@@ -99,27 +97,36 @@ class ChunkedModel:
     # ---- a whole batch ------------------------------------------------------------------------------------------------
 
     def forward(self, stock: Callable[..., Any], batch: dict[str, Any]) -> Any:
-        """The output of a whole batch, of which this rank computes its part; it has a ``loss`` only. Collective.
+        """Computes this rank's part of a whole batch. Collective.
 
-        Without labels on all ranks, as in generation, it is the output of the ``stock`` forward.
+        Args:
+            stock: The model's forward, which is called if no rank has labels, as in generation.
+            batch: Arguments of the forward.
+
+        Returns:
+            The output of ``stock``; with labels an output whose only value is ``loss``. Without ``num_items_in_batch`` the
+            loss is the mean over the labels of all batches of the world.
+
+        Raises:
+            ConfigError: On all ranks, if a batch cannot be divided, or if the batches of the ranks do not match.
         """
         counted = self._agree(batch)
         if batch.get("labels") is None:
             return stock(**batch)
         ids, labels, items = batch["input_ids"], batch["labels"], batch.get("num_items_in_batch")
-        # This rank's part of every chunk.
+        # Positions of this rank's part of every chunk.
         parallel, rank = self._settings.parallel, dist.get_rank() % self._settings.parallel
         missing = -ids.shape[1] % parallel
         places = torch.arange(ids.shape[1] + missing, device=ids.device)
         own = torch.cat([chunk.chunk(parallel)[rank] for chunk in places.split(self._settings.chunk * parallel)])
         ids, targets = pad(ids, (0, missing)), pad(labels[:, 1:], (0, missing + 1), value=NO_LABEL)
         loss = self.sum_losses(ids[:, own], own.expand(len(ids), -1), targets[:, own])
-        # Trainer counts the labels of a whole step, those of every rank.
+        # Trainer counts the labels of a whole step on every rank, so each group's labels `parallel` times.
         loss = all_reduce(loss) / max(counted, 1) if items is None else loss * parallel / items
         return CausalLMOutputWithPast(loss=loss)
 
     def _agree(self, batch: dict[str, Any]) -> int:
-        """Labels of all batches of the world. Raises on all ranks if their batches do not go together."""
+        """Returns the number of labels of the world. Raises on all ranks if their batches do not match."""
         problem, labels, own = self._problem(batch), batch.get("labels"), None
         if problem is None and labels is not None:
             read = torch.cat([batch["input_ids"].flatten(), labels.flatten()]).cpu().numpy().data
@@ -139,12 +146,12 @@ class ChunkedModel:
         return sum(count for group in groups for count, _ in filter(None, group))
 
     def _problem(self, batch: dict[str, Any]) -> str | None:
-        """Why this rank's batch cannot be divided."""
+        """Returns why this rank's batch cannot be divided, None if it can."""
         ids, mask, positions, labels, _ = (batch.get(name) for name in ARGUMENTS)
         if labels is None:
             trains = self.model.training and torch.is_grad_enabled()
             return "labels: found None in training; expected labels, and a model's own loss" if trains else None
-        # The model would read other tensors as if they had its part of the tokens, and has no output but the loss.
+        # Other tensors would not be divided, and outputs other than the loss would be missing.
         given = {name for name, one in batch.items() if one is not None and one is not False}
         if (others := sorted(given - {*ARGUMENTS, "use_cache", "return_dict"})) or ids is None:
             return f"found a batch with {', '.join(others) or 'no ids'}; expected {', '.join(ARGUMENTS[:4])}"
@@ -165,21 +172,20 @@ class ChunkedModel:
         """Runs the model on this rank's part of every chunk.
 
         Args:
-            input_ids: ``[batch, tokens]`` of this rank.
-            position_ids: Their positions in the sequence.
-            labels: The token that follows each of them; -100 if it does not count.
+            input_ids: ``[batch, tokens]``, tokens of this rank.
+            position_ids: Positions of these tokens in the sequence.
+            labels: The token that follows each of these tokens; -100 if it does not count.
 
         Returns:
             The sum over these labels, float32.
         """
-        asked = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "return_dict": True}
         with attributes(*self._in_chunks):
-            output = self.model.base_model(**asked)
+            output = self.model.base_model(input_ids, position_ids=position_ids, use_cache=False, return_dict=True)
             like = partial(replace, replace(output, last_hidden_state=None))
             return self._head(output.last_hidden_state, labels, like).sum()  # type: ignore[no-any-return]
 
     def _layer(self, layer: nn.Module, stock: Any, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """A decoder layer, whose other tensors have one row for each token."""
+        """Runs a decoder layer in chunks. Tensors in its keyword arguments have one row for each token."""
         attention, ranks = Attention(self._group, self._memory), self._settings.parallel
 
         def run(states: Tensor, part: slice, attended: Tensor | None = None) -> Any:
@@ -206,9 +212,9 @@ class ChunkedModel:
         return in_chunks(lambda part, *_: stock(part), norm, states, self._settings.chunk, self._memory)
 
     def _losses(self, stock: Any, states: Tensor, labels: Tensor, like: Any) -> Tensor:
-        """The model's loss by token, with its logits as the model makes them of the head's result and its base's output."""
+        """Returns losses of tokens. The model's own forward computes them in tiles, from the output of its base model."""
         model, head = self.model, self._head
-        # In place of the modules, without their hooks.
+        # These functions replace modules, so that hooks of the modules do not run again.
         heads: dict[str, Any] = {name: stock for name, child in model.named_children() if child is head}
 
         def run(states: Tensor, part: slice, *_: Any) -> Tensor:
@@ -217,7 +223,7 @@ class ChunkedModel:
             with attributes((model, "_modules", model._modules | heads | base)):
                 given = {"input_ids": following, "labels": following, "shift_labels": following}
                 loss = type(model).forward(model, **given, num_items_in_batch=1, return_dict=True).loss
-            return (loss / following.numel()).expand(following.shape)  # the tile's sum, divided among its tokens
+            return (loss / following.numel()).expand(following.shape)  # the sum of the tile, divided among its tokens
 
         # Logits of a chunk would need several times as much memory as its MLP.
         tile = max(4 * self._settings.chunk * states.shape[2] // model.config.vocab_size, 1)
@@ -226,18 +232,18 @@ class ChunkedModel:
 
 # ---- attention as transformers calls it -----------------------------------------------------------------------------
 
-#: What each token has attended to, ``[batch, heads, tokens, size]``, in the second run of a layer; None in the first.
+#: The attention output of a chunk, ``[batch, heads, tokens, size]``, in the second run of a layer; None in the first.
 _attended: Tensor | None = None
 
 
 def _refuse(found: str, wrong: dict[str, Any], expected: str) -> None:
-    """Raises `ConfigError` with the first thing that is wrong, if one is."""
+    """Raises `ConfigError` with the first key of ``wrong`` whose value is true."""
     if problem := next(filter(wrong.get, wrong), None):
         raise ConfigError(f"hzero.sequence: found {found} with {problem}; expected {expected}")
 
 
 class _Projected(Exception):  # noqa: N818
-    """Ends the first run of a layer; its arguments are queries, keys, values and the scale of scores."""
+    """Ends the first run of a layer. Its arguments are queries, keys, values and the scale of scores."""
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple[Tensor, None]:
@@ -252,7 +258,7 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any
     }
     _refuse("attention", wrong, "causal attention, on GPUs in 16 bits")
     if _attended is None:
-        # A rotary embedding may have widened two of them.
+        # A rotary embedding may have converted queries and keys to float32.
         raise _Projected(query.to(value.dtype), key.to(value.dtype), value, given.get("scaling"))
     attended, _attended = _attended, None
     return attended.transpose(1, 2), None

@@ -37,7 +37,6 @@ from hzero.sequence import attach, detacher
 from hzero.sequence.attention import Attention
 from hzero.sequence.host import HostMemory, one_ahead
 from hzero.sequence.models import ChunkedModel
-from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
 from tests.ranks import on_ranks
 from tests.sequence.live import Live, counting
@@ -218,9 +217,9 @@ def test_adapters_are_trained() -> None:
             {"sequence": {"chunk": 4}, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 1}}
         )
         marked: list[tuple[Any, bool]] = []
-        attach(model, config, resolve_grid(config.topology, 1), mark=lambda *given: marked.append(given))
+        attach(model, config, lambda *given: marked.append(given))
         first = detacher(model)
-        attach(model, config, resolve_grid(config.topology, 1))
+        attach(model, config)
         first()  # too late, and so without effect
         found = model(input_ids=ids, labels=ids)
         found.loss.backward()
