@@ -127,7 +127,11 @@ class ChunkedModel:
 
     def _agree(self, batch: dict[str, Any]) -> int:
         """Returns the number of labels of the world. Raises on all ranks if their batches do not match."""
-        problem, labels, own = self._problem(batch), batch.get("labels"), None
+        labels, own = batch.get("labels"), None
+        try:
+            problem = self._problem(batch)
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:  # the other ranks would wait
+            problem = f"found a batch of other shapes or types ({error}); expected tensors [batch, tokens]"
         if problem is None and labels is not None:
             read = torch.cat([batch["input_ids"].flatten(), labels.flatten()]).cpu().numpy().data
             own = int((labels[:, 1:] != NO_LABEL).sum()), zlib.crc32(read)

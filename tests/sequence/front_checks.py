@@ -156,6 +156,7 @@ def check_batches_that_cannot_be_shared_are_refused() -> None:
     refused("a batch with no ids", {"inputs_embeds": None, "labels": whole["labels"]})
     refused(r"labels: found \[1, 22\]; expected \[1, 23\]", {**whole, "labels": whole["labels"][:, 1:]})
     refused(r"attention_mask: found \[1, 1, 23, 23\]", {**whole, "attention_mask": torch.ones(1, 1, LENGTH, LENGTH)})
+    refused("a batch of other shapes or types", {**whole, "position_ids": documents[:, 1:]})
     engine.eval()
     with torch.no_grad():
         refused("labels: found None on some ranks", {**whole, "labels": None})
