@@ -14,10 +14,16 @@ from pydantic import BaseModel
 
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
 from hzero.experiment import Configuration, compose, key_lines
+from hzero.plan.collectives import Scheme
+from hzero.plan.command import plan_dict
 from hzero.plan.machine import CONSTANTS, load_profile
+from hzero.plan.memory import footprint
+from hzero.plan.scenario import read_scenario
 
 #: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
 MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)
+#: States that the column `states` of presets adds up.
+STATES = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
 #: Keys that users do not write.
 HIDDEN = ("preset_shard", "preset_gradients", "preset_dimensions")
 
@@ -67,7 +73,27 @@ def constants_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"block": block_table, "trainer": trainer_table, "constants": constants_table}
+def presets_table() -> str:
+    """Bytes into a node and memory of GPT-NeoX-20B on 48 Frontier nodes, by preset, as `hzero plan` computes them."""
+    job = ["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48", "train.micro_batch=1"]
+    cells: dict[str, list[str]] = {name: [] for name in ("ZeRO-3", *PRESETS)}
+    for count in (1, 8):
+        scenario = read_scenario([*job, f"train.grad_accumulation={count}"])
+        planned = plan_dict(scenario)["schemes"]
+        for name, row in cells.items():
+            plan = Scheme("deepspeed") if name == "ZeRO-3" else scenario.shard_plan(name)
+            states = footprint(plan, scenario.grid, scenario.job).states
+            held = sum(states[state].bytes for state in STATES if state in states)
+            row += [
+                f"{size / 1e9:.1f} GB" for size in (planned[name]["node_bytes"], held, planned[name]["memory_bytes"])
+            ]
+    head = [f"{what}, {count}" for count in ("1 micro-batch", "8") for what in ("bytes into a node", "states", "peak")]
+    lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    lines += [f"| {name if name == 'ZeRO-3' else f'`{name}`'} | {' | '.join(row)} |" for name, row in cells.items()]
+    return "\n".join(lines)
+
+
+TABLES = {"presets": presets_table, "block": block_table, "trainer": trainer_table, "constants": constants_table}
 
 
 def _leaves(root: dict[str, Any], node: dict[str, Any], owner: str, prefix: str = "") -> Iterator[Any]:

@@ -262,23 +262,30 @@ def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    profile, job = scenario.machine.profile, scenario.job
-    for index, name in enumerate(dict.fromkeys(itertools.chain(*found.values()))):
+    figure, axes = plt.subplots(figsize=(7.5, 5.2), layout="constrained")
+    profile, job, ends = scenario.machine.profile, scenario.job, []
+    for name in dict.fromkeys(itertools.chain(*found.values())):
         prices = [prices.get(name) for prices in found.values()]
         rates = [price.step.tflops if price and price.fits else math.nan for price in prices]
         if all(map(math.isnan, rates)):  # fits nowhere; the table says so
             continue
-        style = "-" if name.startswith("hzero ") else "--"
-        width = 3.0 if name == f"hzero {DEFAULT_PRESET}" else 1.4
-        axes.plot(list(found), rates, style, color=f"C{index % 10}", label=name, linewidth=width)
+        colour, width = "#D55E00" if "hzero" in name else "#6e7781", 3.0 if name == f"hzero {DEFAULT_PRESET}" else 1.2
+        axes.plot(list(found), rates, "-" if name.startswith("hzero ") else "--", color=colour, linewidth=width)
+        ends.append(max((nodes, rate, name, colour) for nodes, rate in zip(found, rates) if not math.isnan(rate)))
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(ylim=(0, None), xlabel=f"nodes of {profile.name}", ylabel="model TFLOPS per device, predicted")
     error = "is not known" if profile.error is None else f"is {profile.error:.0%}"
     tokens = job.tokens * job.accumulation
     axes.set_title(f"{job.name}, {tokens:,} tokens per device and step; the model's error {error}", fontsize=9)
-    axes.legend(fontsize=7, ncols=3)
     axes.grid(alpha=0.2)
+    place, (_, top) = -math.inf, axes.get_ylim()
+    for nodes, rate, name, colour in sorted(
+        ends, key=lambda end: end[1]
+    ):  # names beside the ends, far enough apart to be read
+        place, line = max(rate, place + top / 30), {"arrowstyle": "-", "color": "#d0d7de", "relpos": (0, 0.5)}
+        where = {"xytext": (1.04, place / top), "textcoords": "axes fraction", "va": "center", "arrowprops": line}
+        axes.annotate(name, (nodes, rate), fontsize=7.5, color=colour, **where)
     with refusing("--out", path), replacing(path, "wb") as file:
         figure.savefig(file, format="png", dpi=150)
     plt.close(figure)
