@@ -133,3 +133,47 @@ def test_blocks_of_python_and_json(page: Path) -> None:
     for block in _blocks(page, "yaml"):
         deepspeed = yaml.safe_load(block).get("deepspeed_config", {})
         assert (ROOT / deepspeed.get("deepspeed_config_file", "")).exists()
+
+
+def test_table_of_readme_is_what_its_command_computes() -> None:
+    """And the rows of the Frontier tutorial for 48 nodes."""
+    from hzero.plan.command import plan_dict
+    from hzero.plan.scenario import read_scenario
+
+    assert "`hzero plan experiment=paper_20b nodes=48`" in README.read_text()
+    schemes = plan_dict(read_scenario(["experiment=paper_20b", "topology.nodes=48"]))["schemes"]
+    shown = [schemes[name] for name in ("ZeRO-3", "ZeRO++", "HSDP, node", "topo")]
+    rows = {
+        row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in README.read_text().splitlines()) if row
+    }
+    into, memory, step = (
+        rows[name]
+        for name in ("bytes into each node per step", "memory per GCD, with buffers and activations", "predicted step")
+    )
+    assert into == [f"{one['node_bytes'] / 1e9:.3g} GB" for one in shown]
+    assert memory == [f"{one['memory_bytes'] / 1e9:.1f} GB" for one in shown]
+    assert step == [f"{one['step_s']:.1f} s" for one in shown]
+    cells = " | ".join(f"{one['step_s']:.1f} s, {one['memory_bytes'] / 1e9:.1f} GB" for one in shown)
+    assert f"| 20B | 48 | {cells} |" in (ROOT / "docs" / "frontier.md").read_text()
+    ratio = shown[0]["step_s"] / shown[3]["step_s"]
+    assert f"`topo` is {ratio:.2f} times faster than ZeRO-3" in README.read_text()
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "recipes" / "cpu.md"], ids=lambda page: page.name)
+def test_bytes_of_the_main_job_are_those_of_the_plan(page: Path) -> None:
+    """All but the gathers inside a package: a small model is not gathered again in backward."""
+    from hzero.plan.collectives import step_traffic
+    from hzero.plan.scenario import read_scenario
+    from hzero.terminal import size_text
+
+    scenario = read_scenario([])
+    plan, job = scenario.shard_plan("topo"), scenario.job
+    rows = step_traffic(plan, scenario.grid, job.model.numels, itemsize=job.itemsize, accumulation=job.accumulation)
+    sizes = {(row.tier, row.role): row.wire_bytes * scenario.grid.world_size for row in rows if row.used}
+    text = page.read_text()
+    for (tier, role), size in sizes.items():
+        (shown,) = re.findall(rf"^{tier} +{role} +int[48] +([\d.]+ \wB) ", text, flags=re.MULTILINE)
+        assert (tier, role) == ("gcd", "weights") or shown == size_text(size), (tier, role)
+    assert (
+        f"received between nodes per step: {size_text(sizes['node', 'weights'] + sizes['node', 'gradients'])};" in text
+    )

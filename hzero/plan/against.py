@@ -24,6 +24,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hzero.config import DEFAULT_PRESET, PRESETS
 from hzero.files import refusing, replacing
@@ -284,7 +285,7 @@ def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> 
         ends, key=lambda end: end[1]
     ):  # names beside the ends, far enough apart to be read
         place, line = max(rate, place + top / 30), {"arrowstyle": "-", "color": "#d0d7de", "relpos": (0, 0.5)}
-        where = {"xytext": (1.04, place / top), "textcoords": "axes fraction", "va": "center", "arrowprops": line}
+        where: Any = {"xytext": (1.04, place / top), "textcoords": "axes fraction", "va": "center", "arrowprops": line}
         axes.annotate(name, (nodes, rate), fontsize=7.5, color=colour, **where)
     with refusing("--out", path), replacing(path, "wb") as file:
         figure.savefig(file, format="png", dpi=150)

@@ -78,6 +78,14 @@ EXAMPLES = {"train.py": "deepspeed", "trainer.py": "accelerate", "loop.py": "acc
 def test_example(name: str, tmp_path: Path) -> None:
     pytest.importorskip(EXAMPLES[name], reason=f"{EXAMPLES[name]} is not installed")
     losses = _losses(output := _output(name, tmp_path))
+    if name == "train.py":  # the tutorial shows its output
+        page = (ROOT / "docs" / "recipes" / "cpu.md").read_text()
+        shown = re.findall(r"^step (\d+): loss ([\d.]+)$", page, flags=re.MULTILINE)
+        assert [losses[int(step) - 1] for step, _ in shown] == pytest.approx(
+            [float(loss) for _, loss in shown], abs=0.02
+        )
+        received = re.findall(r"^\w+ over tier .* bytes$", page, flags=re.MULTILINE)
+        assert len(received) == 4 and all(line in output for line in received)
     assert len(losses) >= 4 and all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0] - 0.3, losses
     hops = re.findall(r"(\w+) over tier (\w+) with (\w+): received ([\d,]+) bytes", output)
