@@ -241,9 +241,11 @@ HZ_DEVICE void store_until(hz_u8* to, const Words& vector, hz_u32 end) {
   if (BYTES < 2 && end & 1) store_to((hz_u8*)(to + (end & 14)), (hz_u8)(word_of(vector, end / 4) >> (end & 2) * 8));
 }
 
-// Writes up to 16 elements of a shard, those of the thread's place. Every thread of the workgroup calls it.
+// Writes up to 16 elements of a shard, those of the thread's place: `count` are left of its `whole` ones. Every thread
+// of the workgroup calls it.
 template <int BYTES>
-HZ_DEVICE void write(const hz_bucket& bucket, const Place& at, void* shard, int count, Words (&words)[BYTES]) {
+HZ_DEVICE void write(const hz_bucket& bucket, const Place& at, void* shard, int whole, int count,
+                     Words (&words)[BYTES]) {
   const hz_u32 shift = (hz_u64)shard % 16;
   hz_u8* const first = (hz_u8*)shard + (hz_u64)at.element * BYTES - shift;
   Words moved[BYTES + 2];
@@ -262,8 +264,9 @@ HZ_DEVICE void write(const hz_bucket& bucket, const Place& at, void* shard, int 
     // The next block is the next thread's if all that share a block have elements.
     const hz_u32 lanes = bucket.block_size / 16;
     const bool runs_on = at.blocks > 1 && lanes == 1u << at.tensor.lanes_shift;
-    if (thread() % HZ_WAVE && at.element && (at.lane || runs_on))
-      store_to((Words*)first, moved[0]);
+    if (thread() % HZ_WAVE && count != whole && (at.lane || runs_on))
+      // Successive registers, which kernels with elements of four bytes do not have.
+      BYTES < 4 ? store_at_once((Words*)first, moved[0]) : store_to((Words*)first, moved[0]);
     else
       store_from<BYTES>(first, moved[0], shift);
 #pragma unroll
@@ -325,10 +328,11 @@ HZ_DEVICE void load(const typename Type::type* shard, hz_u32 element, int count,
 }
 
 template <class Type>
-HZ_DEVICE void store(const hz_bucket& bucket, const Place& at, typename Type::type* shard, int count, float (&x)[16]) {
+HZ_DEVICE void store(const hz_bucket& bucket, const Place& at, typename Type::type* shard, int whole, int count,
+                     float (&x)[16]) {
   Words words[Type::bytes];
   words_of<Type, false>(x, words);
-  write<Type::bytes>(bucket, at, shard, count, words);
+  write<Type::bytes>(bucket, at, shard, whole, count, words);
 }
 
 // The same from a record of elements and to one, which is padded to 16 bytes: whole ones, zeros behind the last
@@ -638,7 +642,9 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
       float quotient = easy ? quotient_of(x[i], scale, reciprocal) : empty ? 0.0f : divide(x[i], divisor);
       if (stochastic) {
         if (i % 2 == 0) noise = mix(row_key ^ (column + i) / 2);  // of two elements
-        quotient = round_down(add(quotient, mul(add((float)(i % 2 ? noise >> 16 : noise & 0xffff), 0.5f), 0x1p-16f)));
+        // 16 bits and a half, exact in float32.
+        const float added = fused((float)(i % 2 ? noise >> 16 : noise & 0xffff), 0x1p-16f, 0x1p-17f);
+        quotient = round_down(add(quotient, added));
       }
       word |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS);
     }

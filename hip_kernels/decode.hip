@@ -41,7 +41,7 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = add(before[i], x[i]);
   }
-  store<Target>(bucket, at, pointer<typename Target::type>(tensor.data) + first, count, x);
+  store<Target>(bucket, at, pointer<typename Target::type>(tensor.data) + first, (int)tensor.chunk, count, x);
 }
 
 // Codecs none and bf16: the elements of a record, or bfloat16 ones as another type.
@@ -62,9 +62,9 @@ HZ_DEVICE void decode_elements(const hz_bucket& bucket) {
     float x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = element_of<Bf16>(words, i);
-    store<Target>(bucket, at, shard, count, x);
+    store<Target>(bucket, at, shard, (int)tensor.chunk, count, x);
   } else {
-    write<BYTES>(bucket, at, shard, count, words);
+    write<BYTES>(bucket, at, shard, (int)tensor.chunk, count, words);
   }
 }
 

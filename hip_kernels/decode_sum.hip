@@ -34,7 +34,7 @@ HZ_DEVICE void decode_sum(const hz_bucket& bucket) {
       for (int i = 0; i < 16; ++i) sums[i] = add(own[i], sums[i]);
     }
   }
-  store<Fp32>(bucket, at, pointer<float>(at.tensor.data) + first, count, sums);
+  store<Fp32>(bucket, at, pointer<float>(at.tensor.data) + first, (int)at.tensor.chunk, count, sums);
 }
 
 // Codecs none and bf16.
@@ -48,7 +48,7 @@ HZ_DEVICE void decode_sum_elements(const hz_bucket& bucket) {
     load<Fp32>(pointer<const float>(at.tensor.residual) + (hz_i64)at.row * at.tensor.chunk, at.element, count, sums);
   add_elements<Type>(bucket, at, sums);
   const hz_i64 first = (hz_i64)anew(at.row) * at.tensor.chunk;
-  store<Fp32>(bucket, at, pointer<float>(at.tensor.data) + first, count, sums);
+  store<Fp32>(bucket, at, pointer<float>(at.tensor.data) + first, (int)at.tensor.chunk, count, sums);
 }
 
 }  // namespace hz

@@ -174,6 +174,10 @@ HZ_DEVICE void store_to(T* to, T value) {
   *to = value;
   emulation::accesses[sizeof value] += 1;
 }
+template <class Vector>
+HZ_DEVICE void store_at_once(Vector* to, Vector value) {
+  store_to(to, value);
+}
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { *to += value; }
 HZ_DEVICE hz_u32 bits_of(float x) {
   hz_u32 bits;

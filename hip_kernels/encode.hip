@@ -62,9 +62,9 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
     const hz_i64 begin = shard_of(bucket, row) * tensor.chunk;
     const int kept = at.has_elements ? (int)present(tensor, begin) - (int)at.element : 0;
     if (bucket.kept_bytes == 2)
-      store<Bf16>(bucket, at, pointer<hz_u16>(tensor.left) + begin, kept, x);
+      store<Bf16>(bucket, at, pointer<hz_u16>(tensor.left) + begin, (int)at.element + kept, kept, x);
     else
-      store<Fp32>(bucket, at, pointer<float>(tensor.left) + begin, kept, x);
+      store<Fp32>(bucket, at, pointer<float>(tensor.left) + begin, (int)at.element + kept, kept, x);
   }
 }
 

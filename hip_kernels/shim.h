@@ -11,6 +11,7 @@
 //   of_lane_before         what the lane before holds; of no meaning in the first lane
 //   load_wide              16 bytes at a multiple of 16; those before `begin` and from `end` on are of no meaning
 //   store_to               to an address that is a multiple of the value's size
+//   store_at_once          16 bytes; clang may cut those of `store_to` where another path writes some of them
 //   mul, add, sub, divide  float32, each rounded to nearest even by itself: never contracted, never approximated
 //   fused                  a * b + c, rounded once
 //   anew                   a number of which the compiler knows nothing: what is computed from it is computed again, so
@@ -159,6 +160,15 @@ HZ_DEVICE Vector load_wide(const Vector* from, hz_u32 begin, hz_u32 end) {
 template <class T>
 HZ_DEVICE void store_to(T* to, T value) {
   *to = value;
+}
+template <class Vector>
+HZ_DEVICE void store_at_once(Vector* to, Vector value) {
+#ifdef __clang__
+  typedef hz_u32 Whole __attribute__((ext_vector_type(4), may_alias));
+  *(Whole*)to = __builtin_bit_cast(Whole, value);
+#else
+  *to = value;
+#endif
 }
 }  // namespace hz
 #endif

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -37,8 +36,7 @@ from tests.kernels.gfx90a import Simulated
 UNALIGNED, ALIGNED = 43_691, 43_696
 PEERS = 4
 MEMORY, ISSUE = 1.6e12, 110 * 1.7e9
-#: Names of a thread's accesses in instructions, and their bytes.
-WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "short": 2}
+WIDTHS = (16, 8, 4, 2)
 
 
 def calls(backend: Any, chunk: int, rows: int) -> Iterator[tuple[str, Any]]:
@@ -87,12 +85,13 @@ def instructions(kernels: Path, rows: int) -> dict[str, dict[str, dict[str, floa
     for chunk, count in ((ALIGNED, 1), (UNALIGNED, rows)):
         for name, call in calls(KernelBackend(simulated), chunk, count):
             simulated.counts.clear()
+            simulated.accesses.clear()
             call()
             kinds = Counter[str]()
             for instruction, times in simulated.counts.items():
                 kinds["memory" if instruction.startswith(("global", "ds")) else instruction[0]] += times
-                if width := re.match(r"global_(?:load|store)_[us]?(dwordx4|dwordx2|dword|short|byte)", instruction):
-                    kinds[width[1]] += times
+            for (_, size), lanes in simulated.accesses.items():
+                kinds[f"{size} bytes"] += lanes / 64
             elements = chunk * (1 if "sum" in name else count)
             found.setdefault(name, {})[str(chunk)] = {kind: times * 64 / elements for kind, times in kinds.items()}
     return found
@@ -158,7 +157,7 @@ def main() -> None:
         f"\n| all accesses, shards of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | bytes in accesses of 16 |\n{'|---' * 6}|"
     )
     for name, found in own.items():
-        counts = {width: found[str(UNALIGNED)].get(kind, 0.0) for kind, width in WIDTHS.items()}
+        counts = {width: found[str(UNALIGNED)].get(f"{width} bytes", 0.0) for width in WIDTHS}
         made, moves = sum(counts.values()), sum(width * count for width, count in counts.items())
         shares = " | ".join(f"{count / made:.1%}" for count in counts.values())
         print(f"| {name} | {shares} | {16 * counts[16] / moves:.1%} |")
@@ -166,7 +165,7 @@ def main() -> None:
         f"\n| elements of {arguments.rows} rows of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | 16 bytes wide |\n{'|---' * 6}|"
     )
     for name, made in accesses(arguments.rows):
-        counts = " | ".join(f"{made[width]:,}" for width in (16, 8, 4, 2))
+        counts = " | ".join(f"{made[width]:,}" for width in WIDTHS)
         print(f"| {name} | {counts} | {made[16] / sum(made.values()):.1%} |", flush=True)
 
 

@@ -1,14 +1,16 @@
 """Counts what a rank starts on its device for one layer in a micro-step: kernels of codecs, and torch's operators on data.
 
-    python -m tests.kernels.launches [PRESET ...]
+    python -m tests.kernels.launches [--width 256] [PRESET ...]
 
-It runs the stage's programs with wires that bring nothing, on a CPU. A device starts the same calls.
+It runs the stage's programs with wires that bring nothing, on a CPU. A device starts the same calls. Page faults are those of
+this CPU: pages that the operating system clears, because memory was given back to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +32,12 @@ from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import finished, peers
 
-#: Parameters of a GPT-NeoX layer of width 256: weights and biases of two norms, of attention and of the MLP.
-WIDTH = 256
-NUMELS = (*(WIDTH,) * 4, 3 * WIDTH**2, 3 * WIDTH, WIDTH**2, WIDTH, 4 * WIDTH**2, 4 * WIDTH, 4 * WIDTH**2, WIDTH)
 GRID = Grid(2, 4, 2)
+
+
+def numels_of(width: int) -> tuple[int, ...]:
+    """Parameters of a GPT-NeoX layer: weights and biases of two norms, of attention and of the MLP."""
+    return (*(width,) * 4, 3 * width**2, 3 * width, width**2, width, 4 * width**2, 4 * width, 4 * width**2, width)
 
 
 class Wires:
@@ -65,7 +69,7 @@ class _Operators(TorchDispatchMode):
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """What is started inside, by name."""
-    started: Counter[str] = Counter()
+    started, faults = Counter[str](), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     launcher = backends.choice("cpu").backend.launcher
     launch = launcher.launch
 
@@ -75,15 +79,16 @@ def counted() -> Iterator[Counter[str]]:
 
     with mock.patch.object(launcher, "launch", counts), _Operators(started):
         yield started
+    started["page faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
 
-def launches(preset: str, **block: Any) -> dict[str, Counter[str]]:
+def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[str]]:
     """Of one layer: to gather it, to sum its gradients within their scope, and, once a step, to refresh it and cross the rest."""
     plan = ShardPlan.from_config(parse_config({"preset": preset, **block}), GRID, 3)
     groups = {(STAGE, tier): (Wires(), list(plan.tier_group(tier))) for tier in plan.grid.crossed}
     collectives = Collectives(plan, peers(3, groups), WireLog())
-    programs, world = StagePrograms.of(plan), GRID.world_size
-    chunks = tuple(chunk_numel(numel, world) for numel in NUMELS)
+    programs, world, numels = StagePrograms.of(plan), GRID.world_size, numels_of(width)
+    chunks = tuple(chunk_numel(numel, world) for numel in numels)
     keys, dtype = tuple(range(len(chunks))), torch.bfloat16
     shards = [torch.ones(chunk, dtype=dtype) for chunk in chunks]
     rows = plan.gradient_rows // math.prod(cross.ranks for cross in programs.boundary.crossings)
@@ -95,7 +100,7 @@ def launches(preset: str, **block: Any) -> dict[str, Counter[str]]:
         )
     runs: dict[str, tuple[Program, str, Any]] = {
         "gather": (programs.unshard, "weights", held),
-        "micro": (programs.micro, "gradients", [torch.ones(numel, dtype=dtype) for numel in NUMELS]),
+        "micro": (programs.micro, "gradients", [torch.ones(numel, dtype=dtype) for numel in numels]),
         "refresh": (programs.refresh, "weights", shards),
         "boundary": (programs.boundary, "gradients", sums),
         "outermost": (programs.outermost, "gradients", last),
@@ -107,18 +112,25 @@ def launches(preset: str, **block: Any) -> dict[str, Counter[str]]:
             continue
         bound = collectives.bind(program, Bucket(keys, chunks, dtype, role))
         totals = [torch.zeros(plan.gradient_rows * chunk) for chunk in chunks] if name == "micro" else None
-        for _ in range(2):  # the first run prepares
+        for _ in range(5):  # the first run prepares, and the next ones take memory that it gave back
             with counted() as found[name]:
                 finished(bound.steps(lambda value=value: value, None, Call(5, 6, into=lambda totals=totals: totals)))
     return found
 
 
 def main() -> None:
-    for preset in sys.argv[1:] or ("lossless", "topo", "zero3", "mild"):
-        found = {name: sum(started.values()) for name, started in launches(preset).items()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256, help="of the layer (default 256)")
+    parser.add_argument("presets", nargs="*", default=["lossless", "topo", "zero3", "mild"])
+    arguments = parser.parse_args()
+    for preset in arguments.presets:
+        runs = launches(preset, arguments.width)
+        faults = {name: started.pop("page faults", 0) for name, started in runs.items()}
+        found = {name: started.total() for name, started in runs.items()}
         micro = 2 * found["gather"] + found["micro"]
         step = found["refresh"] + found["boundary"] + found["outermost"]
         print(f"{preset:10} {micro:4} launches per layer and micro-step, {step:4} more per step: {found}")
+        print(f"{'':10} page faults: {faults}; a layer has {2 * sum(numels_of(arguments.width)) // 4096:,} pages")
 
 
 if __name__ == "__main__":

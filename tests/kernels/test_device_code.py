@@ -98,6 +98,8 @@ def test_memory_is_accessed_16_bytes_at_a_time(assembly: dict[str, str]) -> None
             found = Counter(re.findall(r"^\s+((?:global|flat|scratch|buffer)_\w+)", body, re.MULTILINE))
             assert not [access for access in found if not access.startswith("global_")], (name, found)
             reads, writes = "global_load_dwordx4", "global_store_dwordx4"
+            if re.fullmatch(r"decode_(none_16|(int\d|bf16)_(bf16|fp16))", name):  # two vectors a thread, aligned or not
+                assert found[writes] >= 4, (name, found)
             if "none" in name or "bf16_" in name:
                 assert found[reads] and found[writes], (name, found)
                 continue
