@@ -247,16 +247,32 @@ class CodecsConfig(Frozen):
         return tuple(one for one in DIMENSIONS if any(not self[one][tier].traits.plain for tier in TIERS))
 
 
+class OtherScopes(Frozen):
+    """Shard degrees of the parameters that a pattern matches.
+
+    Attributes:
+        weights: Shard degree of their weights; null is the degree of the other parameters.
+        gradients: Shard degree of their gradients; null is the degree of the other parameters.
+    """
+
+    weights: Scope | None = None
+    gradients: Scope | None = None
+
+
 class ShardConfig(Frozen):
     """Shard degree of weights and of gradients; optimizer states are sharded over the world.
 
     Attributes:
-        weights: Shard degree of the weights, not wider than the gradients'.
+        weights: Shard degree of the weights.
         gradients: Shard degree of the gradients.
+        exceptions: Shard degrees of parameters by name, as in `{"*experts*": {"weights": "world"}}`. The first pattern that
+            matches a name counts. A degree that you leave out is the one of the other parameters. Parameters with the same
+            degrees share messages.
     """
 
     weights: Scope
     gradients: Scope
+    exceptions: dict[str, OtherScopes] = Field(default_factory=dict, alias="except")
 
 
 class NodeAllGather(Frozen):
@@ -518,6 +534,12 @@ class HZeroConfig(Block):
         """The parallel dimensions for which the user has written a codec other than ``none``: somebody has to send in them."""
         return tuple(one for one in self.codecs.dimensions if f"codecs.{one}" in self.written)
 
+    def in_scopes(self, weights: Scope, gradients: Scope) -> HZeroConfig:
+        """The block with these shard degrees for all parameters, as if the user had written them."""
+        written = (*self.written, "shard.weights", "shard.gradients")
+        shard = ShardConfig(weights=weights, gradients=gradients)
+        return self.model_copy(update={"shard": shard, "written": written})
+
     def codecs_of_differences(self, weights: Scope) -> TierCodecs:
         """The weights' codecs where refreshes send differences and the weights' scope is ``weights``."""
         codec = PRESETS[self.preset].differences_codec
@@ -541,8 +563,8 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
         path: Key of the block, for messages.
 
     Raises:
-        ConfigError: An unknown key, preset, codec, tier or scope (with the nearest known one), a wrong type, or weights
-            sharded wider than gradients.
+        ConfigError: An unknown key, preset, codec, tier or scope (with the nearest known one), a wrong type, or values that
+            exclude each other.
     """
     if not isinstance(block, Mapping):
         keys = ", ".join(Block.model_fields)
@@ -570,17 +592,15 @@ def _check_together(block: Block, path: str) -> None:
     def refuse(key: str, found: str, possible: str) -> ConfigError:
         return ConfigError(f"{path}.{key}: {found}; possible: {possible}")
 
-    scope, widest, weights = block.shard.weights, block.shard.gradients, block.codecs.weights
-    if SCOPES.index(scope) > SCOPES.index(widest):
-        nested = ", ".join(SCOPES[: SCOPES.index(widest) + 1])
-        raise refuse("shard.weights", f"{scope!r} is wider than {path}.shard.gradients {widest!r}", nested)
+    scope, weights = block.shard.weights, block.codecs.weights
     if block.resident == "decoded" and scope != "device":
         raise refuse("resident", f"found 'decoded' with weights over the {scope}", "with weights over the device")
     if block.refresh_differences and scope == "world":
         why = "found true with weights over the world, of which no copy is kept"
         raise refuse("refresh_differences", why, f"with {path}.shard.weights {', '.join(SCOPES[:-1])}")
-    if any(not pattern.strip() for pattern in block.codecs.exceptions):
-        raise refuse("codecs.except", "found an empty pattern", "one such as *norm*")
+    for key, patterns in (("shard", block.shard.exceptions), ("codecs", block.codecs.exceptions)):
+        if any(not pattern.strip() for pattern in patterns):
+            raise refuse(f"{key}.except", "found an empty pattern", "one such as *norm*")
     codecs = {f"{role}.{tier}": block.codecs[role][tier] for role in ROLES for tier in block.codecs[role].written}
     codecs |= {f"except.{pattern}": codec for pattern, codec in block.codecs.exceptions.items()}
     for key, codec in codecs.items():

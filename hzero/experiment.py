@@ -448,6 +448,7 @@ class Architecture:
         after: Those after the last layer.
         keys: Width of a layer's keys, and of its values.
         rotary: Dimensions of a head that the rotary embedding turns.
+        names: Names of every parameter; tied ones have several.
     """
 
     numels: tuple[int, ...]
@@ -463,6 +464,7 @@ class Architecture:
     after: tuple[int, ...]
     keys: int = 0
     rotary: int = 0
+    names: tuple[tuple[str, ...], ...] = ()
 
 
 def checkpoint_folder(model: dict[str, Any]) -> Path | None:
@@ -524,8 +526,11 @@ def _counted(config: Any) -> Architecture:
 
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    before, layers, after = list[int](), dict[int, list[int]](), list[int]()
-    for name, param in built.named_parameters():
+    before, layers, after, names = list[int](), dict[int, list[int]](), list[int](), dict[Any, list[str]]()
+    for name, param in built.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+        if len(names[param]) > 1:
+            continue
         # The first number of a name is that of the layer: model.layers.0.mlp.experts.3.w1.weight.
         if place := re.search(r"\.(\d+)\.", name):
             layers.setdefault(int(place[1]), []).append(param.numel())
@@ -554,4 +559,5 @@ def _counted(config: Any) -> Architecture:
         after=tuple(after),
         keys=width // heads * (getattr(text, "num_key_value_heads", None) or heads) if heads else 0,
         rotary=int(width // heads * rope.get("partial_rotary_factor", 1)) if heads and rope else 0,
+        names=tuple(map(tuple, names.values())),
     )

@@ -100,10 +100,35 @@ def test_exceptions_take_the_defaults_of_the_block() -> None:
     assert list(found.codecs.exceptions) == ["*norm*", "e*"]
     assert found.codecs.exceptions["e*"] == CodecConfig(codec="int8", block_size=64, rotation=64)
     plan = ShardPlan.from_config(found, Grid(2, 2, 2), 0)
-    assert [plan.exception_of(name) for name in ("h.norm.weight", "embed", "enorm", "head")] == [0, 1, 0, None]
-    own = plan.with_codec(found.codecs.exceptions["*norm*"])
-    assert {hop.codec.codec for hop in (*own.gather_hops(), *own.reduce_hops())} == {"none"}
-    assert str(plan).endswith("none for *norm*; int8 for e*") and not own.exceptions
+    plans = plan.plans_of([("h.norm.weight",), ("embed",), ("enorm",), ("head",), ("head.weight", "embed.weight")])
+    used = [{hop.codec.codec for hop in (*own.gather_hops(), *own.reduce_hops())} for own in plans]
+    assert used == [{"none"}, {"int8"}, {"none"}, {"int8", "int4"}, {"int8"}]
+    assert str(plan).endswith("none for *norm*; int8 for e*") and not plans[0].exceptions
+
+
+def test_scopes_of_exceptions_are_the_blocks_unless_they_are_written() -> None:
+    patterns = {"*experts*": {"weights": "world"}, "*norm*": {"gradients": "world"}, "*": {"weights": "device"}}
+    codecs = {"except": {"*bias": "none"}}
+    block = parse_config({"preset": "lean", "shard": {"gradients": "node", "except": patterns}, "codecs": codecs})
+    plan = ShardPlan.from_config(block, Grid(2, 2, 2), 3)
+    names = [(name,) for name in ("experts.up", "experts.norm", "norm.bias", "head.bias", "head")]
+    plans = plan.plans_of(names)
+    scopes = [(own.weights_scope, own.gradients_scope) for own in plans]
+    assert scopes == [
+        ("world", "node"),
+        ("world", "node"),
+        ("package", "world"),
+        ("device", "node"),
+        ("device", "node"),
+    ]
+    assert [own.whole_copies for own in plans] == [False, False, False, True, True]
+    assert [bool(own.differences) for own in plans] == [False, False, False, False, True]
+    assert [hop.codec.codec for hop in plans[0].gather_hops()] == ["int8"] * 3, "no copy, so no differences"
+    assert plan.parts([7, 1, 2, 3, 5], names) == [(plans[0], [7, 1]), (plans[2], [2]), (plans[3], [3]), (plans[4], [5])]
+    assert "; weights over the world, gradients over the node for *experts*; weights" in str(plan)
+    # A machine without packages of several devices: what is inherited is what the preset's degree became.
+    narrow = ShardPlan.from_config(block, Grid(2, 4, 1), 0).plans_of(names)
+    assert [own.weights_scope for own in narrow] == ["world", "world", "node", "device", "device"]
 
 
 def codec(of: Any, role: str = "weights", tier: str = "gpu") -> dict[str, Any]:
@@ -121,7 +146,10 @@ BAD: list[tuple[Any, str]] = [
     ({"presets": "topo"}, "unknown key 'presets'; did you mean 'preset'"),
     ({"shard": {"weight": "node"}}, "shard: unknown key 'weight'; did you mean 'weights'"),
     ({"shard": {"weights": "nod"}}, "shard.weights: unknown value 'nod'; did you mean 'node'"),
-    ({"shard": {"weights": "world", "gradients": "node"}}, "is wider than hzero.shard.gradients 'node'; possible: device"),
+    ({"shard": {"except": {"*": {"weights": "nod"}}}}, "shard.except.*.weights: unknown value 'nod'; did you mean 'node'"),
+    ({"shard": {"except": {"*": {"weight": "node"}}}}, "shard.except.*: unknown key 'weight'; did you mean 'weights'"),
+    ({"shard": {"except": {"": {}}}}, "shard.except: found an empty pattern; possible: one such as *norm*"),
+    ({"shard": {"except": {"*": "node"}}}, "shard.except.*: found 'node', expected a block with keys weights, gradients"),
     (codec("int8", tier="gpuu"), "codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
     (codec("int9"), "codecs.weights.gpu.codec: unknown value 'int9'"),
     ({"codecs": {"tensors": "int8"}}, "codecs: unknown key 'tensors'; did you mean 'tensor'"),

@@ -346,11 +346,11 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Gradients that are summed in every micro-step have arrived; partial sums over a scope are refused."""
         for param in params:
             if self.hzero.gradients.holds(param.ds_id):
+                scope = param.hzero_managed.route.plan.gradients_scope
                 raise RuntimeError(
-                    f"hzero: the gradient of parameter {param.ds_id} is a partial sum over its "
-                    f"{self.hzero.plan.gradients_scope} until the accumulation boundary. Read it after the backward of the "
-                    "last micro-step, before step(); with managed_gradient_accumulation false, after "
-                    "optimizer.finalize_gradient_accumulation_boundary()"
+                    f"hzero: the gradient of parameter {param.ds_id} is a partial sum over its {scope} until the accumulation "
+                    "boundary. Read it after the backward of the last micro-step, before step(); with "
+                    "managed_gradient_accumulation false, after optimizer.finalize_gradient_accumulation_boundary()"
                 )
         # Shards that come of the micro-steps so far are added where stock keeps them.
         with torch.no_grad(), get_accelerator().stream(self.reduce_and_partition_stream):

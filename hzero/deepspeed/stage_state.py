@@ -194,7 +194,8 @@ class StageState(Engine):
             one.attach(self)
         self._all = {one.key: one for one in managed}  # with those that a later engine has taken over
         # Weights that are whole on every device need no gather.
-        layers = [] if plan.whole_copies else layers_of(module, min(plan.unit_numel, live_numel))
+        whole = all(route.plan.whole_copies for route in routes.values())
+        layers = [] if whole else layers_of(module, min(plan.unit_numel, live_numel))
         self.units = units = Units()
         form_units(units, module, layers)
         # Functions that hold nothing else, so that a copy of the model copies no engine.
@@ -208,7 +209,7 @@ class StageState(Engine):
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
             how = ""  # forward gathers weights
-            if plan.gather_hops() and not plan.whole_copies:
+            if plan.gather_hops() and not whole:
                 kinds = Counter(type(layer).__name__ for layer in layers)
                 named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
                 how = f"; gathers by layer ({named})" if named else "; gathers by module"
@@ -409,7 +410,7 @@ def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args
     # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
     idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
     for managed in idle:
-        stale = managed.inexact or managed.owner.weights.plan.whole_copies
+        stale = managed.inexact or managed.route.plan.whole_copies
         if managed.param.ds_status == ZeroParamStatus.AVAILABLE and stale:
             managed.param.partition()
     with lasting() if found else contextlib.nullcontext():

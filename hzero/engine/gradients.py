@@ -16,6 +16,7 @@ from hzero.comm import Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound, seed_of
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
 from hzero.plan.program import IN_FLIGHT
+from hzero.plan.shards import ShardPlan
 
 logger = logging.getLogger("hzero")
 
@@ -33,6 +34,7 @@ class _Layout(NamedTuple):
         outermost: Reduces over that.
         part_bytes: Of each peer on the outermost tier; 0 without one.
         divides_first: Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
+        plan: The route's.
     """
 
     params: list[Parameter]
@@ -41,6 +43,7 @@ class _Layout(NamedTuple):
     outermost: Bound
     part_bytes: int
     divides_first: bool
+    plan: ShardPlan
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -76,7 +79,8 @@ def _layouts_of(
         part = sum(crossing.part_bytes(bucket.chunks, dtype.itemsize) for crossing in programs.outermost.crossings)
         every = programs.micro, programs.boundary, programs.outermost
         micro, boundary, outermost = (collectives.bind(one, bucket) for one in every)
-        layouts.append(_Layout(same, micro, boundary, outermost, part, route.sums_travel and not divides_later))
+        divides = route.sums_travel and not divides_later
+        layouts.append(_Layout(same, micro, boundary, outermost, part, divides, route.plan))
     return layouts
 
 
@@ -111,14 +115,14 @@ class Gradients:
 
     def __init__(self, collectives: Collectives, bucket_numel: int, routes: int = 1) -> None:
         self._collectives, self._plan = collectives, collectives.plan
-        # Each holds its message twice; a bucket is one chain for each route.
-        self._most = IN_FLIGHT * routes
+        self._most = IN_FLIGHT * routes  # crossings, of which a bucket has one for each route
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
         self._layouts = functools.lru_cache(READY)(partial(_layouts_of, collectives))
         self._sums: dict[int, torch.Tensor] = {}  # the accumulators, float32, by key
         self._bytes = 0  # of them
         self._waiting: dict[int, Parameter] = {}
-        self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
+        self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None, int]] = deque()
+        self._buckets = 0  # so far, for the number of the one that a reduction is of
         self._inner: list[Chain[list[torch.Tensor]]] = []  # over the outer tiers but the outermost
         self._collected: dict[tuple[int, torch.dtype], list[_Sums]] = {}  # for the outermost, by route and type
         self._crossing: list[tuple[_Layout, Chain[list[torch.Tensor]]]] = []
@@ -159,6 +163,7 @@ class Gradients:
         """
         self._check()
         gradient_of = dict(zip((param.key for param in params), gradients))
+        self._buckets += 1
         with self.all_or_nothing():
             for layout in self._layouts_now(params, dtype):
                 self._accumulate(layout, [gradient_of[key] for key in layout.keys], scale, last, deliver)
@@ -175,7 +180,7 @@ class Gradients:
         self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver
     ) -> None:
         """`accumulate` of one layout."""
-        accumulates, travels = self._plan.accumulates, bool(layout.micro.lanes)
+        accumulates, travels = layout.plan.accumulates, bool(layout.micro.lanes)
         # Without a hop nothing else copies them from the front end's bucket, which the next gradients overwrite.
         copy = not travels and not accumulates
         flat = [self._collectives.used(one).to(layout.micro.bucket.dtype, copy=copy).reshape(-1) for one in gradients]
@@ -194,8 +199,8 @@ class Gradients:
         if last and accumulates:
             # Submitted here, not by the lane that makes the sums: all ranks need one order with the gathers of weights.
             self._submit_crossing(_Sums(layout, chain.take, [chain]), scale)
-        self._reducing.append((chain, None if accumulates else partial(deliver, layout.params)))
-        while len(self._reducing) > self._most:
+        self._reducing.append((chain, None if accumulates else partial(deliver, layout.params), self._buckets))
+        while self._reducing[0][2] <= self._buckets - IN_FLIGHT:  # each holds its message twice
             self._finish_first()
 
     def _add(self, keys: Sequence[int], last: bool, copy: bool, parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -240,7 +245,7 @@ class Gradients:
                 self._finish_first()
 
     def _finish_first(self) -> None:
-        chain, deliver = self._reducing.popleft()
+        chain, deliver, _ = self._reducing.popleft()
         shards = chain.wait()
         if deliver is not None:  # here and not by the chain, which may run on another thread
             deliver(shards)
@@ -287,7 +292,7 @@ class Gradients:
             self._submit_outermost(kind, scale)  # a second gradient in one backward: a message has a parameter once
         collected = self._collected.setdefault(kind, [])
         collected.append(sums)
-        if sum(one.layout.part_bytes for one in collected) >= self._plan.boundary_message_bytes:
+        if sum(one.layout.part_bytes for one in collected) >= layout.plan.boundary_message_bytes:
             self._submit_outermost(kind, scale)
 
     def _submit_outermost(self, kind: tuple[int, torch.dtype], scale: float) -> None:
@@ -348,7 +353,7 @@ class Gradients:
             ) from self._error
 
     def _drop(self) -> None:
-        reducing: list[Chain[Any]] = [chain for chain, _ in self._reducing]
+        reducing: list[Chain[Any]] = [chain for chain, *_ in self._reducing]
         for chains in (reducing, self._inner, (chain for _, chain in self._crossing)):
             for chain in chains:
                 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hzero.codecs.codec import Codec, checksums
 from hzero.comm import Bucket, blaming
-from hzero.config import GuardConfig, Role
+from hzero.config import GuardConfig, Role, Tier
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
 from hzero.plan.shards import Hop
@@ -172,17 +172,21 @@ class Guard:
         copies = [self._collectives.used(param.resident) for param in resident if param.resident is not None]
         stale = torch.stack([self._weights.is_stale(param) for param in resident])
         sums = torch.cat([checksums(copy.view(1, -1).view(torch.uint8)) for copy in copies])
-        # One sum of all sums first: those of each parameter, from each peer, would take a gigabyte of a large world.
-        both = torch.cat([stale, self._differing(checksums(sums.view(1, -1).view(torch.uint8)))]).to(torch.uint8)
+        # Equal on each tier outside the weights' scope: equal on all of them. One sum of all sums first, or of those with one
+        # scope: the sums of each parameter, from each peer, would take a gigabyte of a large world.
+        outside = [tuple(hop.tier for hop in param.route.plan.refresh_hops()) for param in resident]
+        kinds = list(dict.fromkeys(outside))
+        totals = [checksums(sums[[one == kind for one in outside]].view(1, -1).view(torch.uint8)) for kind in kinds]
+        both = torch.cat([stale, self._differing(torch.cat(totals), kinds)]).to(torch.uint8)
         dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         parts = []
-        if names := _marked(resident, both[:-1].tolist()):
+        if names := _marked(resident, both[: len(resident)].tolist()):
             parts.append(
                 f"the resident copies of {len(names)} of {len(resident)} weights are not what their owners hold: "
                 f"{some(names, _NAMED)}. Something has changed them behind hzero: {self._advice}"
             )
-        if bool(both[-1]):
-            differing = self._differing(sums).to(torch.uint8)
+        if bool(both[len(resident) :].any()):
+            differing = self._differing(sums, outside).to(torch.uint8)
             dist.all_reduce(differing, dist.ReduceOp.MAX, self._group)
             names = _marked(resident, differing.tolist())
             parts.append(
@@ -193,17 +197,24 @@ class Guard:
         if parts:
             raise of_all_ranks(StaleWeightsError(f"guard before step {step} of this engine: {'; '.join(parts)}"))
 
-    def _differing(self, sums: torch.Tensor) -> torch.Tensor:
-        """Which of the sums, int64 ``[n]``, another rank with the same copies has otherwise; bool ``[n]``."""
-        differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
-        collectives, message = self._collectives, sums.view(torch.uint8).view(-1)
-        bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
-        for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
+    def _differing(self, sums: torch.Tensor, outside: Sequence[Collection[Tier]]) -> torch.Tensor:
+        """Which of the sums, int64 ``[n]``, another rank with the same copies has otherwise; bool ``[n]``.
+
+        ``outside`` gives for each the tiers across which copies are equal.
+        """
+        differs, collectives = torch.zeros(len(sums), dtype=torch.bool, device=sums.device), self._collectives
+        for hop in self._plan.gather_hops():
+            compared = [hop.tier in tiers for tiers in outside]
+            if not any(compared):
+                continue
+            mine = sums[compared]
+            message = mine.view(torch.uint8).view(-1)
+            bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
             # No chain is under way.
             lane = collectives.lane(bucket, hop.tier)
             gather = collectives.prepare(lane, "all_gather", message.nbytes, "weights of an audit")
             theirs = gather.start(message).wait().view(torch.int64)
-            differs |= (theirs.view(hop.size, -1) != sums).any(dim=0)
+            differs[compared] |= (theirs.view(hop.size, -1) != mine).any(dim=0)
         return differs
 
     def _ratios_text(self) -> str:

@@ -11,13 +11,10 @@ import torch
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel, owned_numel
 from hzero.comm import Bucket, Chain
-from hzero.config import PLAIN, CodecConfig
+from hzero.config import PLAIN
 from hzero.plan.program import StagePrograms
 from hzero.plan.shards import ShardPlan
-from hzero.validation import ConfigError, some
 
-#: Names that a message gives.
-_NAMED = 4
 #: Parts of names that wrappers of modules add.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 #: Sets of parameters whose messages are kept ready; experts that are chosen by chance make many.
@@ -35,13 +32,14 @@ class Route:
         plan: The plan.
         number: The number.
         programs: Its programs.
+        copies: Whether resident copies are kept.
         lossy: Whether a hop of weights loses something.
         sums_travel: Whether a hop of gradients has codec ``none``, so that sums travel: the library may make them on its way.
     """
 
     def __init__(self, plan: ShardPlan, number: int) -> None:
         self.plan, self.number = plan, number
-        self.programs = StagePrograms.of(plan)
+        self.programs, self.copies = StagePrograms.of(plan), plan.keeps_copies
         self.lossy = any(not hop.codec.traits.exact for hop in plan.gather_hops())
         self.sums_travel = any(hop.codec.traits.plain for hop in plan.reduce_hops())
 
@@ -112,7 +110,7 @@ def alike(
 def routes_of(
     module: torch.nn.Module, plan: ShardPlan
 ) -> tuple[dict[torch.nn.Parameter, Route], set[torch.nn.Parameter]]:
-    """The route of every parameter of a model: the usual one, or one for each codec of an exception.
+    """The route of every parameter of a model: the usual one, or one for each way of parameters that patterns except.
 
     Args:
         module: The model.
@@ -122,32 +120,19 @@ def routes_of(
         The routes, and the parameters that travel by their bytes (`holds_codes`).
 
     Raises:
-        ConfigError: A pattern matches no parameter, or only those that an earlier pattern has taken.
+        ConfigError: As of `ShardPlan.plans_of`.
     """
-    usual = Route(plan, 0)
-    routes: dict[CodecConfig, Route] = {}
-    names = [name for name, _ in module.named_parameters()]
-    taken: dict[torch.nn.Parameter, int] = {}
+    names: dict[torch.nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):  # a tied one may be meant by either name
-        at = plan.exception_of(plain_name(name))
-        if at is not None:
-            taken[param] = min(at, taken.get(param, at))
-    for at, (pattern, codec) in enumerate(plan.exceptions):
-        if at not in taken.values():
-            raise ConfigError(
-                f"hzero.codecs.except: found {pattern!r}, which matches no parameter that an earlier pattern has not "
-                f"taken; parameters of the model: {some(names, _NAMED)}"
-            )
-        if codec not in routes:
-            excepted = plan.with_codec(codec)
-            same = (excepted.gather_hops(), excepted.reduce_hops()) == (plan.gather_hops(), plan.reduce_hops())
-            routes[codec] = usual if same else Route(excepted, 1 + at)
-    found = {
-        param: routes[plan.exceptions[taken[param]][1]] if param in taken else usual for param in module.parameters()
-    }
+        names.setdefault(param, []).append(plain_name(name))
     codes = {param for one in module.modules() for param in one.parameters(recurse=False) if holds_codes(param, one)}
-    if codes:
-        found |= dict.fromkeys(codes, Route(plan.with_codec(PLAIN), 1 + len(plan.exceptions)))
+    # The usual route is number 0, also if all parameters are excepted.
+    routes, found = {(plan.way, False): Route(plan, 0)}, dict[torch.nn.Parameter, Route]()
+    for param, own in zip(names, plan.plans_of(list(names.values()))):
+        way = own.with_codec(PLAIN) if param in codes else own
+        if (kind := (way.way, param in codes)) not in routes:
+            routes[kind] = Route(way, len(routes))
+        found[param] = routes[kind]
     return found, codes
 
 

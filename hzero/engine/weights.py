@@ -57,7 +57,8 @@ class Weights:
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
         self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered again
-        self._copies = self.plan.keeps_copies
+        routes = {param.route for param in self.parameters.values()}
+        self._copies, self._whole = (any(one.copies for one in routes), all(one.plan.whole_copies for one in routes))
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self._mark(self.parameters.values())
         self.note_change()
@@ -101,7 +102,7 @@ class Weights:
         self.note_change()
 
     def _mark(self, params: Iterable[Parameter]) -> None:
-        for bucket in self._in_buckets(params) if self._copies else ():
+        for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():
             self._stale.update((param.key, bucket) for param in bucket)
 
     def remove(self, param: Parameter) -> None:
@@ -193,11 +194,12 @@ class Weights:
         An unshard of parameters that follow each other then sends a part of it as it is. The memory is freed when all of
         them have been refreshed again.
         """
-        if self.plan.whole_copies:
+        plan = params[0].route.plan
+        if plan.whole_copies:
             for param, whole in zip(params, refreshed):
                 param.resident = whole
             return
-        rows, codec = self.plan.resident_rows, Codec.from_config(params[0].route.plan.resident_codec)
+        rows, codec = plan.resident_rows, Codec.from_config(plan.resident_codec)
         sizes = [codec.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
         payloads = refreshed.new_empty(refreshed.numel()).split([rows * size for size in sizes])
         for param, payload, records in zip(params, payloads, refreshed.view(rows, -1).split(sizes, dim=1)):
@@ -223,12 +225,14 @@ class Weights:
 
     def held_shard(self, param: Parameter) -> torch.Tensor:
         """This rank's shard as all ranks hold it, with padding, where refreshes send differences."""
-        return self._copy(param)[self.plan.rank if self.plan.whole_copies else self.plan.rank_row]
+        plan = param.route.plan
+        return self._copy(param)[plan.rank if plan.whole_copies else plan.rank_row]
 
     def _copy(self, param: Parameter) -> torch.Tensor:
         """The resident copy in the weights' own type, in place, ``[rows, chunk]``: all shards, or those of a payload."""
-        rows, copy = self.plan.resident_rows, _resident(param)
-        if self.plan.whole_copies:
+        plan, copy = param.route.plan, _resident(param)
+        rows = plan.resident_rows
+        if plan.whole_copies:
             return copy.view(rows, param.chunk)
         record = PLAIN.format.record_bytes(param.chunk, param.dtype.itemsize) // param.dtype.itemsize
         return copy.view(param.dtype).view(rows, record)[:, : param.chunk]
@@ -249,11 +253,15 @@ class Weights:
         """
         if self._stale or self._ahead:
             self._refresh_needed(params)
-        if self.plan.whole_copies:
+        if self._whole:
             return [(list(params), partial(_wait_whole, params, into))]
         started: list[tuple[list[Parameter], Unsharded]] = []
         for same, gather in self._gathers(tuple(params)):
-            read = partial(self._payloads, same) if self._copies else partial(self._shards, same, gather.bucket)
+            if gather is None:
+                started.append((same, partial(_wait_whole, same, into)))
+                continue
+            copies = same[0].route.copies
+            read = partial(self._payloads, same) if copies else partial(self._shards, same, gather.bucket)
             targets = None if into is None else partial(_targets, same, into)
             after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
             started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
@@ -326,10 +334,13 @@ class Weights:
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
 
 
-def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[tuple[list[Parameter], Bound]]:
-    """The messages of an unshard, one for each type and route, and their parameters; ready to run."""
-    kinds = alike(params, lambda param: (str(param.dtype), param.route.number))
-    return [(same, _bound(collectives, same[0].route.programs.unshard, same)) for same in kinds]
+def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[tuple[list[Parameter], Bound | None]]:
+    """The messages of an unshard, one for each type and route, and their parameters; None if the copies are whole."""
+    kinds = [(same, same[0].route) for same in alike(params, lambda param: (str(param.dtype), param.route.number))]
+    return [
+        (same, None if route.plan.whole_copies else _bound(collectives, route.programs.unshard, same))
+        for same, route in kinds
+    ]
 
 
 def _bound(collectives: Collectives, program: Program, params: list[Parameter]) -> Bound:

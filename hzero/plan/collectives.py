@@ -19,7 +19,6 @@ from hzero.config import (
     ROLES,
     TIERS,
     CodecConfig,
-    CodecName,
     Role,
     Scope,
     Tier,
@@ -161,10 +160,10 @@ class TierTraffic:
     Attributes:
         role: The kind of state; of activations the parallel dimension.
         tier: The tier.
-        codec: Codec of the messages.
+        codec: Codec of the messages; several names with exceptions.
         wire_bytes: Bytes received, scales and record padding included.
         raw_bytes: The same with codec ``none``, without padding.
-        crossings: How often per step a whole set of parameters crosses the tier.
+        crossings: How often per step a whole set of parameters crosses the tier; with exceptions the most of a parameter.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
         checksum_bytes: Bytes of the checksums that come with each collective, where messages carry some. They are in no other
             number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
@@ -172,7 +171,7 @@ class TierTraffic:
 
     role: Role
     tier: Tier
-    codec: CodecName
+    codec: str
     wire_bytes: int
     raw_bytes: int
     crossings: int
@@ -188,6 +187,7 @@ def step_traffic(
     itemsize: int = 2,
     accumulation: int = 1,
     fetches: float = 2,
+    names: Sequence[Sequence[str]] = (),
 ) -> list[TierTraffic]:
     """Bytes of one optimizer step.
 
@@ -204,28 +204,33 @@ def step_traffic(
         accumulation: Micro-steps per step.
         fetches: Gathers of every parameter per micro-step, on average: forward and backward. A parameter that is used
             again soon is kept by DeepSpeed (``stage3_max_reuse_distance``), so small models fetch less.
+        names: As of `ShardPlan.parts`.
 
     Returns:
         One entry per role and tier, weights first, tiers innermost first; whole bytes.
     """
     stage = scheme if isinstance(scheme, ShardPlan) else None
-    chunks = [chunk_numel(numel, grid.world_size) for numel in numels]
-    sums = {(role, tier): [0.0, 0.0, 0.0] for role in ROLES for tier in grid.tiers}  # on the wire, raw, crossings
-    for (phase, _), program in chains_of(scheme, grid, accumulation).items():
-        times = fetches - 1 if phase == "backward" else 1
-        for crossing in program.crossings:
-            raw = crossing.rows * sum(chunks) * itemsize
-            wire = crossing.message_bytes(chunks, itemsize) if stage else raw  # records, with padding
-            links = ring_links([grid.size(tier) for tier in crossing.tiers])
-            for tier, count in zip(crossing.tiers, links):
-                received = crossing.received * count / crossing.ranks * times
-                found = sums[crossing.role, tier]
-                found[:] = found[0] + wire * received, found[1] + raw * received, found[2] + times
+    parts = stage.parts(numels, names) if stage else [(scheme, numels)]
+    sums = {(role, tier): [0.0, 0.0] for role in ROLES for tier in grid.tiers}  # on the wire, raw
+    times = {place: [0.0] * len(parts) for place in sums}
+    for number, (part, of_part) in enumerate(parts):
+        chunks = [chunk_numel(numel, grid.world_size) for numel in of_part]
+        for (phase, _), program in chains_of(part, grid, accumulation).items():
+            often = fetches - 1 if phase == "backward" else 1
+            for crossing in program.crossings:
+                raw = crossing.rows * sum(chunks) * itemsize
+                wire = crossing.message_bytes(chunks, itemsize) if stage else raw  # records, with padding
+                links = ring_links([grid.size(tier) for tier in crossing.tiers])
+                for tier, count in zip(crossing.tiers, links):
+                    received, place = crossing.received * count / crossing.ranks * often, (crossing.role, tier)
+                    sums[place] = [sums[place][0] + wire * received, sums[place][1] + raw * received]
+                    times[place][number] += often
     rows = []
     for (role, tier), found in sums.items():
-        codec = stage.codecs[role][tier].codec if stage else PLAIN.codec
+        codecs = [part.codecs[role][tier].codec if isinstance(part, ShardPlan) else PLAIN.codec for part, _ in parts]
         checksum = CHECKSUM_BYTES * (grid.size(tier) - 1) if stage and stage.checksum else 0
-        wire, raw, crossings = map(round, found)
+        wire, raw, crossings = map(round, (*found, max(times[role, tier])))
+        codec = ", ".join(dict.fromkeys(codecs))
         rows.append(TierTraffic(role, tier, codec, wire, raw, crossings, grid.size(tier) > 1, checksum))
     return rows
 

@@ -157,7 +157,8 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     if plan is None:
         raise ConfigError("zero.preset: found none; expected one to compare with plain ZeRO-3, as in preset=topo")
     about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
-    traffic, stock = (step_traffic(one, grid, numels, **about) for one in (plan, Scheme("deepspeed")))
+    sent: Any = {**about, "names": job.model.names}
+    traffic, stock = (step_traffic(one, grid, numels, **sent) for one in (plan, Scheme("deepspeed")))
     without = replace(scenario, job=replace(job, sequence=None))  # other engines have no chunks
     own, other = footprint(plan, grid, job), footprint(Scheme("deepspeed"), grid, without.job)
     rates, source = experiment["topology"].get("bandwidth_gb_s") or {}, "nominal rates, not measured"
@@ -177,7 +178,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         schemes[name] = {
             "weights": _state_text(one.weights_scope, one.gather_hops()[::-1]),
             "gradients": _state_text(one.gradients_scope, one.reduce_hops()),
-            "node_bytes": node_bytes(step_traffic(one, grid, numels, **about), grid),
+            "node_bytes": node_bytes(step_traffic(one, grid, numels, **sent), grid),
             **_step_dict(scenario, one),
         }
     for name in IN_FSDP:  # as hzero.fsdp runs it; bytes are those of DeepSpeed's front end
@@ -236,7 +237,8 @@ def _state_text(scope: str, hops: Sequence[Hop]) -> str:
 
 def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]:
     """A predicted step; where the machine or the model allows none, the memory alone."""
-    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer:
+    excepted = isinstance(scheme, ShardPlan) and scheme.scoped
+    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer or excepted:
         return {"memory_bytes": footprint(scheme, scenario.grid, scenario.job).bytes}
     return asdict(predict(scheme, scenario.job, scenario.machine))
 
@@ -252,8 +254,10 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
     if checksums := {row.tier: row.checksum_bytes for row in traffic if row.checksum_bytes}:
         added = ", ".join(f"{size} bytes on {tier}" for tier, size in checksums.items())
         notes.append(f"checksums add to every collective {added}; these bytes leave them out")
-    if plan.exceptions:
-        notes.append("codecs.except: bytes and memory are those without exceptions")
+    if plan.scoped:
+        notes.append("shard.except: no step is predicted")
+    elif plan.exceptions:
+        notes.append("codecs.except: the predicted step is the one without exceptions")
     return notes
 
 

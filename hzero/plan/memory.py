@@ -78,7 +78,7 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> Footprint:
         states = {"model states": State(_other_bytes(scheme, grid, job), "with buckets")}
     else:
         states = _stage3_states(scheme, grid, job)
-    freed = 4 if isinstance(scheme, ShardPlan) and not scheme.micro_hops() else 0
+    freed = 4 if isinstance(scheme, ShardPlan) and not any(one.micro_hops() for one, _ in _parts(scheme, job)) else 0
     return _summed({**states, **activations(job)}, job, freed)
 
 
@@ -101,7 +101,13 @@ def longest(scheme: ShardPlan, grid: Grid, job: Job, device: int, host: float) -
     return max(bisect(range(1, 1 << 32), False, key=too_long), 0)
 
 
-def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> States:
+def held_states(
+    plan: ShardPlan,
+    numels: Sequence[int],
+    itemsize: int,
+    accumulation: int,
+    names: Sequence[Sequence[str]] = (),
+) -> States:
     """What the stage itself holds from one step, or micro-step, to the next.
 
     Args:
@@ -109,7 +115,17 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
         numels: Elements of each parameter.
         itemsize: Bytes of one weight.
         accumulation: Micro-steps per step; with one no accumulators are kept.
+        names: As of `ShardPlan.parts`.
     """
+    each = [_held_states(one, part, itemsize, accumulation) for one, part in plan.parts(numels, names)]
+    return {
+        name: State(sum(one[name].bytes for one in each), "; ".join(dict.fromkeys(one[name].what for one in each)))
+        for name in each[0]
+    }
+
+
+def _held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> States:
+    """`held_states` of parameters that travel alike."""
     chunks = [chunk_numel(numel, plan.grid.world_size) for numel in numels]
     resident, what = 0, "none: the weights' scope is the whole world"
     if plan.keeps_copies and plan.whole_copies:
@@ -161,7 +177,7 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     if job.offload:
         states["gradient shard"] = states["optimizer"] = State(0, "on the host")
     if plan is not None:
-        states |= held_states(plan, numels, itemsize, job.accumulation)
+        states |= held_states(plan, numels, itemsize, job.accumulation, job.model.names)
     # DeepSpeed's buffer of a bucket's gradients (stage3.py, ``bucket.buffer``) is made whole at the start.
     states["gradient buffer"] = State(job.reduce * itemsize, f"reduce_bucket_size, {job.reduce:,} elements")
     if not job.contiguous:
@@ -193,38 +209,48 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     return states
 
 
+def _parts(plan: ShardPlan, job: Job) -> list[tuple[ShardPlan, list[int]]]:
+    return plan.parts(job.model.numels, job.model.names)
+
+
 def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -> States:
-    """The stage's transient states, by the buffers of its programs; ``made``: elements of gradients outside the messages."""
-    numels, itemsize, programs, count = job.model.numels, job.itemsize, StagePrograms.of(plan), IN_FLIGHT + 1
+    """The stage's transient states, by the buffers of its programs; ``made``: elements of gradients outside the messages.
+
+    Parameters of several plans have messages of their own: each bucket is counted as if it were all of the plan that needs most.
+    """
+    itemsize, parts = job.itemsize, [(one, part, StagePrograms.of(one)) for one, part in _parts(plan, job)]
+    # Refreshes ahead are limited altogether, beside those that a layer needs; crossings by route.
+    count, ahead = IN_FLIGHT + 1, IN_FLIGHT + max(sum(one.keeps_copies for one, _, _ in parts), 1)
+    crossing = IN_FLIGHT * len(parts) + 1
 
     def peak(program: Program, numel: int) -> int:
         """Of the messages of a bucket of ``numel`` elements."""
         return program.peak_bytes([chunk_numel(numel, plan.grid.world_size)], itemsize)
 
-    states = {
-        "transient gather": State(peak(programs.unshard, fetched), f"payload of {fetched:,} elements on their way")
-    }
-    if plan.whole_copies:
+    size = max(peak(programs.unshard, fetched) for _, _, programs in parts)
+    states = {"transient gather": State(size, f"payload of {fetched:,} elements on their way")}
+    if all(one.whole_copies for one, _, _ in parts):
         states = dict.fromkeys(("transient parameters", "transient gather"), State(0, "none: the weights are whole"))
-    states["transient refresh"] = State(0, "none")
-    if plan.keeps_copies:
-        refreshed = min(max(plan.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
-        decoded = refreshed * itemsize // plan.grid.scope_size(plan.weights_scope)
-        decoded *= plan.whole_copies or plan.differences > 0
-        size = count * peak(programs.uncoded if plan.differences else programs.refresh, refreshed) + decoded
-        what = f"{count} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
-        states["transient refresh"] = State(size, what)
-    reduced = count * max(peak(one, bucket) for one in (programs.micro, programs.boundary, programs.outermost))
-    reduced += made * itemsize
+    states["transient refresh"], reduced, sums = State(0, "none"), 0, [0, 0]
+    for one, numels, programs in parts:
+        if one.keeps_copies:
+            refreshed = min(max(one.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
+            decoded = refreshed * itemsize // one.grid.scope_size(one.weights_scope)
+            decoded *= one.whole_copies or one.differences > 0
+            size = ahead * peak(programs.uncoded if one.differences else programs.refresh, refreshed) + decoded
+            what = f"{ahead} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
+            states["transient refresh"] = max(states["transient refresh"], State(size, what))
+        crossed = max(peak(programs.boundary, bucket), peak(programs.outermost, bucket))
+        reduced = max(reduced, count * peak(programs.micro, bucket), crossing * crossed)
+        together = min(one.boundary_numel(bucket, itemsize), sum(numels))
+        if together > bucket:
+            # Their sums are made of accumulators, which are there anyway, if there are some.
+            held = programs.outermost.crossings[0].rows * chunk_numel(together, plan.grid.world_size) * 4
+            extra = count * (peak(programs.outermost, together) - peak(programs.outermost, bucket))
+            sums = [sums[0] + together, sums[1] + extra + (held if job.accumulation == 1 else 0)]
     what = f"{count} buckets of {bucket:,} elements on their way, the largest gradient"
-    together = min(plan.boundary_numel(bucket, itemsize), sum(numels))
-    if together > bucket:
-        # Their sums are made of accumulators, which are there anyway, if there are some.
-        held = programs.outermost.crossings[0].rows * chunk_numel(together, plan.grid.world_size) * 4
-        reduced += count * (peak(programs.outermost, together) - peak(programs.outermost, bucket))
-        reduced += held if job.accumulation == 1 else 0
-        what += f", the sums of {together:,}"
-    return {**states, "transient reduce": State(reduced, what)}
+    what += f", the sums of {sums[0]:,}" * bool(sums[0])
+    return {**states, "transient reduce": State(reduced + made * itemsize + sums[1], what)}
 
 
 def _other_bytes(scheme: Scheme, grid: Grid, job: Job) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from typing import Any
 
 from hzero.config import (
     PLAIN,
@@ -26,7 +29,7 @@ from hzero.config import (
     tiers_outside,
 )
 from hzero.topology import Grid
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 
 #: What a plan has of a block as it is.
 _AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "checksum", "transport", "order")
@@ -36,6 +39,8 @@ _UNGROUPED = NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
 #: Bytes of a peer's part at which a NIC of Slingshot has nine tenths of its rate, and the ranks of a tier from which on the
 #: latency of their messages is longer than that of a launch, which other hops have too.
 _PART_BYTES, _MANY_PEERS = 1 << 16, 16
+#: Names that a message gives.
+_NAMED = 4
 #: The key that declares a scope which machines do not have by default.
 _DECLARED_BY: dict[Scope, str] = {"hive": "gpus_per_hive", "group": "nodes_per_group", "cluster": "clusters"}
 
@@ -74,8 +79,8 @@ class ShardPlan:
     machine may have more: ``hive`` below ``gpu``, ``group`` and ``cluster`` above ``node``, each with its scope. Every
     parameter is cut into as many shards as the world has ranks, and rank r owns shard r: that is DeepSpeed's partition,
     which the optimizer and checkpoints use. A scope then says where a state stops being replicated. Optimizer states are
-    sharded over the world; weights and gradients each have a scope of their own, and scopes nest: weights <= gradients <=
-    world.
+    sharded over the world; weights and gradients each have a scope of their own. Parameters that a pattern names may have
+    other scopes, and so a plan of their own (`plans_of`).
 
     Weights travel inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope, and each rank
     keeps the `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only
@@ -121,7 +126,8 @@ class ShardPlan:
         checksum: Whether every message carries a checksum.
         whole_copies: Whether resident copies are whole weights in their own type, and not payloads.
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
-        exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
+        exceptions: Patterns of parameters' names, and the codec of those that match; see `plans_of`.
+        scoped: Patterns of parameters' names, and the plan of those that match, which have other scopes.
         transport: What carries the messages.
         unit_numel: Max elements of a layer that forward and backward gather as a whole; 0: of none.
         order: Of collectives on a device, see `hzero.config.HZeroConfig`; None: what the device's library needs.
@@ -144,13 +150,14 @@ class ShardPlan:
     whole_copies: bool = False
     differences: int = 0
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
+    scoped: tuple[tuple[str, ShardPlan], ...] = ()
     transport: TransportName = "torch"
     unit_numel: int = 0
     order: CollectiveOrder | None = None
 
     @classmethod
-    def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
-        """The plan of one rank.
+    def from_config(cls, config: HZeroConfig, grid: Grid, rank: int, key: str = "hzero.shard") -> ShardPlan:
+        """The plan of one rank; ``key`` of the scopes is for messages.
 
         A preset's degree that is a single device here becomes the smallest scope of more than one device, so that a
         preset never means whole copies by accident. A degree that the user wrote is kept.
@@ -169,7 +176,7 @@ class ShardPlan:
         for role, scope in scopes.items():
             if scope not in grid.scopes:
                 raise ConfigError(
-                    f"hzero.shard.{role}: found {scope!r}, which this machine does not have ({grid}); possible: "
+                    f"{key}.{role}: found {scope!r}, which this machine does not have ({grid}); possible: "
                     f"{', '.join(grid.scopes)}; {_DECLARED_BY[scope]} in hzero.topology declares it"
                 )
         for role in reversed(ROLES):
@@ -185,6 +192,10 @@ class ShardPlan:
                     )
                     scopes[role] = wider
         weights, gradients = scopes["weights"], scopes["gradients"]
+        scoped = [
+            (pattern, config.in_scopes(other.weights or weights, other.gradients or gradients))
+            for pattern, other in config.shard.exceptions.items()
+        ]
         if least is None:
             outer = [grid.size(tier) for tier in tiers_outside(gradients) if grid.size(tier) > 1]
             least = _PART_BYTES if outer and outer[-1] >= _MANY_PEERS else 0
@@ -226,16 +237,57 @@ class ShardPlan:
             whole_copies=weights == "device" and config.resident != "payload",
             differences=config.full_refresh_every if differs else 0,
             exceptions=tuple(config.codecs.exceptions.items()),
+            scoped=tuple((name, cls.from_config(one, grid, rank, f"{key}.except.{name}")) for name, one in scoped),
             unit_numel=config.unit_numel if config.unit == "layer" else 0,
             boundary_message_bytes=least,
             node_all_gather=gathers,
             **{name: getattr(config, name) for name in _AS_WRITTEN},
         )
 
-    def exception_of(self, name: str) -> int | None:
-        """The first of `exceptions` whose pattern a parameter's name matches; None if none does."""
-        matching = (at for at, (pattern, _) in enumerate(self.exceptions) if fnmatch.fnmatchcase(name, pattern))
-        return next(matching, None)
+    def plans_of(self, parameters: Sequence[Sequence[str]]) -> list[ShardPlan]:
+        """The plan of each parameter of a model: this one, but for those that the first matching patterns except.
+
+        Args:
+            parameters: The names of each. A tied parameter has several, and may be meant by any of them.
+
+        Raises:
+            ConfigError: A pattern matches no parameter, or only those that an earlier pattern has taken.
+        """
+        taken = []
+        for key, patterns in (("shard", self.scoped), ("codecs", self.exceptions)):
+            taken.append([_first_match(patterns, names) for names in parameters])
+            for at, (pattern, _) in enumerate(patterns):
+                if at not in taken[-1]:
+                    near = some(_nearest_to(pattern, [names[0] for names in parameters]), _NAMED)
+                    raise ConfigError(
+                        f"hzero.{key}.except: found {pattern!r}, which matches no parameter that an earlier pattern has not "
+                        f"taken; parameters of the model, the nearest first: {near}"
+                    )
+        made: dict[tuple[int | None, ...], ShardPlan] = {}
+        for scope, codec in set(zip(*taken)):
+            plan = self if scope is None else self.scoped[scope][1]
+            made[scope, codec] = plan if codec is None else plan.with_codec(self.exceptions[codec][1])
+        return [made[pair] for pair in zip(*taken)]
+
+    def parts(self, numels: Sequence[int], names: Sequence[Sequence[str]]) -> list[tuple[ShardPlan, list[int]]]:
+        """Plans by which the parameters of a model travel, and the elements of the parameters of each.
+
+        Args:
+            numels: Elements of every parameter.
+            names: Its names, as for `plans_of`; empty if they are not known. Then no parameter is excepted.
+        """
+        if not names or not (self.scoped or self.exceptions):
+            return [(self, list(numels))]
+        found: dict[Hashable, tuple[ShardPlan, list[int]]] = {}
+        for numel, plan in zip(numels, self.plans_of(names)):
+            found.setdefault(plan.way, (plan, []))[1].append(numel)
+        return list(found.values())
+
+    @functools.cached_property
+    def way(self) -> Hashable:
+        """What messages and copies depend on: parameters of plans with equal ways can travel together."""
+        hops = self.refresh_hops(), self.unshard_hops(), self.micro_hops(), self.boundary_hops()
+        return hops, self.accumulates, self.whole_copies, self.differences
 
     def with_codec(self, codec: CodecConfig) -> ShardPlan:
         """The plan of parameters with a codec of their own: it takes every tier, for both roles."""
@@ -245,15 +297,19 @@ class ShardPlan:
             codecs=CodecsConfig(weights=codecs, gradients=codecs),
             differences=self.differences if not codec.traits.plain else 0,
             exceptions=(),
+            scoped=(),
         )
 
     def __str__(self) -> str:
         """Grid, scopes and codecs, on one line without the preset's name."""
         codecs = " / ".join(self._codecs_text(role) for role in ROLES)
-        scopes = f"weights over the {self.weights_scope}, gradients over the {self.gradients_scope}"
-        excepted = "".join(f"; {codec.codec} for {pattern}" for pattern, codec in self.exceptions)
+        excepted = "".join(f"; {plan._scopes_text()} for {pattern}" for pattern, plan in self.scoped)
+        excepted += "".join(f"; {codec.codec} for {pattern}" for pattern, codec in self.exceptions)
         chosen = " (groups chosen)" if self.grid.automatic and self.grid.size("group") > 1 else ""
-        return f"{self.grid}{chosen}; {scopes}; {codecs}{excepted}"
+        return f"{self.grid}{chosen}; {self._scopes_text()}; {codecs}{excepted}"
+
+    def _scopes_text(self) -> str:
+        return f"weights over the {self.weights_scope}, gradients over the {self.gradients_scope}"
 
     def _codecs_text(self, role: Role) -> str:
         """The codec of a role, or those of its tiers, outermost first, where they differ."""
@@ -348,3 +404,21 @@ class ShardPlan:
     def tier_group(self, tier: Tier) -> Sequence[int]:
         """Ranks of this rank's group of a tier."""
         return self.grid.tier_group(self.rank, tier)
+
+
+def _first_match(patterns: Sequence[tuple[str, Any]], names: Iterable[str]) -> int | None:
+    """The first of the patterns that one of a parameter's names matches; None if none does."""
+    matching = (
+        at for at, (pattern, _) in enumerate(patterns) if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    )
+    return next(matching, None)
+
+
+def _nearest_to(pattern: str, names: Sequence[str]) -> list[str]:
+    """Names by their likeness to a pattern, or of the part between two points that is most like it."""
+    meant = pattern.strip("*.")
+
+    def likeness(name: str) -> float:
+        return max(SequenceMatcher(None, meant, part).ratio() for part in (name, *name.split(".")))
+
+    return sorted(names, key=likeness, reverse=True)

@@ -97,8 +97,9 @@ def check_a_stale_weight_ends_training_by_its_name() -> None:
 
 
 def check_a_copy_that_differs_ends_training_by_its_name() -> None:
-    """One bit of another rank's shard, in one of the copies; also where copies are updated by differences."""
-    for block in ({}, {"refresh_differences": True}):
+    """One bit of another rank's shard, in one of the copies; also where copies are updated by differences, or have two scopes."""
+    scoped = {"shard": {"except": {"norm*": {"weights": "device"}}}}
+    for block in ({}, {"refresh_differences": True}, scoped):
         model = AwkwardNet()
         engine = engine_of(ds_config(block_of("topo", guard=AUDITED, **block), 1), model)
         train(engine, 1)

@@ -46,14 +46,18 @@ def check_unsupported_features_are_refused_by_name() -> None:
         _expect_refusal({**copy.deepcopy(ds_config(block_of("topo"))), **changes}, name)
     _expect_refusal(ds_config({"preset": "topo", "topology": {**TOPOLOGY, "nodes": 3}}), "nodes")
     _expect_refusal(ds_config(block_of("tpoo")), "topo")
-    _expect_refusal(ds_config(block_of("topo", shard={"weights": "world", "gradients": "node"})), "weights")
     _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")
     says = "hzero.codecs.weights.node.codec: unknown value 'exp'. Possible: none, bf16, int8, int4, int2, zfp, mpc"
     _expect_refusal(ds_config(block_of("topo", codecs={"weights": {"node": "exp"}})), says)
     # Before a group is made, on all ranks; also where another pattern comes first.
     for patterns, found in (({"nrom*": "none"}, "nrom*"), ({"norm*": "int8", "norm.weight": "none"}, "norm.weight")):
         says = f"hzero.codecs.except: found {found!r}, which matches no parameter that an earlier"
-        assert "embed.weight" in _expect_refusal(ds_config(block_of("topo", codecs={"except": patterns})), says)
+        assert "first: norm." in _expect_refusal(ds_config(block_of("topo", codecs={"except": patterns})), says)
+    says = "hzero.shard.except: found '*dowm*', which matches no parameter that an earlier pattern has not taken; parameters of "
+    nearest = "the model, the nearest first: down.weight, down.bias"
+    _expect_refusal(ds_config(block_of("topo", shard={"except": {"*dowm*": {"weights": "world"}}})), says + nearest)
+    says = "hzero.shard.except.*norm*.gradients: found 'hive', which this machine does not have"
+    _expect_refusal(ds_config(block_of("topo", shard={"except": {"*norm*": {"gradients": "hive"}}})), says)
 
 
 def check_other_versions_of_deepspeed_are_refused() -> None:

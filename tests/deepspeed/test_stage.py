@@ -24,6 +24,7 @@ CHECKS = {
         "tests.deepspeed.window_checks",
         "tests.deepspeed.difference_checks",
         "tests.deepspeed.codec_checks",
+        "tests.deepspeed.scope_checks",
         "tests.deepspeed.audit_checks",
         "tests.deepspeed.autotp_checks",
         "tests.deepspeed.race_checks",

@@ -153,7 +153,7 @@ def check_a_reduction_that_fails_gives_up_the_window() -> None:
     def failing(*_: Any) -> None:
         raise HopError("a hop of the first micro-step")
 
-    gradients._reducing[0] = (gradients._reducing[0][0], failing)
+    gradients._reducing[0] = (gradients._reducing[0][0], failing, 0)
     with pytest.raises(HopError, match="first micro-step"):
         safe_get_full_grad(engine.module.up.weight)
     _assert_given_up(engine, HopError)

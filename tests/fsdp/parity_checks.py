@@ -63,7 +63,7 @@ def check_features() -> None:
 
 
 def check_exceptions_of_parameters() -> None:
-    """Those with a codec of their own travel in messages of their own."""
+    """Those with a codec or scopes of their own travel in messages of their own."""
     blocks = {"codecs": {"weights": "none", "gradients": "none", "except": {"*norm*": "none", "head.*": "bf16"}}}
     found = train(case("frozen"), {"preset": "topo", **blocks})
     assert found.state is not None
@@ -71,3 +71,5 @@ def check_exceptions_of_parameters() -> None:
     assert relative(found.losses, wanted.losses) < 1e-3
     assert any(entry.codec == "bf16" for entry in found.state.wire_log.entries())
     found.state.close()
+    shard = {"except": {"head.*": {"weights": "world"}, "*norm*": {"weights": "device", "gradients": "world"}}}
+    assert_equal(case("frozen", "checkpointing", accumulation=2), {"preset": "lossless", "shard": shard})

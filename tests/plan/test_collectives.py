@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -81,6 +82,22 @@ def test_traffic_is_what_a_walk_of_all_messages_counts(
     for row in step_traffic(plan, grid, numels, itemsize=2, accumulation=accumulation):
         assert row.wire_bytes == walked[row.role, row.tier], row
         assert row.used == (grid.size(row.tier) > 1)
+
+
+@settings(max_examples=20)
+@given(GRIDS, NUMELS, st.sampled_from(["zero3", "topo", "lean", "zero1"]), st.sampled_from(["device", "node", "world"]))
+def test_traffic_with_exceptions_is_the_sum_of_its_parts(
+    grid: Grid, numels: list[int], preset: str, scope: str
+) -> None:
+    exceptions = {"p0": {"weights": scope}, "*": {"gradients": scope}}
+    block = {"preset": preset, "shard": {"except": exceptions if numels[1:] else {"p0": exceptions["*"]}}}
+    plan = ShardPlan.from_config(parse_config(block), grid, 0)
+    names = [(f"p{number}",) for number in range(len(numels))]
+    walked = Counter[tuple[str, str]]()
+    for own, numel in zip(plan.plans_of(names), numels, strict=True):
+        walked.update(_walk(own, [numel], 4, 3, 2))
+    for row in step_traffic(plan, grid, numels, itemsize=4, accumulation=3, names=names):
+        assert row.wire_bytes == walked[row.role, row.tier], row
 
 
 def test_schemes_cross_nodes_with_what_their_papers_say() -> None:

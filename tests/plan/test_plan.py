@@ -118,6 +118,31 @@ def test_other_architectures_by_their_config(capsys: pytest.CaptureFixture[str],
     assert "layers of qwen2_moe differ; expected equal layers" in capsys.readouterr().err
 
 
+def test_scopes_and_codecs_by_pattern_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}))
+    keys = ["model=hf", f"model.path={file}", "model.seq_length=128", "topology=frontier", "nodes=2", "preset=lossless"]
+    one = _json(capsys, *keys, "accumulation=3")
+    scoped = _json(capsys, *keys, "accumulation=3", "zero.shard.except={*experts*: {weights: world}}")
+    experts = 6 * 4 * 3 * 64 * 160  # their shards need no padding
+    before, after = ({state["name"]: state["bytes"] for state in plan["memory"]} for plan in (one, scoped))
+    assert before["resident weights"] - after["resident weights"] == experts * 2 // 2, "2 bytes, over a package"
+    assert before["gradient accumulators"] == after["gradient accumulators"]
+    assert scoped["memory_bytes"] == scoped["schemes"]["lossless"]["memory_bytes"] < one["memory_bytes"]
+
+    def received(plan: dict[str, Any], role: str) -> int:
+        return next(row["wire_bytes"] for row in plan["traffic"] if (row["role"], row["tier"]) == (role, "node"))
+
+    # Of two nodes each use brings half of the shards of this rank's place, instead of one refresh.
+    assert received(scoped, "weights") - received(one, "weights") == (2 * 3 - 1) * experts * 2 // 16
+    assert received(scoped, "gradients") == received(one, "gradients")
+    assert "step_s" not in scoped["schemes"]["lossless"] and "shard.except: no step is predicted" in scoped["notes"]
+    coded = _json(capsys, *keys, "accumulation=3", "zero.codecs.except={*experts*: int8}")
+    assert received(coded, "weights") < received(one, "weights") and coded["traffic"][0]["codec"] == "none, int8"
+    assert main(["plan", *keys, "zero.shard.except={*expertz*: {weights: world}}"]) == 2
+    assert "the nearest first: model.layers.0.mlp.experts.gate_up_proj, " in capsys.readouterr().err
+
+
 # ---- searches -----------------------------------------------------------------------------------------------------------
 
 
