@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import hzero
+from hzero.plan.memory import held_states
 from tests.deepspeed.training import TOPOLOGY, assert_losses, batch, ds_config, engine_of, train
 
 transformers = pytest.importorskip("transformers")
@@ -113,6 +115,38 @@ def check_other_architectures_give_stocks_losses_and_norms() -> str:
     return _table(ARCHITECTURES.keys() - set(KINDS))
 
 
+def check_experts_over_the_world_give_stocks_losses_in_less_memory() -> str:
+    """The rest over the package. Measured bytes of resident weights and accumulators are the planned ones."""
+    rows = [
+        f"{'model':11}{'micros':>7} {'experts':9}{'losses':>9}{'norms':>9}{'resident':>10}{'planned':>9}{'sums':>8}{'planned':>9}"
+    ]
+    for name, micros in itertools.product(("mixtral", "qwen3_moe"), (1, 3)):
+        stock = _engine(name, None, micros)
+        norms = list[float]()
+        losses = train(stock, STEPS, micros, norms=norms, loss_of=_loss_of)
+        stock.destroy()
+        for scope, shard in {"package": {}, "world": {"except": {"*experts*": {"weights": "world"}}}}.items():
+            engine, found = (
+                _engine(name, {"preset": "lossless", "topology": TOPOLOGY, "shard": shard}, micros),
+                list[float](),
+            )
+            got = train(engine, STEPS, micros, norms=found, loss_of=_loss_of)
+            assert_losses(got, losses, 1e-6, f"{name}, experts over the {scope}, {micros} micro-steps: losses")
+            assert_losses(found, norms, 1e-6, f"{name}, experts over the {scope}, {micros} micro-steps: norms")
+            state, params = hzero.state(engine), dict(engine.module.named_parameters())
+            state.settle()
+            measured, numels = state.memory(engine.optimizer), [param.ds_numel for param in params.values()]
+            planned = held_states(state.plan, numels, 4, micros, [(one,) for one in params])
+            cells = ""
+            for what, width in (("resident weights", 10), ("gradient accumulators", 8)):
+                assert measured[what] == planned[what].bytes, (name, scope, micros, what)
+                cells += f"{measured[what]:{width},}{planned[what].bytes:9,}"
+            worst = [max(abs(a - b) / abs(b) for a, b in zip(*pair)) for pair in ((got, losses), (found, norms))]
+            rows.append(f"{name:11}{micros:7} {scope:9}{worst[0]:9.1e}{worst[1]:9.1e}{cells}")
+            engine.destroy()
+    return "\n".join(rows)
+
+
 def _table(architectures: Iterable[str]) -> str:
     """Trains each under stock, then under the presets. Differences are relative and the largest; bytes are of one step."""
     rows = [f"{'model':14}{'preset':10}{'losses':>9}{'norms':>9}{'bytes':>9}{'memory':>9}"]
@@ -130,19 +164,23 @@ def _table(architectures: Iterable[str]) -> str:
 
 def _trained(name: str, block: dict[str, Any] | None) -> tuple[list[float], list[float], int, int]:
     """Losses, norms, bytes that a rank receives from the other node in a step, and bytes of states on it, after some steps."""
-    torch.manual_seed(0)
-    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]
-    model = transformers.AutoModelForCausalLM.from_config(kind(**{**COMMON, **ARCHITECTURES[name]}))
-    engine, norms = engine_of(ds_config(block), model), list[float]()
-
-    def loss_of(engine: Any, step: int, micro: int) -> torch.Tensor:
-        tokens = batch(step, micro)
-        return engine(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
-
-    losses, state = train(engine, STEPS, norms=norms, loss_of=loss_of), hzero.state(engine)
+    engine, norms = _engine(name, block), list[float]()
+    losses, state = train(engine, STEPS, norms=norms, loss_of=_loss_of), hzero.state(engine)
     sent = memory = 0
     if state is not None:
         state.settle()
         sent, memory = state.wire_log.wire_bytes("node") // STEPS, sum(state.memory(engine.optimizer).values())
     engine.destroy()
     return losses, norms, sent, memory
+
+
+def _engine(name: str, block: dict[str, Any] | None, accumulation: int = 1) -> Any:
+    torch.manual_seed(0)
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**COMMON, **ARCHITECTURES[name]}))
+    return engine_of(ds_config(block, accumulation), model)
+
+
+def _loss_of(engine: Any, step: int, micro: int) -> torch.Tensor:
+    tokens = batch(step, micro)
+    return engine(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
