@@ -228,10 +228,12 @@ def _nccl_options(backend: str | None, timeout: timedelta) -> Any:
 @functools.cache
 def _gloo_of_one_thread() -> Any:
     """Gloo's groups on one device, and so one thread, of this process."""
-    if not dist.is_gloo_available() or "GLOO_SOCKET_IFNAME" in os.environ:  # which only torch's own devices follow
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not dist.is_gloo_available() or "," in interface:  # several interfaces are several devices
         return getattr(c10d, "ProcessGroupGloo", None)
     before = set(os.listdir("/proc/self/task"))
-    device = dist.ProcessGroupGloo.create_default_device()
+    make: Any = dist.ProcessGroupGloo
+    device = make.create_device(interface=interface) if interface else make.create_default_device()
     for thread in set(os.listdir("/proc/self/task")) - before:
         # If it preempts a sender, which holds a lock, it spins until the sender runs again: a batch thread preempts nobody.
         os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
