@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -15,11 +14,8 @@ from typing import Any
 
 from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Status
 
-from hzero.launch import rank_variables
-from hzero.validation import ConfigError, on_all_ranks
-
-#: Of Linux' prctl: the signal that a process gets when its parent dies.
-_PR_SET_PDEATHSIG = 1
+from hzero.launch import die_with_parent, rank_variables
+from hzero.validation import ConfigError, of_all_ranks
 
 
 @contextlib.contextmanager
@@ -49,25 +45,16 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     if "mpi4py.MPI" not in sys.modules:  # which would not survive it
         _go_on_in_a_child(variables["RANK"])
     from dask_mpi import initialize
-    from mpi4py.run import set_abort_status
 
     from hzero.data.mpi import WORLD
 
-    with on_all_ranks():
-        if WORLD.size != ranks:
-            raise ConfigError(
-                f"MPI: found {WORLD.size} ranks; expected the launcher's {ranks}: srun needs the --mpi of mpi4py's MPI"
-            )
-        if ranks < 3 or workers not in (None, ranks - 2):
-            raise ConfigError(f"workers: found {workers} on {ranks} ranks; expected 2 ranks more than workers")
+    if WORLD.size != ranks or ranks < 3 or workers not in (None, ranks - 2):
+        found = f"found {ranks} ranks of the launcher and {WORLD.size} of MPI for {workers or 'all'} workers"
+        raise of_all_ranks(ConfigError(f"{found}; expected one rank for each worker and two more (srun: see --mpi)"))
     # As LocalCluster does: otherwise every rank prints its steps.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    try:
-        if not initialize(protocol="mpi", dashboard=False, dashboard_address=":0", exit=False):
-            raise SystemExit(0)
-    except Exception as error:
-        set_abort_status(error)  # the others wait for this rank
-        raise
+    if not initialize(protocol="mpi", dashboard=False, dashboard_address=":0", exit=False):
+        raise SystemExit(0)
     with Client() as client:
         try:
             client.register_plugin(_Deaths())
@@ -87,7 +74,7 @@ def _go_on_in_a_child(rank: str) -> None:
             )
             time.sleep(1.0)  # until the launcher has the message
         os._exit(code % 256)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
 
 class _Deaths(SchedulerPlugin):

@@ -4,8 +4,9 @@ MPI has ranks and tags, but neither ports nor connections. A listener takes a po
 connection is one of Dask's in one process, `InProc`, whose far ends are ranks. It has a number of the process that connects,
 which every message names, negative towards that process. So all connections share one tag, and numbers need not be used again.
 
-mpi4py's ``pkl5`` sends the frames of a message: the small ones pickled with it, the large ones from the memory into which
-Dask serialised, and into the memory from which Dask deserialises. Frames in a GPU's memory follow with a tag of their own.
+A message is a head and its frames. Short frames are in the head, so that there is one message of MPI. Otherwise each frame
+follows with another tag, from the memory into which Dask serialised and into the memory from which Dask deserialises, both of
+which may be a GPU's.
 
 MPI moves messages on only while somebody asks. The event loop does, at once after something has happened, and then ever less
 often, so that an idle process sleeps.
@@ -20,43 +21,41 @@ import asyncio
 import atexit
 import contextlib
 import itertools
-import logging
 import socket
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
-from pickle import PickleBuffer
 from types import SimpleNamespace
 from typing import Any
 
 from distributed.comm.core import Comm, CommClosedError, Connector, FatalCommClosedError
-from distributed.comm.inproc import _EOF, InProc, InProcListener, Queue
-from distributed.comm.registry import Backend, backends
+from distributed.comm.inproc import _EOF, InProc, InProcBackend, InProcListener, Queue, global_manager
+from distributed.comm.registry import backends
 from distributed.comm.tcp import RequireEncryptionMixin
 from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 from mpi4py import MPI
-from mpi4py.util import pkl5
 from tornado.ioloop import IOLoop
 
-logger = logging.getLogger("distributed.comm.mpi")
-
-PREFIX, HOST, WORLD = "mpi://", socket.gethostname(), pkl5.Intracomm(MPI.COMM_WORLD)
-#: The tags of messages and of GPUs' frames: large ones, since programs use small ones. Every MPI has 32,768.
-TAG, DEVICE_TAG = 32767, 32766
+PREFIX, HOST, WORLD = "mpi://", socket.gethostname(), MPI.COMM_WORLD
+#: The tags of heads and of frames: large ones, since programs use small ones. Every MPI has 32,768.
+HEAD, FRAME = 32767, 32766
+#: Bytes of frames in a head, which MPIs send at once, and of a part of a frame, which an MPI can count.
+SHORT, LONGEST = 1 << 12, 1 << 30
 #: The poller asks so many times without a pause after an event, since an answer is likely. Then each pause is longer than the
 #: one before, up to the longest.
 EAGER, STEP_S, LONGEST_S = 30, 2e-5, 0.01
-# Dask's memory has large pages, which fault less often.
-pkl5._new_buffer = host_array  # type: ignore[attr-defined]
 #: Seconds that the end of the process waits for messages under way.
 FLUSH_S = 10.0
 
 _ends: dict[tuple[int, int], tuple[Queue, IOLoop]] = {}  # of connections, by the peer's rank and the number
-_listeners: dict[int, MpiListener] = {}  # by port
-_under_way: list[tuple[int, Any, bool]] = []  # messages: rank, request, and whether it comes from there
+# Messages: rank, number of the connection for those that come, what MPI still does, and what follows.
+_under_way: list[tuple[int, int, list[MPI.Request], Callable[[], None] | None]] = []
 _polls: dict[asyncio.AbstractEventLoop, asyncio.Handle] = {}  # the next one of each loop: a process has one, as a rule
 _lock, _numbers, _ports = threading.RLock(), itertools.count(1), itertools.count(1)
 
@@ -94,17 +93,18 @@ def _on_device(frame: Any) -> bool:
 
 def _send(rank: int, number: int, content: list[Any], port: int = 0) -> None:
     """Starts a message, which ends later: whoever reads at the other end may be sending to this one as well."""
-    device = [frame for frame in content if _on_device(frame)]
-    if device:
+    on_device = any(map(_on_device, content))
+    short = sum(map(nbytes, content)) <= SHORT and not on_device
+    head = [bytearray(frame) if short else (_on_device(frame), nbytes(frame)) for frame in content]
+    if on_device:
         sys.modules["cupy"].cuda.runtime.deviceSynchronize()  # MPI knows no streams
-        content = [frame.nbytes if _on_device(frame) else frame for frame in content]
     try:
         with _lock:
-            requests = [WORLD.isend((number, port, content), rank, TAG)]
-            requests += [pkl5.Request(WORLD.Isend([frame, MPI.BYTE], rank, DEVICE_TAG)) for frame in device]
+            requests = [WORLD.isend((number, port, head), rank, HEAD)]
+            requests += [WORLD.Isend([frame, MPI.BYTE], rank, FRAME) for frame in content if not short]
     except MPI.Exception as error:
         raise CommClosedError(f"rank {rank} cannot be reached: {error}") from error
-    _under_way.extend((rank, request, False) for request in requests)
+    _under_way.append((rank, 0, requests, None))
     _poll_later()
 
 
@@ -127,59 +127,58 @@ def _poll(idle: int) -> None:
         with _lock:
             idle = 0 if _step() else idle + 1
     except Exception as error:
-        logger.exception("Messages over MPI cannot go on")
+        traceback.print_exc()
         end_job(f"rank {WORLD.rank} on {HOST}: {error}")
-    if _ends or _listeners or _under_way:
+    if _ends or global_manager.listeners or _under_way:
         _poll_later(idle)
 
 
 def _step() -> bool:
     """Asks MPI once. Returns whether anything has happened."""
-    happened, status, waiting = False, MPI.Status(), set[int]()
-    while (message := WORLD.improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
-        _under_way.append((status.source, message.irecv(), True))
+    happened, status, waiting = False, MPI.Status(), set[tuple[int, int]]()
+    while (message := WORLD.improbe(MPI.ANY_SOURCE, HEAD, status)) is not None:
+        rank, (number, port, head) = status.source, message.recv()
+        content = [_room(*frame) if isinstance(frame, tuple) else frame for frame in head]
+        frames = [frame for frame, one in zip(content, head) if frame is not one]
+        requests = [WORLD.Irecv([frame, MPI.BYTE], rank, FRAME) for frame in frames]
+        _under_way.append((rank, number, requests, partial(_dispatch, rank, number, port, content)))
     for one in list(_under_way):
-        rank, request, comes = one
-        if comes and rank in waiting:  # messages of a rank keep their order
+        rank, number, requests, arrived = one
+        if (rank, number) in waiting or not MPI.Request.Testall(requests):
+            waiting.add((rank, number))  # messages of a connection keep their order
             continue
-        done, content = request.test()
-        if done:
-            _under_way.remove(one)
-            happened = True
-            if comes:
-                _dispatch(rank, *content)
-        elif comes:
-            waiting.add(rank)
+        _under_way.remove(one)
+        happened = True
+        if arrived:
+            arrived()
     return happened
 
 
-def _dispatch(source: int, number: int, port: int, content: Any) -> None:
+def _room(on_device: bool, size: int) -> Any:
+    """Memory for a frame: a GPU's, unless this process only passes the frame on. Dask's has large pages, which fault less."""
+    cupy = sys.modules.get("cupy") if on_device else None
+    return cupy.empty(size, "u1") if cupy else host_array(size)
+
+
+def _dispatch(source: int, number: int, port: int, content: list[Any]) -> None:
     """Does what a message says: with a port it asks for a connection. Otherwise it has frames, or is empty and ends one."""
     if port:
-        if listener := _listeners.get(port):
-            comm = MpiComm(listener.address, content[0], source, number, listener.loop, listener.deserialize)
-            _send(source, -number, [""])
+        if listener := global_manager.listeners.get(_address(port)):
+            comm = MpiComm(listener.address, content[0].decode(), source, number, listener.loop, listener.deserialize)
+            _send(source, -number, [b"accepted"])
             listener.loop.add_callback(listener._handle_stream, comm)
         else:
-            _send(source, -number, [f"nothing listens at {_address(port)}"])
-        return
-    frames = [_from_device(frame, source) if isinstance(frame, int) else frame for frame in content]
-    if end := _ends.get((source, number)) if frames else _ends.pop((source, number), None):  # none if it is closed
+            _send(source, -number, [])
+    elif end := _ends.get((source, number)) if content else _ends.pop((source, number), None):  # none if it is closed
         queue, loop = end
-        loop.add_callback(queue.put_nowait, frames or _EOF)
-
-
-def _from_device(size: int, source: int) -> Any:
-    """Receives a frame into a GPU's memory, unless this process only passes the frame on."""
-    cupy = sys.modules.get("cupy")
-    frame = cupy.empty(size, "u1") if cupy else host_array(size)
-    WORLD.Recv([frame, MPI.BYTE], source, DEVICE_TAG)  # it is under way
-    return frame
+        loop.add_callback(queue.put_nowait, content or _EOF)
 
 
 @atexit.register  # before mpi4py ends MPI, which waits for all ranks, but not for messages
 def _finish() -> None:
     """Receives what the other ranks still send, until all of them end, or `FLUSH_S` have passed."""
+    if WORLD.size > 1 and hasattr(sys, "last_value"):  # the others wait for this rank
+        end_job(f"rank {WORLD.rank} on {HOST}: {sys.last_value}")
     deadline, all_end = time.monotonic() + FLUSH_S, None
     while not (all_end and all_end.Test()) and time.monotonic() < deadline:
         with _lock:
@@ -187,7 +186,7 @@ def _finish() -> None:
         if not _under_way and not all_end:
             all_end = WORLD.Ibarrier()
         time.sleep(1e-3)
-    if ranks := sorted({rank for rank, _, comes in _under_way if not comes})[:10]:
+    if ranks := sorted({rank for rank, *_, arrived in _under_way if not arrived})[:10]:
         end_job(f"rank {WORLD.rank} has waited {FLUSH_S:g} s for ranks {ranks} to receive messages")
 
 
@@ -221,12 +220,12 @@ class MpiComm(InProc):
     async def write(self, msg: Any, serializers: Any = None, on_error: str | None = "message") -> int:
         """Sends a message. Returns its bytes, which may still be under way."""
         context = {"sender": self.local_info, "recipient": self.remote_info, **self.handshake_options}
-        # Parts of a frame would have to be joined by a copy.
-        options = {"serializers": _families(serializers), "on_error": on_error, "frame_split_size": sys.maxsize}
+        # Parts of a frame have to be joined by a copy.
+        options = {"serializers": _families(serializers), "on_error": on_error, "frame_split_size": LONGEST}
         frames = await to_frames(msg, self.allow_offload, context=context, **options)
         if self.closed():
             raise CommClosedError(f"{self.peer_address} has closed the connection")
-        self._write_q.put_nowait([frame if _on_device(frame) else PickleBuffer(frame) for frame in frames])
+        self._write_q.put_nowait(frames)
         return sum(map(nbytes, frames))
 
     async def content(self) -> Any:
@@ -254,7 +253,7 @@ def _families(given: Any) -> Any:
 # ---- what Dask calls --------------------------------------------------------------------------------------------------------
 
 
-class MpiListener(InProcListener, RequireEncryptionMixin):
+class MpiListener(InProcListener):
     """Accepts connections at a port of this process.
 
     Args:
@@ -265,24 +264,18 @@ class MpiListener(InProcListener, RequireEncryptionMixin):
 
     def __init__(self, location: str, handler: Any, deserialize: bool) -> None:
         digits = location.replace("/", ":").rpartition(":")[2]
-        self._port = int(digits or 0) or next(port for port in _ports if port not in _listeners)
-        super().__init__(_address(self._port), handler, deserialize)
+        port = int(digits or 0) or next(port for port in _ports if _address(port) not in global_manager.listeners)
+        super().__init__(_address(port), handler, deserialize)
 
     async def start(self) -> None:
-        """Begins to listen."""
-        self.loop = IOLoop.current()
-        if _listeners.setdefault(self._port, self) is not self:
-            raise OSError(f"{self.listen_address}: a listener has this port already")
+        """Begins to listen. Raises ``RuntimeError`` if a listener has the port already."""
+        await super().start()
         _poll_later()
-
-    def stop(self) -> None:
-        """Ends listening. Connections stay."""
-        _listeners.pop(self._port, None)
 
     listen_address = contact_address = property(attrgetter("address"))  # type: ignore[assignment]
 
 
-class MpiBackend(Backend, Connector, RequireEncryptionMixin):
+class MpiBackend(InProcBackend, Connector, RequireEncryptionMixin):
     """The scheme ``mpi`` of Dask's registry."""
 
     prefix, encrypted = PREFIX, False
@@ -300,7 +293,7 @@ class MpiBackend(Backend, Connector, RequireEncryptionMixin):
         """Connects to an address without its scheme.
 
         Raises:
-            CommClosedError: Its rank refuses, such as if nothing listens there yet.
+            CommClosedError: Nothing listens there yet.
             FatalCommClosedError: There is no such rank.
         """
         self._check_encryption(address, arguments)
@@ -309,20 +302,16 @@ class MpiBackend(Backend, Connector, RequireEncryptionMixin):
             raise FatalCommClosedError(f"mpi://{address}: found rank {rank}; expected 0 to {WORLD.size - 1}")
         number = next(_numbers)
         comm = MpiComm(_address(0), PREFIX + address, rank, -number, IOLoop.current(), deserialize)
-        _send(rank, number, [comm.local_address], port)
-        [refusal] = await comm.content()
-        if refusal:
-            comm.abort()
-            raise CommClosedError(refusal)
+        _send(rank, number, [comm.local_address.encode()], port)
+        try:
+            await comm.content()
+        except CommClosedError:
+            raise CommClosedError(f"nothing listens at {comm.peer_address}") from None
         return comm
 
     def get_address_host(self, loc: str) -> str:
         """The host in an address."""
         return parsed(loc)[0]
-
-    def resolve_address(self, loc: str) -> str:
-        """The address, which has one form."""
-        return loc
 
     def get_local_address_for(self, loc: str) -> str:
         """Where to listen to reach an address."""
