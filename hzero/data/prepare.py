@@ -11,22 +11,22 @@ The keys are in conf/prepare.yaml. The same command completes a job that was int
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from datasets import load_from_disk
-from distributed import Client, KilledWorker, as_completed
+from distributed import Client, as_completed
 from pydantic import Field
 from tqdm import tqdm
 
 from hzero.data import shards
 from hzero.data.cluster import cluster
-from hzero.data.corpus import begun, complete, files_of, read_tokenizer
-from hzero.data.shards import Job
+from hzero.data.corpus import read_tokenizer
 from hzero.experiment import Name, composed
 from hzero.files import expanded
-from hzero.validation import ConfigError, Frozen, Parser, on_all_ranks, printable, validated
+from hzero.launch import rank_variables
+from hzero.validation import ConfigError, Frozen, Parser, library_errors, on_all_ranks, printable, validated
 
 
 class DataGroup(Frozen):
@@ -60,6 +60,8 @@ def run_data(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of conf/prepare.yaml")
     with on_all_ranks():
         settings = settings_of(parser.parse_args(arguments).overrides)
+    if not rank_variables():  # of ranks, the client alone looks at the files
+        begin(settings)
     with cluster(settings.data.workers) as client:
         prepare(settings, client)
     return 0
@@ -70,6 +72,23 @@ def settings_of(overrides: Sequence[str]) -> Settings:
     return validated(Settings, composed("prepare", [f"++{override}" for override in overrides]), "")
 
 
+def begin(settings: Settings) -> tuple[dict[Path, list[tuple[Path, int]]], Any]:
+    """Checks the input and makes the folder of the output. Returns what `shards.begin` does, and the tokenizer.
+
+    Raises:
+        ConfigError: The input cannot be read, or the output belongs to another job.
+    """
+    data = settings.data
+    source, output = (expanded(path).resolve() for path in (data.path, data.output))
+    if output == source or source in output.parents:
+        raise ConfigError(f"data.output: found {data.output!r} inside data.path; expected another folder")
+    tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
+    files, length = shards.files_of(str(source)), settings.model.seq_length
+    return shards.begin(files, output, tokenizer, length, data.shard_bytes, data.format), tokenizer
+
+
 def prepare(settings: Settings, client: Client) -> None:
     """Prepares a corpus on the workers of a Dask client.
 
@@ -77,44 +96,27 @@ def prepare(settings: Settings, client: Client) -> None:
         ConfigError: The input cannot be read, the output cannot be written or belongs to another job, or a shard ends its
             workers.
     """
-    data, length = settings.data, settings.model.seq_length
-    source, output = (expanded(path).resolve() for path in (data.path, data.output))
-    if output == source or source in output.parents:
-        raise ConfigError(f"data.output: found {data.output!r} inside data.path; expected another folder")
-    source, files = files_of(str(source), None)
-    tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
-    end, dtype = tokenizer.eos_token_id, None
-    if end is None:
-        raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
-    if data.format == "megatron":
-        largest = max(tokenizer.get_vocab().values())
-        dtype = "uint16" if largest < 65_500 else "int32"  # as Megatron itself chooses
-    work = shards.cut(source, files, data.shard_bytes)
-    job = Job(source, output, len(work), end, length, data.shard_bytes, dtype)
-    job, missing = begun(job, files, tokenizer)
-    tasks = {client.submit(shards.write, job, number, work[number], pure=False): number for number in missing}
-    bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="", mininterval=1)
-    totals, firsts = Counter[str](), list[str]()
+    (work, tokenizer), length = begin(settings), settings.model.seq_length
+    output, total = next(iter(work)).parent, len(work)
+    missing = [file for file in work if not file.is_file()]
+    tasks = [client.submit(shards.write, file, work[file], key=str(file)) for file in missing]
+    bar = tqdm(as_completed(tasks), "shards", total, initial=total - len(missing), unit="", mininterval=1)
     try:
-        for task in bar:
-            counts, first = task.result()
-            totals.update(counts)
-            firsts += first
-    except KilledWorker as error:
-        begins = work[tasks[task]][0].file
-        found = f"found {error.allowed_failures + 1} dead workers in the shard that begins in {begins!r}"
-        raise ConfigError(f"data.path: {found}; expected more memory, or a smaller data.shard_bytes") from None
+        with library_errors("data.output: cannot write the shards"), bar:
+            written = [task.result() for task in bar]
     finally:
-        client.cancel(list(tasks))  # of those that are left after an error
-    begun(job, files, tokenizer)  # raises if a file has changed meanwhile
-    tokenizer.save_pretrained(output / "tokenizer")
-    complete(job)
-    documents, tokens = totals["documents"], totals["tokens"]
-    _say(f"{documents:,} documents, {tokens:,} tokens, {len(missing):,} of {len(work):,} shards written in {output}")
-    if firsts:
-        _say(f"{totals['empty']:,} empty texts are left out, such as that at {min(firsts)}")
-    if dtype is None and not len(load_from_disk(str(output))):
-        raise ConfigError(f"data.path: {data.path!r} is too short for model.seq_length {length}")
+        client.cancel(tasks)  # those that are left after an error
+    begin(settings)  # raises if a file has changed meanwhile
+    for left in output.glob(".*.partial"):  # of workers that were killed
+        left.unlink(missing_ok=True)
+    shards.complete(output, work, tokenizer)
+    documents, tokens, empty = (sum(one[at] for one in written) for at in range(3))
+    _say(f"{documents:,} documents, {tokens:,} tokens, {len(missing):,} of {total:,} shards written in {output}")
+    if empty:
+        first = min(first for *_, first in written if first)
+        _say(f"{empty:,} empty texts are left out, such as that at {first}")
+    if settings.data.format == "arrow" and not len(load_from_disk(str(output))):
+        raise ConfigError(f"data.path: {settings.data.path!r} is too short for model.seq_length {length}")
 
 
 def _say(line: str) -> None:

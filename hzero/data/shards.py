@@ -1,4 +1,4 @@
-"""A shard of a corpus: the texts that belong to it, their token ids, and the file that training maps.
+"""A folder of token ids: the texts that belong to it, the shards in which they are written, and how it is completed.
 
 A shard depends only on the input and the settings, not on the worker that writes it. Workers import neither torch nor
 transformers, since they start on every core of a machine.
@@ -6,25 +6,31 @@ transformers, since they start on every core of a machine.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import reprlib
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from hzero.files import replacing
+from hzero.files import expanded, replacing
 from hzero.validation import ConfigError
 
+#: Files of a folder: what it is made of, and what `datasets` reads, which is written last.
+IDENTITY, STATE = "prepare.json", "state.json"
+#: Begins the name of a file in the identity.
+FILE = "data.path: "
 #: Kinds of files by the ends of their names; others are plain text. JSON is one object on each line.
 _KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 #: Texts that one call of the tokenizer encodes, and rows of a record batch.
@@ -33,158 +39,199 @@ _BATCH, _ROWS = 256, 1000
 _BLOCK = 1 << 24
 
 
-class Piece(NamedTuple):
-    """A part of a file: the lines that begin in a range of bytes, or one row group of a Parquet file.
+def files_of(path: str | None, limit: int | None = None) -> dict[str, list[int]]:
+    """The files of a text, sorted, until they have ``limit`` bytes: of the standard library, a file, or below a folder.
 
-    Attributes:
-        file: The file, relative to `Job.source`.
-        begin: First byte, or the row group.
-        end: What follows the last; 0 for a file without texts.
+    Names that begin with a dot are left out, and links to folders, which may form a circle.
+
+    Returns:
+        Size in bytes and time of the last change of each file, by `FILE` and its name.
+
+    Raises:
+        ConfigError: There are no files, or files of several kinds.
+        OSError: A folder cannot be listed.
     """
-
-    file: str
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all shards share.
-
-    Attributes:
-        source: Folder of the texts.
-        output: Folder of the shards and of ``tokenizer.json``.
-        count: Number of shards.
-        end: Id of the token that ends a document; None for none.
-        length: Tokens of a sequence.
-        limit: Bytes of a shard, and of the longest line.
-        dtype: Type of token ids in Megatron's format; None for Arrow.
-    """
-
-    source: Path
-    output: Path
-    count: int
-    end: int | None
-    length: int
-    limit: int
-    dtype: str | None = None
-
-    def file(self, number: int) -> Path:
-        """The file of a shard; in Megatron's format the index, which is written after the token ids."""
-        return self.output / f"tokens-{number:05}-of-{self.count:05}.{'idx' if self.dtype else 'arrow'}"
+    root = Path(sysconfig.get_path("stdlib")) if path is None else expanded(path)
+    found = list(_below(root)) if path is not None else sorted(root.glob("*.py"))
+    sizes = accumulate(p.stat().st_size for p in found)
+    found = [p for p, size in zip(found, sizes) if not limit or size <= limit] or found[:1]
+    kinds = " and ".join(sorted({_kind(p) for p in found}))
+    if kinds not in ("json", "parquet", "text"):
+        expected = "only text, only .json and .jsonl, or only .parquet"
+        raise ConfigError(f"data.path: found {kinds or 'no regular file'} in {str(root)!r}; expected {expected}")
+    return {f"{FILE}{p}": [p.stat().st_size, p.stat().st_mtime_ns] for p in found}
 
 
-def kind_of(file: Path) -> str:
-    """``text``, ``json`` or ``parquet``, by the name of a file."""
+def _below(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        for inside in sorted(path.iterdir()):
+            if not inside.name.startswith(".") and not (inside.is_symlink() and inside.is_dir()):
+                yield from _below(inside)
+    elif path.is_file():
+        yield path
+
+
+def _kind(file: Path) -> str:
     return _KINDS.get(file.suffix.lower(), "text")
 
 
-def cut(source: Path, files: Sequence[Path], limit: int) -> list[list[Piece]]:
-    """Cuts files into shards of at most ``limit`` bytes, in their order. A row group is never cut.
+def chunks(files: dict[str, list[int]], limit: int) -> Iterator[tuple[int, tuple[Path, int]]]:
+    """The parts of at most ``limit`` bytes into which files are cut.
 
-    Raises:
-        ConfigError: Files of several kinds, or Parquet without texts.
-    """
-    if len(kinds := {kind_of(file) for file in files}) > 1:
-        names, expected = " and ".join(sorted(kinds)), "only text, only .json and .jsonl, or only .parquet"
-        raise ConfigError(f"data.path: found {names} in {str(source)!r}; expected {expected}")
-    shards, left = list[list[Piece]](), 0
-    for file in files:
-        name = file.relative_to(source).as_posix()
-        if kinds == {"parquet"}:
-            pieces = [(Piece(name, at, at + 1), size) for at, size in enumerate(_row_groups(file))]
-        else:
-            size = file.stat().st_size
-            ends = [(at, min(at + limit, size)) for at in range(0, size, limit)]
-            pieces = [(Piece(name, at, end), end - at) for at, end in ends]
-        for piece, size in pieces or [(Piece(name, 0, 0), 0)]:
-            if size > left or not shards:
-                shards.append([])
-                left = limit
-            shards[-1].append(piece)
-            left -= size
-    return shards
-
-
-def _row_groups(file: Path) -> list[int]:
-    """Bytes of each row group of a Parquet file."""
-    try:
-        groups = pq.ParquetFile(file)
-        what = str(groups.schema_arrow.field("text").type)
-    except (pa.ArrowException, KeyError) as error:
-        what = str(error).splitlines()[0]
-    if what not in ("string", "large_string"):
-        raise ConfigError(f"data.path: {file}: found {what}; expected Parquet with strings in a column 'text'")
-    return [groups.metadata.row_group(at).total_byte_size for at in range(groups.num_row_groups)]
-
-
-def read(source: Path, piece: Piece, limit: int) -> Iterator[tuple[str, bool, int]]:
-    """Reads the texts of a piece. A file of plain text is one document.
-
-    Args:
-        source: Folder of the file.
-        piece: The piece.
-        limit: Longest line, bytes.
+    The files, one after the other, are cut into shards of ``limit`` bytes. A chunk belongs to the shard in which it begins.
 
     Yields:
-        A text, whether its document ends with it, and its place for `place`.
+        The number of the shard, and the first two arguments of `read`.
+    """
+    start = 0
+    for key, (size, _) in files.items():
+        for at in range(0, size or 1, limit):
+            yield (start + at) // limit, (Path(key.removeprefix(FILE)), at)
+        start += size
+
+
+def hash_of(value: Any) -> str:
+    """A name for a value that JSON can describe."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:24]
+
+
+def begin(
+    files: dict[str, list[int]], output: Path, tokenizer: Any, length: int, limit: int, kind: str
+) -> dict[Path, list[tuple[Path, int]]]:
+    """Makes the folder of token ids, or checks that it belongs to the same input and settings.
+
+    Args:
+        files: What `files_of` returns.
+        output: Folder of the token ids.
+        tokenizer: A fast tokenizer of transformers.
+        length: Tokens of a sequence.
+        limit: Bytes of text in a shard, and of the longest line.
+        kind: The format, ``arrow`` or ``megatron``.
+
+    Returns:
+        All shards: the file of each, and its `chunks`. In Megatron's format the file is
+        the index, which is written after the token ids.
+
+    Raises:
+        ConfigError: The folder belongs to another job. The message names the first difference.
+        OSError: The folder cannot be written.
+    """
+    text, end = tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id
+    identity = {"data.format": kind, "data.shard_bytes": limit, "model.seq_length": length, "eos_token_id": end}
+    identity |= {"tokenizer": hash_of(text), **files, "tokenizer.json": text}
+    if (output / IDENTITY).is_file():
+        before = json.loads((output / IDENTITY).read_bytes())
+        for name in {**before, **identity}:
+            if (found := identity.get(name)) != (wanted := before.get(name)):
+                expected = f"expected {reprlib.repr(wanted)}, as for {output}, or another data.output"
+                raise ConfigError(f"{name}: found {reprlib.repr(found)}; {expected}")
+    elif output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"data.output: found other files in {str(output)!r}; expected an empty folder")
+    output.mkdir(parents=True, exist_ok=True)
+    with replacing(output / IDENTITY) as file:
+        json.dump(identity, file, indent=1)
+    cut = [[chunk for _, chunk in shard] for _, shard in groupby(chunks(files, limit), itemgetter(0))]
+    suffix = {"arrow": ".arrow", "megatron": ".idx"}[kind]
+    return {output / f"tokens-{at:05}-of-{len(cut):05}{suffix}": shard for at, shard in enumerate(cut)}
+
+
+def complete(output: Path, files: Iterable[Path], tokenizer: Any) -> None:
+    """Makes a data set of shards, which ``datasets`` reads; Megatron reads them as they are."""
+    tokenizer.save_pretrained(output / "tokenizer")
+    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state |= {"_format_kwargs": {}, "_output_all_columns": False}
+    state["_fingerprint"] = hash_of((output / IDENTITY).read_text())
+    state["_data_files"] = [{"filename": file.name} for file in files if file.suffix == ".arrow"]
+    for name, content in {"dataset_info.json": {}, STATE: state}.items() if state["_data_files"] else ():
+        with replacing(output / name) as written:
+            json.dump(content, written, indent=1)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------------
+
+
+def read(file: Path, begin: int, limit: int) -> Iterator[tuple[str, bool, tuple[Path, int]]]:
+    """Reads the texts of a chunk: the lines, or the row groups of Parquet, that begin in ``limit`` bytes of a file.
+
+    The lines of plain text are one text, and a file of plain text is one document.
+
+    Args:
+        file: The file.
+        begin: First byte of the chunk.
+        limit: Bytes of the chunk, and of the longest line.
+
+    Yields:
+        A text, whether its document ends with it, and the arguments of `place`.
 
     Raises:
         ConfigError: A text cannot be read. The message has file and line.
     """
-    file = source / piece.file
-    if not piece.end:
-        yield "", True, 0
-    elif kind_of(file) == "parquet":
-        try:
-            for batch in pq.ParquetFile(file).iter_batches(_BATCH, row_groups=[piece.begin], columns=["text"]):
-                yield from ((text or "", True, piece.begin) for text in batch.column(0).to_pylist())
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise _bad(file, piece.begin, str(error).splitlines()[0]) from None
-    elif kind_of(file) == "json":
-        yield from ((_of_json(file, at, line), True, at) for at, _, line in _lines(file, piece, limit) if line.strip())
-    elif lines := list(_lines(file, piece, limit)):
-        at, end, _ = lines[-1]
-        yield "".join(line for *_, line in lines), end >= file.stat().st_size, at
+    size = file.stat().st_size
+    if not size:
+        yield "", True, (file, 0)
+    elif _kind(file) == "parquet":
+        yield from ((text, True, (file, group)) for group, text in _rows(file, begin, limit))
+    elif _kind(file) == "json":
+        lines = ((at, line) for at, line in _lines(file, begin, limit) if line.strip())
+        yield from ((_of_json(file, at, line), True, (file, at)) for at, line in lines)
+    elif block := list(_lines(file, begin, limit)):
+        at, text = block[0][0], b"".join(line for _, line in block)
+        yield _decoded(file, at, text), at + len(text) >= size, (file, at)
 
 
-def _lines(path: Path, piece: Piece, limit: int) -> Iterator[tuple[int, int, str]]:
-    """The lines that begin in a piece, each behind its first byte in the file and the one that follows."""
-    at = max(piece.begin - 1, 0)
+def _rows(file: Path, begin: int, limit: int) -> Iterator[tuple[int, str]]:
+    """The texts of the row groups that begin in a chunk, each behind the number of its group."""
+    group = 0
+    try:
+        rows = pq.ParquetFile(file)
+        found = str(rows.schema_arrow.field("text").type)
+        if found not in ("string", "large_string"):
+            raise TypeError(found)
+        for group in range(rows.num_row_groups):
+            if begin <= rows.metadata.row_group(group).column(0).data_page_offset < begin + limit:
+                for batch in rows.iter_batches(_BATCH, row_groups=[group], columns=["text"]):
+                    yield from ((group, text or "") for text in batch.column(0).to_pylist())
+    except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeDecodeError) as error:
+        found = str(error).splitlines()[0]
+        raise _bad(file, group, f"found {found}; expected Parquet with strings in a column 'text'") from None
+
+
+def _lines(path: Path, begin: int, limit: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a chunk, each behind its first byte in the file."""
+    at = max(begin - 1, 0)
     with open(path, "rb") as file:
         file.seek(at)
-        while at < piece.end and (line := file.readline(limit + 1)):
+        while at < begin + limit and (line := file.readline(limit + 1)):
             if len(line) > limit:
                 raise _bad(path, at, f"found a line of more than {limit:,} bytes, the most that a shard has")
-            if at >= piece.begin:  # a line that began before belongs to the piece before
-                yield at, at + len(line), _decoded(path, at, line)
+            if at >= begin:  # a line that began before belongs to the chunk before
+                yield at, line
             at += len(line)
 
 
-def _decoded(file: Path, at: int, line: bytes) -> str:
+def _decoded(file: Path, at: int, text: bytes) -> str:
     try:
-        if b"\0" not in line:
-            return line.decode() if at else line.decode("utf-8-sig")
-        found = "a zero byte"
+        if b"\0" in text:  # no file of text has it, but it is UTF-8
+            raise UnicodeDecodeError("", text, text.index(0), 0, "")
+        return text.decode() if at else text.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        found = f"byte {line[error.start]:#04x}, which is not UTF-8"
-    raise _bad(file, at, f"found {found}; expected text")
+        raise _bad(file, at + error.start, f"found byte {text[error.start]:#04x}; expected UTF-8") from None
 
 
-def _of_json(file: Path, at: int, line: str) -> str:
+def _of_json(file: Path, at: int, line: bytes) -> str:
     try:
         text = json.loads(line)["text"]
         text = "" if text is None else text
         text.encode()  # half a surrogate pair is valid JSON, but no text
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         expected = "expected a JSON object with a string at the key 'text'"
-        raise _bad(file, at, f"found {reprlib.repr(line)}; {expected}") from None
+        raise _bad(file, at, f"found {reprlib.repr(line.decode(errors='replace'))}; {expected}") from None
     return str(text)
 
 
 def place(file: Path, at: int) -> str:
     """A file and the number of the line that begins at a byte of it; of Parquet the row group."""
-    if kind_of(file) == "parquet":
+    if _kind(file) == "parquet":
         return f"{file}, row group {at}"
     with open(file, "rb") as text:
         return f"{file}:{1 + sum(text.read(min(_BLOCK, at - begin)).count(10) for begin in range(0, at, _BLOCK))}"
@@ -194,61 +241,66 @@ def _bad(file: Path, at: int, message: str) -> ConfigError:
     return ConfigError(f"data.path: {place(file, at)}: {message}")
 
 
-def write(job: Job, number: int, pieces: Sequence[Piece]) -> tuple[dict[str, int], list[str]]:
-    """Tokenises, packs and writes a shard.
+# ---- writing ----------------------------------------------------------------------------------------------------------------
+
+
+def write(file: Path, chunks: Sequence[tuple[Path, int]]) -> tuple[int, int, int, str]:
+    """Tokenises, packs and writes a shard that `begin` returns.
 
     Returns:
-        Numbers of ``documents``, ``tokens`` and ``empty`` texts, which are left out, and the place of the first of these, if any.
+        Numbers of documents, of tokens, and of empty texts, which are left out, and the `place` of the first of these.
 
     Raises:
         ConfigError: A text cannot be read, with file and line.
         OSError: A file cannot be read or written. The error names it.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers already use all cores
-    tokenizer, found, documents, empty = _tokenizer(job.output), [np.empty(0, np.int32)], 0, list[tuple[str, int]]()
-    texts = ((*text, piece.file) for piece in pieces for text in read(job.source, piece, job.limit))
-    while batch := list(islice(texts, _BATCH)):
-        encoded = tokenizer.encode_batch_fast([text for text, *_ in batch], add_special_tokens=False)
-        for one, (text, whole, at, name) in zip(encoded, batch):
-            if not text:
-                empty.append((name, at))
-                continue
-            found.append(np.array([*one.ids, job.end] if whole and job.end is not None else one.ids, np.int32))
-            documents += whole
-    ids, file = np.concatenate(found), job.file(number)
-    if job.dtype:
-        with replacing(file.with_suffix(".bin"), "wb") as output:
-            output.write(ids.astype(job.dtype).tobytes())
-    with replacing(file, "wb") as output:
-        output.write(_index(job, [len(one) for one in found[1:]]) if job.dtype else _packed(job, ids))
-    first = [place(job.source / name, at) for name, at in empty[:1]]
-    return {"documents": documents, "tokens": len(ids), "empty": len(empty)}, first
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(output: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
+    # It would say again, with a traceback, what the client raises.
+    logging.getLogger("distributed.worker").disabled = True
+    identity = json.loads((file.parent / IDENTITY).read_bytes())
+    tokenizer, end = Tokenizer.from_str(identity["tokenizer.json"]), identity["eos_token_id"]
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    found, documents, empty = [np.empty(0, np.int32)], 0, list[tuple[Path, int]]()
+    texts = (text for chunk in chunks for text in read(*chunk, identity["data.shard_bytes"]))
+    while batch := list(islice(texts, _BATCH)):
+        encoded = tokenizer.encode_batch_fast([text for text, *_ in batch], add_special_tokens=False)
+        for one, (text, whole, where) in zip(encoded, batch):
+            if text:
+                found.append(np.array([*one.ids, end] if whole and end is not None else one.ids, np.int32))
+                documents += whole
+            else:
+                empty.append(where)
+    ids = np.concatenate(found)
+    if file.suffix == ".arrow":
+        content = _packed(identity["model.seq_length"], ids)
+    else:
+        largest = max(tokenizer.get_vocab().values())
+        ids = ids.astype("uint16" if largest < 65_500 else "int32")  # as Megatron itself chooses
+        with replacing(file.with_suffix(".bin"), "wb") as written:
+            written.write(ids.tobytes())
+        content = _index(ids.dtype, [len(one) for one in found[1:]])
+    with replacing(file, "wb") as written:
+        written.write(content)
+    return documents, len(ids), len(empty), place(*empty[0]) if empty else ""
 
 
-def _packed(job: Job, ids: np.ndarray) -> pa.Buffer:
+def _packed(length: int, ids: np.ndarray) -> pa.Buffer:
     """Sequences as Arrow's stream. What is left at the end is no whole sequence, and is dropped."""
-    ids = ids[: len(ids) // job.length * job.length]
-    rows = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(ids), job.length)})
+    ids = ids[: len(ids) // length * length]
+    rows = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(ids), length)})
     stream = pa.BufferOutputStream()  # a file of Python's would hide why it cannot be written
     with pa.ipc.new_stream(stream, rows.schema) as writer:
         writer.write_table(rows, max_chunksize=_ROWS)
     return stream.getvalue()
 
 
-def _index(job: Job, lengths: list[int]) -> bytes:
+def _index(dtype: np.dtype, lengths: list[int]) -> bytes:
     """Megatron's index: each document's length and place.
 
     Source: ``megatron/core/datasets/indexed_dataset.py`` of NVIDIA/Megatron-LM.
     """
-    dtype, ends = np.dtype(job.dtype), np.cumsum(lengths, dtype=np.int64)
+    ends = np.cumsum(lengths, dtype=np.int64)
     head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, {2: 8, 4: 4}[dtype.itemsize], len(lengths), len(lengths) + 1)
     arrays = np.array(lengths, np.int32), (ends - lengths) * dtype.itemsize, np.arange(len(lengths) + 1)
     return head + b"".join(array.tobytes() for array in arrays)

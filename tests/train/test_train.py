@@ -188,10 +188,10 @@ REFUSED = {
     "deepspeed.stepz_per_print=3": "deepspeed: unknown key 'stepz_per_print'; did you mean 'steps_per_print'",
     "deepspeed.zero_optimization.nosuch=3": "deepspeed: 1 validation error .*nosuch Extra inputs",
     "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: unknown value 2. Possible: 3",
-    "data.path=nowhere": "data.path: found no regular file at 'nowhere'",
-    "data.path=pipe": "data.path: found no regular file at 'pipe'",
+    "data.path=nowhere": "data.path: found no regular file in 'nowhere'",
+    "data.path=pipe": "data.path: found no regular file in 'pipe'",
     "data.path=short.txt": "data.path: 'short.txt' is too short: found [01] blocks",
-    "data.path=binary.txt": "data.path: binary.txt:1: found byte 0xff, which is not UTF-8",
+    "data.path=binary.txt": "data.path: binary.txt:1: found byte 0xff; expected UTF-8",
     "data.path=.": "data.path: found json and text in '.'",
     "data.path=chat.jsonl": "data.path: chat.jsonl:1: found '{\"messages.*; expected a JSON object with",
     "data.cache_dir=book.txt": "data.cache_dir: cannot write .*book.txt",
@@ -387,7 +387,7 @@ def test_a_models_folder(place: Path) -> None:
     assert done.status == 2 and "found CTRLTokenizer in" in done.err and done.err.count("\n") == 1, done.err
     (folder / "tokenizer.json").mkdir()
     done = train(place, *given)
-    assert done.status == 2 and "tokenizer.json' is not a regular file" in done.err, done.err
+    assert done.status == 2 and "expected a tokenizer.json" in done.err, done.err
     (folder / "tokenizer.json").rmdir()
     (folder / "vocab.json").unlink()
     (folder / "model.safetensors").unlink()
