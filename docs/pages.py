@@ -20,6 +20,8 @@ BESIDE_THE_CODE = (
     "benchmarks/*/README.md",
     "benchmarks/reports/*.md",
 )
+#: Address in the theme of the script that docs/offline.js replaces.
+SHIM = "https://unpkg.com/iframe-worker/shim"
 #: Text and address of a link or picture that is no URL; then an anchor or title.
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)([^)]*)\)")
 
@@ -64,3 +66,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     # Odd pieces are blocks of code.
     pieces = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(piece if at % 2 else LINK.sub(mapped, piece) for at, piece in enumerate(pieces))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Replaces the script that searches in pages opened as files, which the theme would load from another host."""
+    return output.replace(SHIM, os.path.relpath("offline.js", Path(page.file.dest_uri).parent))
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for pages such as 404.html."""
+    return output_content.replace(SHIM, "/offline.js")
