@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 #: Largest relative difference of a loss, and of a norm, to stock.
 TOLERANCES = {"lossless": (1e-6, 1e-6), "topo": (5e-3, 5e-2)}
+ALL = os.environ.get("HZERO_TESTS") == "all"
 STEPS = 3
 #: Of all architectures, as far as they have them.
 COMMON = {
@@ -108,15 +110,19 @@ KINDS = ("mamba2", "jamba", "mixtral", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 def check_one_architecture_of_each_kind_gives_stocks_losses_and_norms() -> str:
-    return _table(KINDS)
+    return _table(KINDS, list(TOLERANCES) if ALL else ["lossless"])
 
 
 def check_other_architectures_give_stocks_losses_and_norms() -> str:
-    return _table(ARCHITECTURES.keys() - set(KINDS))
+    if not ALL:
+        pytest.skip("takes long: HZERO_TESTS=all runs it")
+    return _table(ARCHITECTURES.keys() - set(KINDS), TOLERANCES)
 
 
 def check_experts_over_the_world_give_stocks_losses_in_less_memory() -> str:
     """The rest over the package. Measured bytes of resident weights and accumulators are the planned ones."""
+    if not ALL:
+        pytest.skip("takes long: HZERO_TESTS=all runs it")
     rows = [
         f"{'model':11}{'micros':>7} {'experts':9}{'losses':>9}{'norms':>9}{'resident':>10}{'planned':>9}{'sums':>8}{'planned':>9}"
     ]
@@ -147,15 +153,15 @@ def check_experts_over_the_world_give_stocks_losses_in_less_memory() -> str:
     return "\n".join(rows)
 
 
-def _table(architectures: Iterable[str]) -> str:
+def _table(architectures: Iterable[str], presets: Iterable[str]) -> str:
     """Trains each under stock, then under the presets. Differences are relative and the largest; bytes are of one step."""
     rows = [f"{'model':14}{'preset':10}{'losses':>9}{'norms':>9}{'bytes':>9}{'memory':>9}"]
     for name in sorted(architectures):
         stock = _trained(name, None)
-        for preset, tolerances in TOLERANCES.items():
+        for preset in presets:
             found = _trained(name, {"preset": preset, "topology": TOPOLOGY})
             worst = []
-            for what, got, want, tolerance in zip(("losses", "norms"), found, stock, tolerances, strict=False):
+            for what, got, want, tolerance in zip(("losses", "norms"), found, stock, TOLERANCES[preset], strict=False):
                 assert_losses(got, want, tolerance, f"{name}, {preset}: {what}")
                 worst.append(max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)))
             rows.append(f"{name:14}{preset:10}{worst[0]:9.1e}{worst[1]:9.1e}{found[2]:9,}{found[3]:9,}")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.ranks import LONG, on_ranks
+from tests.ranks import on_ranks
 
-test_kinds = LONG(on_ranks({4: ("tests.models.model_checks",)}))
+test_kinds = on_ranks({4: ("tests.models.model_checks",)})
