@@ -5,13 +5,14 @@ Megatron-LM's pairs (arXiv 1909.08053, section 3; with sequences that are split,
 (straight through), and its own collective has the same codecs. After an all-reduce all ranks of the group have the same bits.
 So what is computed from them alone, as the gradients of parameters that each of them keeps whole, is the same bits, too.
 
-All ranks of the group call the same functions in the same order, with tensors of the same shape and type. Gradients of the
+All ranks of the group call the same functions in the same order, with tensors of the same type and, except in
+`exchange_rows`, the same shape. Gradients of the
 second order are not defined. ``torch.compile`` leaves them out: its graph breaks there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -137,6 +138,32 @@ def exchange(tensor: torch.Tensor, group: Communicator, split: int, gather: int)
     axes = range(tensor.dim())
     split, gather = axes[split], axes[gather]
     return _pair(tensor, group, partial(_exchanged, split, gather), partial(_exchanged, gather, split))
+
+
+@torch.compiler.disable
+def exchange_rows(
+    tensor: torch.Tensor, group: Communicator, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Rows, such as tokens, go to the ranks of their experts, as many to each as are for it. Backward is the way back.
+
+    `Communicator.exchange_counts` tells every rank how many rows it receives. The way back from the experts is this function
+    with the counts exchanged. The error of an element is that of one encoding.
+
+    Args:
+        tensor: float32, bfloat16 or float16 ``[rows, ...]``, rows for rank 0 first.
+        group: The ranks that have the experts.
+        sent: Rows for each rank.
+        received: Rows from each rank.
+
+    Returns:
+        ``[sum(received), ...]``, rows from rank 0 first.
+
+    Raises:
+        ValueError: As of `Communicator.exchange_rows`, or the communicator has error feedback.
+    """
+    exchange = Communicator.exchange_rows
+    there, back = partial(exchange, sent=sent, received=received), partial(exchange, sent=received, received=sent)
+    return _pair(tensor, group, there, back)
 
 
 def _exchanged(split: int, gather: int, group: Communicator, tensor: torch.Tensor) -> torch.Tensor:

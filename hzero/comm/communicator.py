@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,9 +21,9 @@ from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import shared_lanes
 from hzero.comm.peers import Peers, peers_of, unused_name, wires_of
-from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback, seed_of
+from hzero.comm.runtime import Bound, Bucket, Collectives, ErrorFeedback, seed_of
 from hzero.comm.wirelog import WireLog
-from hzero.comm.wires import group_timeout, world_timeout
+from hzero.comm.wires import Lane, group_timeout, world_timeout
 from hzero.config import (
     BASE_TIERS,
     DEFAULT_BLOCK_SIZE,
@@ -47,6 +48,7 @@ from hzero.plan.program import (
     gather_program,
     message_program,
     reduce_program,
+    rows_program,
 )
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid, sub_grid
@@ -194,18 +196,18 @@ class Communicator:
         self._device = "cuda" if "nccl" in backend else "cpu"
         lanes = shared_lanes(torch.cuda if self._device == "cuda" else None, settings.transport)
         self.role, self.adopted, self.streams = role, False, lanes.streams
-        timeout = timeout or group_timeout(group)
+        timeout, self._group = timeout or group_timeout(group), group
         self._ranks, self._timeout = ranks, timeout
         name = role or "collectives"
         if not whole:
             name += f" {zlib.crc32(repr(ranks).encode()):08x}"
-        name = unused_name(name, lanes.failures, group, ranks)
+        self._name = name = unused_name(name, lanes.failures, group, ranks)
         if wrong := [use for use in uses if use not in USES]:
             raise one_of("communicator: uses", wrong[0], USES)
         self._channels: dict[Use, str] = {
             use: f"{name} {use}" for use in USES if use in uses
         }  # in one order on all ranks
-        group_backend = None if whole else backend
+        self._backend = group_backend = None if whole else backend
         channels = [channel for use, channel in self._channels.items() if use != "messages"]
         peers = peers_of(
             self.plan, timeout, channels=channels, ranks=ranks, backend=group_backend, streams=lanes.streams
@@ -417,6 +419,93 @@ class Communicator:
             self._collectives.peers[lane] = Peers.of(lane, self._wires, pair, self._timeout)
         return self._program(message_program, source, target), bucket
 
+    # ---- rows of experts -------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """How many rows each rank is about to send to this one, over the group that the communicator was made for.
+
+        Args:
+            counts: Integers ``[ranks, ...]``: row i is for rank i, such as the tokens for each of its experts.
+
+        Returns:
+            A tensor like ``counts``, whose row i is of rank i.
+
+        Raises:
+            ValueError: Another first dimension.
+        """
+        self._part("exchange_counts", counts)
+        received = torch.empty_like(counts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, counts.contiguous(), group=self._group)
+        return received
+
+    @torch.compiler.disable
+    def exchange_rows(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Rows go to the ranks that they are for, and come from all ranks: an all-to-all with uneven parts.
+
+        A row crosses one tier, the outermost between the two ranks, in its codec of ``gather``, with scales of its own. Rows
+        that stay on this rank are copied. The first call makes one process group for each tier.
+
+        Args:
+            tensor: float32, bfloat16 or float16 ``[rows, ...]``; those for rank 0 first, then for rank 1, and so on.
+            sent: Rows for each rank. `exchange_counts` tells the other ranks.
+            received: Rows from each rank.
+
+        Returns:
+            ``[sum(received), ...]``, rows from rank 0 first.
+
+        Raises:
+            ValueError: The counts do not fit, or the settings have checksums, transport ``mpi`` or a codec without a fixed size.
+        """
+        flat, grid, rank = self._flat("exchange_rows", tensor), self.plan.grid, self.plan.rank
+        fits = len(sent) == len(received) == grid.world_size and min(*sent, *received) >= 0
+        if not fits or sum(sent) != len(tensor) or sent[rank] != received[rank]:
+            raise ValueError(
+                f"exchange_rows: found sent {list(sent)}, received {list(received)}; expected {grid.world_size} counts each, "
+                f"{len(tensor)} rows sent in all, and sent[{rank}] equal to received[{rank}]"
+            )
+        row, seed = math.prod(tensor.shape[1:]), self._seeds()[1]
+        arrived, running = list(flat.view(len(tensor), row).split(list(sent))), []
+        for lane, ranks, peers in self._row_lanes if row else ():
+            of_lane = ([side[one] if one in peers else 0 for one in ranks] for side in (sent, received))
+            name = f"{self.role or 'exchange_rows'} of rows of {row} elements"
+            bucket = Bucket((0,), (row,), tensor.dtype, self.role or "exchange_rows", lane[0], "rows", name)
+            program, given = (
+                rows_program(self.plan, lane[1], *of_lane),
+                torch.cat([arrived[one] for one in peers]).view(-1),
+            )
+            message: Any = [given] if given.numel() else given.view(torch.uint8)
+            # Not bound for later runs: counts change.
+            running.append((peers, Bound(self._collectives, program, bucket).run(partial(_same, message), seed=seed)))
+        for peers, chain in running:
+            sizes, brought = [received[one] for one in peers], chain.wait()
+            parts = (brought[0] if any(sizes) else flat[:0]).view(-1, row).split(sizes)
+            for one, part in zip(peers, parts):
+                arrived[one] = part
+        return torch.cat(arrived).view(-1, *tensor.shape[1:])
+
+    @functools.cached_property
+    def _row_lanes(self) -> list[tuple[Lane, list[int], list[int]]]:
+        """Lanes of rows, innermost tier first, with the ranks inside the tier and those that rows cross it to. Collective."""
+        grid, rank, config = self.plan.grid, self.plan.rank, self.config
+        sizeless = [config.gather[tier].codec for tier in grid.crossed if not config.gather[tier].traits.fixed]
+        if sizeless or config.checksum or config.transport == "mpi":
+            found = f"codec {sizeless[0]!r}" if sizeless else "checksum True" if config.checksum else "transport 'mpi'"
+            raise ValueError(
+                f"exchange_rows: found {found}; expected codecs of a fixed size, no checksums, and 'torch'"
+            )
+        ranks, lanes = [rank], list[tuple[Lane, list[int], list[int]]]()
+        for tier in grid.crossed:
+            others = set(range(grid.world_size)) - {rank}
+            peers = [one for one in others if grid.tier_between(rank, one) == tier]
+            ranks = sorted([*ranks, *peers])
+            lane, members = (self._name, tier, "rows"), [self._ranks[one] for one in ranks]
+            how = members, self._timeout, self._backend, self._collectives.lanes.streams
+            wires = wires_of("torch", lane, *how)
+            self._collectives.peers[lane] = Peers.of(lane, wires, members, self._timeout)
+            lanes.append((lane, ranks, sorted(peers)))
+        return lanes
+
     # ---- common ----------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
@@ -504,6 +593,10 @@ class Communicator:
         ranks = self.plan.grid.world_size
         if rank not in range(ranks):
             raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
+
+
+def _same(message: Any) -> Any:
+    return message
 
 
 def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -151,8 +151,13 @@ class Collectives:
         tier = step.tiers[0]
         peers = float(self.receives(step)) if step.kind == "broadcast" else step.received
         elements = step.rows * sum(bucket.chunks)
-        raw = math.ceil(elements * bucket.dtype.itemsize * peers)
-        counts = WireEntry(bucket.role, tier, step.codec.codec, 1, elements, size, round(size * peers), raw)
+        arriving, raw = round(size * peers), math.ceil(elements * bucket.dtype.itemsize * peers)
+        if step.uneven is not None:
+            row = step.codec.format.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)
+            how["uneven"] = [[rows * row for rows in side] for side in step.uneven]
+            received = sum(step.uneven[1])
+            arriving, raw = received * row, received * sum(bucket.chunks) * bucket.dtype.itemsize
+        counts = WireEntry(bucket.role, tier, step.codec.codec, 1, elements, size, arriving, raw)
         how |= {"algorithm": step.algorithms.of(size), "root": step.root, "counts": counts}
         what = _described(step, bucket)
         return self.prepare(self.lane(bucket, tier), step.kind, size, what, dtype=bucket.dtype, **how)
@@ -550,6 +555,7 @@ class Collective:
         then: Makes the result of what has arrived; None: that is the result.
         written: Whether messages come with the checksums of their bytes, if they have some.
         read: Whether what takes the result compares them: that is an `Arrived`.
+        uneven: Of an all-to-all without checksums: bytes for each rank, and from each; None: parts are equal.
         peers: The ranks of the lane.
         output_bytes: Bytes of the buffer that it fills; 0 where it fills the message itself.
         checksum: Whether its messages have checksums.
@@ -569,6 +575,7 @@ class Collective:
     then: Callable[[torch.Tensor], torch.Tensor] | None = None
     written: bool = False
     read: bool = False
+    uneven: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         collectives, kind, size = self.collectives, self.kind, self.size
@@ -585,6 +592,8 @@ class Collective:
         in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
         elsewhere = {"all_gather": in_flight * ranks, "broadcast": 0, "send": 0, "receive": 0}
         self.output_bytes = elsewhere.get(kind, size // ranks if reduces and library_sums else in_flight)
+        if self.uneven is not None:
+            self.output_bytes = sum(self.uneven[1])
         finishes = self.algorithm == "doubling" or self.checksum or self._sums or self.then is not None
         self.finish = self._finish if finishes else None
 
@@ -613,7 +622,9 @@ class Collective:
         log, peers, began = self.collectives.wire_log, self.peers, None
         if self.counts is not None:  # a hop that the host starts and ends is timed by its clock, wherever its memory is
             began = time.monotonic() if self.collectives.lanes.streams is None else log.timer(message.device)
-        if output is None and self.output_bytes:
+        if output is None and (
+            self.output_bytes or self.uneven
+        ):  # another tensor than the message, if nothing arrives too
             output = message.new_empty(self.output_bytes)
         try:
             with record_function(self._label):
@@ -637,6 +648,9 @@ class Collective:
             return lambda output, _: wires.message(output, self.root, sends=self.kind == "send")
         if self.kind == "reduce_scatter" and not self._sums:
             return lambda output, message: wires.reduce_scatter(output.view(self.dtype), message.view(self.dtype))
+        if self.uneven is not None:
+            sends, receives = self.uneven
+            return lambda output, message: wires.all_to_all(output, message, receives, sends)
         if self.algorithm == "pairs":
             return lambda output, message: wires.all_to_all(output, message.repeat(len(self.peers.ranks)))
         if self.algorithm == "doubling":

@@ -50,7 +50,8 @@ class TorchWires:
 
     Attributes:
         all_gather: Sends uint8 ``[b]`` of every rank to ``[k * b]``; takes the output and the message.
-        all_to_all: Sends part i of uint8 ``[k * b]`` to rank i; part i of the output comes from it.
+        all_to_all: Sends part i of uint8 ``[k * b]`` to rank i; part i of the output comes from it. Parts may be uneven, though
+            not over MPI: it then takes the bytes from each rank and those for each.
         reduce_scatter: Sums floating ``[k * n]`` to ``[n]``.
         library_sums: Whether `reduce_scatter` may be used. gloo's sends twice the bytes and never says that it has ended.
     """

@@ -109,6 +109,7 @@ class Cross:
         outer: Pieces of the message that arrives.
         algorithms: Of an all-gather, by the bytes of the message.
         root: Coordinate of the rank that broadcasts; of the rank that sends or receives a message its number in the plan.
+        uneven: Of an all-to-all whose parts differ in size: the rows for each rank of the group, and the rows from each.
     """
 
     role: Role
@@ -120,6 +121,7 @@ class Cross:
     outer: int = 1
     algorithms: NodeAllGather = _LIBRARY
     root: int = 0
+    uneven: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def received(self) -> float:
@@ -460,6 +462,24 @@ def message_program(plan: ShardPlan, source: int, target: int) -> Program:
     if plan.rank == source:
         return Program((Encode(codec, order), Cross("weights", "send", (tier,), 2, codec, 1, root=target)))
     return Program((Cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)))
+
+
+def rows_program(plan: ShardPlan, tier: Tier, sent: Sequence[int], received: Sequence[int]) -> Program:
+    """Rows of one tensor, in the order of the ranks that they are for, to the rows that other ranks have for this one.
+
+    A row is encoded where it is born, and crosses no other tier. A message without rows is neither encoded nor decoded.
+
+    Args:
+        plan: The shard plan.
+        tier: The outermost tier between this rank and each of those that send it something, or receive something.
+        sent: Rows for each rank inside the tier.
+        received: Rows from each of them.
+    """
+    codec, rows, arriving = plan.codecs.weights[tier], sum(sent), sum(received)
+    uneven = tuple(sent), tuple(received)
+    steps: list[Step] = [Encode(codec, Order.of_rows(rows))] if rows else []
+    steps.append(Cross("weights", "all_to_all", (tier,), len(sent), codec, rows, uneven=uneven))
+    return Program((*steps, *([Decode(codec, Order.of_rows(arriving))] if arriving else [])))
 
 
 def in_memory(hop: Hop) -> CodecConfig:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,7 +14,7 @@ from hzero.codecs.codec import Codec
 from hzero.comm import Communicator, activations
 from tests.comm.communicator_checks import SOME, _bits_equal, _communicator, _everyones
 from tests.comm.tiered_checks import WORLD
-from tests.rank_main import same_on_all_ranks
+from tests.rank_main import TRANSPORT, same_on_all_ranks
 
 DTYPES = (torch.float32, torch.bfloat16)
 #: No sizes that blocks or ranks divide, but for the dimensions that are split.
@@ -132,3 +134,91 @@ def check_a_split_layer_has_the_gradients_of_the_whole_one() -> None:
     for part, want in zip(parts, wanted):
         torch.testing.assert_close(part.grad, want, rtol=1e-5, atol=1e-4)
     assert same_on_all_ranks([parts[2].grad])
+
+
+#: Row counts from rank to rank: zeros, all to one rank, nothing at all, and by chance.
+COUNTS: dict[str, Callable[[], torch.Tensor]] = {
+    "by chance": lambda: torch.randint(0, 5, (WORLD, WORLD), generator=torch.Generator().manual_seed(3)),
+    "all to rank 1": lambda: torch.zeros(WORLD, WORLD, dtype=torch.int64).index_fill_(1, torch.tensor([1]), 7),
+    "neighbours": lambda: torch.eye(WORLD, dtype=torch.int64).roll(1, 1) * torch.arange(WORLD),
+    "nothing": lambda: torch.zeros(WORLD, WORLD, dtype=torch.int64),
+}
+
+
+def _rows(counts: torch.Tensor, group: Communicator, dtype: torch.dtype, row: tuple[int, ...]) -> list[torch.Tensor]:
+    """Rows from all ranks and gradients of the rows that were sent, each before what torch.distributed brings."""
+    rank, brought = dist.get_rank(), []
+    sent, received = counts[rank].tolist(), counts[:, rank].tolist()
+    assert group.exchange_counts(counts[rank]).tolist() == received
+    torch.manual_seed(rank)
+    mine = torch.randn(sum(sent), *row).to(dtype).requires_grad_()
+    got = activations.exchange_rows(mine, group, sent, received)
+    gradient = torch.randn(sum(received), *row).to(dtype)
+    got.backward(gradient)
+    for made, given, (to, of) in ((got, mine, (sent, received)), (mine.grad, gradient, (received, sent))):
+        want = torch.empty(sum(of), *row, dtype=dtype)
+        dist.all_to_all_single(want, given.detach(), of, to)
+        brought += [made.detach(), want]
+    return brought
+
+
+def check_uneven_rows_with_codec_none_are_those_of_torch() -> None:
+    if TRANSPORT == "mpi":
+        pytest.skip("over MPI parts are even")
+    for grid, dtype, (name, counts) in itertools.product(SOME, DTYPES, COUNTS.items()):
+        for row in ((7,), (3, 5), ()):
+            got, want, gradient, wanted = _rows(counts(), _communicator(grid), dtype, row)
+            assert _bits_equal(got, want) and _bits_equal(gradient, wanted), (grid, name, dtype, row)
+
+
+def check_uneven_rows_keep_bounds_of_codecs_and_bytes_of_the_plan() -> None:
+    if TRANSPORT == "mpi":
+        pytest.skip("over MPI parts are even")
+    rank, codecs = dist.get_rank(), {"gcd": "int8", "gpu": "int4"}
+    for grid, (name, counts) in itertools.product(SOME, COUNTS.items()):
+        group, matrix = _communicator(grid, codecs=codecs), counts()
+        got, want, gradient, wanted = _rows(matrix, group, torch.float32, (37,))
+        lossy = coded = 0
+        received, sent = matrix[:, rank].tolist(), matrix[rank].tolist()
+        expected: dict[str, int] = {}
+        for one, other, rows in ((got, want, received), (gradient, wanted, sent)):
+            of = torch.tensor([peer for peer, count in enumerate(rows) for _ in range(count)])
+            for peer, count in enumerate(rows):
+                if peer == rank:
+                    assert _bits_equal(one[of == peer], other[of == peer])
+                    continue
+                tier = grid.tier_between(rank, peer)
+                codec = Codec.from_config(group.plan.codecs.weights[tier])
+                expected[tier] = expected.get(tier, 0) + codec.format.message_bytes((37,), count, 4)
+                for part, whole in zip(one[of == peer], other[of == peer]):
+                    error = float((part - whole).abs().max())
+                    assert error <= codec.error_bound(float(whole.abs().max())) * 1.001, (name, tier, error)
+                    lossy, coded = lossy + (error > 0), coded + (not codec.format.traits.exact)
+        assert lossy == coded, (grid, name)
+        logged = {entry.tier: entry.wire_bytes for entry in group.wire_log.entries()}
+        assert logged == expected, (grid, name, logged, expected)
+
+
+def check_uneven_rows_refuse_counts_that_do_not_fit() -> None:
+    group, ones = _communicator(SOME[0]), [1] * WORLD
+    rank, rows = dist.get_rank(), torch.zeros(WORLD, 3)
+    wrong = [one + (peer == rank) for peer, one in enumerate(ones)]
+    for sent, received in (
+        (ones[1:], ones),
+        (ones, ones[1:]),
+        ([2, *ones[1:]], ones),
+        (ones, wrong),
+        (ones, [-1, *ones[1:]]),
+    ):
+        with pytest.raises(
+            ValueError, match=f"exchange_rows: found sent .* expected {WORLD} counts each, {WORLD} rows sent"
+        ):
+            group.exchange_rows(rows, sent, received)
+    refused: dict[str, dict[str, Any]] = {"codec 'mpc'": {"codecs": "mpc"}, "checksum True": {"checksum": True}}
+    if TRANSPORT == "mpi":
+        refused["transport 'mpi'"] = {}
+    for message, settings in refused.items():
+        with pytest.raises(ValueError, match=f"exchange_rows: found {message}"):
+            _communicator(SOME[0], **settings).exchange_rows(rows, ones, ones)
+    with pytest.raises(ValueError, match="exchange_counts: tensor: found shape"):
+        group.exchange_counts(torch.ones(WORLD + 1, dtype=torch.int64))
