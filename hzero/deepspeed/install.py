@@ -194,8 +194,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
     change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
     not shard activations. It works beside tensor parallelism of a model's own, with an ``mpu`` whose tensor groups lie inside
-    nodes, and beside AutoTP: then it shards over the data-parallel ranks. It refuses expert parallelism and, by name, the
-    other DeepSpeed features that it does not support. A configuration without the block gives a stock engine.
+    nodes, and beside AutoTP: then it shards over the data-parallel ranks. With AutoEP, DeepSpeed's own collectives shard experts
+    over their expert-data-parallel ranks, and the stage has the other parameters. It refuses, by name, the DeepSpeed features
+    that it does not support. A configuration without the block gives a stock engine.
 
     A model with pipeline stages, a ``PipelineModule``, has ZeRO-1 at most in DeepSpeed, and the block goes with stage 1 then:
     activations between stages, sums of gradients and updated weights cross tier by tier with codecs (`HZeroStage1`).

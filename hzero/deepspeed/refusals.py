@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 
 from hzero.block import KEY, PARENT
+from hzero.deepspeed.autoep import is_expert
 from hzero.deepspeed.versions import check_features
 from hzero.engine.engine import ranks_of
 from hzero.topology import Grid, declared_grid
@@ -23,7 +24,6 @@ _SUPPORTED = {
     "compile.deepcompile": "false",
     "hybrid_engine.enabled": "false",
     "zero_optimization.zenflow": "no such key",
-    "expert_parallel.enabled": "false",
     "zero_optimization.offload_optimizer.super_offload": "false",
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.offload_optimizer.device": "none or cpu",
@@ -41,7 +41,14 @@ _SUPPORTED_WITH_MUON = {
     "zero_optimization.reduce_scatter": "false",
     "zero_optimization.offload_optimizer.device": "none",
 }
+_SUPPORTED_WITH_EXPERTS = {
+    "expert_parallel.comm_backend": "comm",
+    "tensor_parallel.autotp_size": "0 or 1",
+    "sequence_parallel_size": "1",
+    "zero_optimization.offload_optimizer.device": "none",
+}
 _SUPPORTED_IN_PIPELINES = {
+    "expert_parallel.enabled": "false",
     "fp16.enabled": "false; use bf16",
     "data_types.grad_accum_dtype": "fp32",
     "communication_data_type": "no such key",
@@ -83,6 +90,12 @@ def check_config(config: DeepSpeedConfig) -> None:
         )
     muon = config.optimizer_name == "muon"
     _refuse(config, _SUPPORTED | (_SUPPORTED_WITH_MUON if muon else {}), " with Muon" if muon else "")
+    if getattr(getattr(config, "expert_parallel_config", None), "enabled", False):
+        _refuse(config, _SUPPORTED_WITH_EXPERTS, " with expert parallelism")
+        block = config.hzero_block
+        if muon or block.sequence is not None or block.checkpoint is not None or block.shard.exceptions:
+            found = f"Muon, {KEY}.sequence, {KEY}.checkpoint or {KEY}.shard.except"
+            raise ConfigError(f"expert_parallel.enabled: found True; expected false with {found}")
     if config.hzero_block.sequence is not None:
         _refuse(config, _SUPPORTED_WITH_SEQUENCES, " with the key sequence")
     if stage == 1:
@@ -181,14 +194,14 @@ def check_partition(module: torch.nn.Module, ranks: Sequence[int]) -> None:
     """Refuses parameters that are partitioned over other ranks than the engine's.
 
     Raises:
-        ConfigError: As under expert parallelism, or where ``deepspeed.zero.Init`` knew nothing of an mpu.
+        ConfigError: As where ``deepspeed.zero.Init`` knew nothing of an mpu.
     """
     for name, param in module.named_parameters():
         found = ranks_of(getattr(param, "ds_process_group", None))
-        if found != list(ranks):
+        if found != list(ranks) and not is_expert(param):
             raise ConfigError(
                 f"parameter {name}: partitioned over {len(found)} ranks, and the engine over {len(ranks)}"
-                f"{', others' if len(found) == len(ranks) else ''}; hzero needs one partition for all: no expert parallelism, "
+                f"{', others' if len(found) == len(ranks) else ''}; hzero needs one partition for all but AutoEP's experts, "
                 "and under deepspeed.zero.Init data_parallel_group=mpu.get_data_parallel_group()"
             )
 

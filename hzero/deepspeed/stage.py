@@ -16,6 +16,7 @@ from hzero.block import KEY
 from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import versions
+from hzero.deepspeed.autoep import is_expert
 from hzero.deepspeed.muon import Matrix
 from hzero.deepspeed.stage_state import InFlight, Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
@@ -143,7 +144,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero = self.parameter_offload.hzero
         # Stock gathers persistent parameters flat over the world after each step, which takes 30 s on 32 nodes
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
-        self.persistent_parameters = []
+        self.persistent_parameters = list(filter(is_expert, self.persistent_parameters))
         self.reduce_scatter = True  # for Muon stock requires false, which would keep gradients from `accumulate`
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
         self.hzero.mark_stale()  # stock has moved the primary shards
@@ -154,6 +155,10 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[torch.Tensor]:
         """Submits the reduction of one bucket over the gradients' scope; see `Gradients.accumulate`."""
+        if is_expert(params_to_reduce[0]):  # a bucket is of one partition
+            self._arrived.update(param.ds_id for param in params_to_reduce)
+            stock = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads  # type: ignore[misc]
+            return stock(params_to_reduce, communication_data_type)  # type: ignore[no-any-return]
         gradients = [param.grad for param in params_to_reduce]
         for param in params_to_reduce:
             param.grad = None
@@ -172,7 +177,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         return []
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
-        """Nothing: `Gradients.accumulate` has taken the gradients, and shards reach stock by `_deliver`."""
+        """Stock for experts; `Gradients.accumulate` has taken other gradients, and shards reach stock by `_deliver`."""
+        if params_to_release and is_expert(params_to_release[0]):
+            super().partition_grads(params_to_release, grad_partitions)
 
     def backward_prologue(self) -> None:
         """Stock; a micro-step counts."""

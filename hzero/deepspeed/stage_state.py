@@ -25,7 +25,7 @@ from deepspeed.utils import z3_leaf_module
 
 from hzero.comm import lasting
 from hzero.config import HZeroConfig
-from hzero.deepspeed import autotp
+from hzero.deepspeed import autoep, autotp
 from hzero.deepspeed.muon import Orthogonalizer
 from hzero.deepspeed.refusals import check_partition
 from hzero.engine.engine import Engine, Owners, Traffic
@@ -139,6 +139,8 @@ def managed_parameters(
     found = []
     param: ZeroParameter
     for name, param in module.named_parameters():
+        if autoep.is_expert(param):
+            continue
         dtype = torch.uint8 if param in codes else param.ds_tensor.dtype
         found.append(Managed(param.ds_id, name, 0, dtype, routes[param], partial(_shard, param, dtype), param=param))
         _measure(found[-1])
@@ -182,7 +184,8 @@ class StageState(Engine):
         check_partition(module, owners.ranks)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         routes, codes = routes_of(module, plan)
-        self.module, self._autotp = module, autotp.take_over(module, config, owners.world)
+        self.module = module
+        self._dimensions = [one.take_over(module, config, owners.world) for one in (autotp, autoep)]
         # DeepSpeed marks the parameters of models that it trains by Muon.
         uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
         self.orthogonalizer = Orthogonalizer(config, owners) if uses_muon else None
@@ -192,6 +195,10 @@ class StageState(Engine):
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
         for one in managed:
             one.attach(self)
+        experts: list[ZeroParameter] = [param for param in module.parameters() if autoep.is_expert(param)]
+        self._experts = {param: param.all_gather_coalesced for param in experts}
+        for param in self._experts:  # a request may name both kinds, and calls the function of any of them
+            param.all_gather_coalesced = self.gather
         self._all = {one.key: one for one in managed}  # with those that a later engine has taken over
         # Weights that are whole on every device need no gather.
         whole = all(route.plan.whole_copies for route in routes.values())
@@ -242,9 +249,11 @@ class StageState(Engine):
 
     def destroy(self) -> None:
         """Frees payloads and accumulators, and restores the model to what DeepSpeed made; its next engine may be a stock one."""
-        if self._autotp is not None:
-            autotp.give_back(self.module, self._autotp)
-            self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
+        for group in filter(None, self._dimensions):
+            autotp.give_back(self.module, group)
+        self._dimensions.clear()  # DeepSpeed may hold this object, and nothing is sent over these groups any more
+        for param, stock in self._experts.items():
+            param.all_gather_coalesced = stock
         for hook in self._hooks:
             hook.remove()
         self._make_whole()
@@ -260,7 +269,7 @@ class StageState(Engine):
 
     def of(self, params: Iterable[ZeroParameter]) -> list[Managed]:
         """This engine's, of DeepSpeed's parameters."""
-        return [self._all[param.ds_id] for param in params]
+        return [self._all[param.ds_id] for param in params if param.ds_id in self._all]
 
     # ---- staleness -----------------------------------------------------------------------------------------------
 
@@ -341,7 +350,7 @@ class StageState(Engine):
         if not others:
             return handle
         # Their functions are those of their engine, or DeepSpeed's.
-        handles = [same[0].all_gather_coalesced(same, **how) for same in others.values()]
+        handles = [self._experts.get(same[0], same[0].all_gather_coalesced)(same, **how) for same in others.values()]
         return Handles([handle, *handles])
 
     def _start(self, wanted: list[Managed], how: dict[str, Any]) -> Any:
@@ -637,7 +646,9 @@ def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.
             if param is not None:
                 users.setdefault(param, set()).add(inside.get(one, -1))
     for number, layer in enumerate(layers):
-        inner: list[ZeroParameter] = [param for param in layer.parameters() if users[param] == {number}]
+        inner: list[ZeroParameter] = [
+            param for param in layer.parameters() if users[param] == {number} and not autoep.is_expert(param)
+        ]
         unit = Unit(layer, managed_of(param for param in inner if not param.ds_persist))
         for member in unit.members:
             member.unit = unit

@@ -334,5 +334,6 @@ _ANY_MODEL = "a model does, with hzero.comm.for_dimension(dimension, config, gro
 _SENDERS = {
     "pipeline": _PIPELINE,
     "optimizer": f"{_PIPELINE}, and so does Muon",
+    "expert": f"AutoEP does (expert_parallel.enabled), or {_ANY_MODEL}",
     "tensor": f"AutoTP does (tensor_parallel.autotp_size), or {_ANY_MODEL}",
 }

@@ -30,12 +30,17 @@ def check_unsupported_features_are_refused_by_name() -> None:
         "zenflow": ({"topk_ratio": 0.1, "select_strategy": "auto"}, ": found a block"),
     }
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
     cases: list[tuple[dict[str, Any], str]] = [
         *(({"zero_optimization": {"stage": 3, key: value}}, key + says) for key, (value, says) in of_zero.items()),
         ({"zero_optimization": offload}, "offload_optimizer.super_offload: found True"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile: found True"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled: found True"),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel.enabled: found True"),
+        ({**experts, "hzero": block_of("topo", checkpoint={})}, "expert_parallel.enabled: found True"),
+        (
+            {**experts, "tensor_parallel": {"autotp_size": 2}},
+            "autotp_size: found 2, which hzero does not support with expert",
+        ),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast.enabled: found True"),
         (
             {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},

@@ -27,6 +27,7 @@ CHECKS = {
         "tests.deepspeed.scope_checks",
         "tests.deepspeed.audit_checks",
         "tests.deepspeed.autotp_checks",
+        "tests.deepspeed.expert_checks",
         "tests.deepspeed.race_checks",
         "tests.deepspeed.checkpoint_checks",
     ),
