@@ -204,6 +204,7 @@ class DeepSpeedGroup(BaseModel, extra="allow"):
     fp16: Precision
     tensor_parallel: TensorParallel = TensorParallel()
     zero_optimization: ZeroOptimization
+    optimizer: dict[str, Any] = {}
     data_types: dict[str, Any] = {}
 
 
@@ -449,6 +450,7 @@ class Architecture:
         keys: Width of a layer's keys, and of its values.
         rotary: Dimensions of a head that the rotary embedding turns.
         names: Names of every parameter; tied ones have several.
+        matrices: Of ``numels``, those that Muon steps.
     """
 
     numels: tuple[int, ...]
@@ -465,6 +467,7 @@ class Architecture:
     keys: int = 0
     rotary: int = 0
     names: tuple[tuple[str, ...], ...] = ()
+    matrices: tuple[int, ...] = ()
 
 
 def checkpoint_folder(model: dict[str, Any]) -> Path | None:
@@ -560,4 +563,10 @@ def _counted(config: Any) -> Architecture:
         keys=width // heads * (getattr(text, "num_key_value_heads", None) or heads) if heads else 0,
         rotary=int(width // heads * rope.get("partial_rotary_factor", 1)) if heads and rope else 0,
         names=tuple(map(tuple, names.values())),
+        # As DeepSpeed 0.19 chooses them (`set_optimizer_flags`).
+        matrices=tuple(
+            param.numel()
+            for name, param in built.named_parameters()
+            if param.ndim > 1 and not re.search("embed|lm_head", name.lower())
+        ),
     )

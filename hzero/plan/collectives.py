@@ -7,7 +7,8 @@ time of the same collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -19,13 +20,16 @@ from hzero.config import (
     ROLES,
     TIERS,
     CodecConfig,
+    CodecsConfig,
+    Dimension,
     Role,
     Scope,
     Tier,
+    TierCodecs,
     tiers_inside,
     tiers_outside,
 )
-from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, StagePrograms, Sum
+from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, StagePrograms, Sum, all_to_all_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
@@ -169,7 +173,7 @@ class TierTraffic:
             number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
     """
 
-    role: Role
+    role: Role | Dimension
     tier: Tier
     codec: str
     wire_bytes: int
@@ -233,6 +237,47 @@ def step_traffic(
         codec = ", ".join(dict.fromkeys(codecs))
         rows.append(TierTraffic(role, tier, codec, wire, raw, crossings, grid.size(tier) > 1, checksum))
     return rows
+
+
+def exchange_bytes(grid: Grid, codecs: TierCodecs, parts: Iterable[int], itemsize: int) -> dict[Tier, int]:
+    """Bytes that a rank receives in all-to-alls over a grid, by tier.
+
+    Args:
+        grid: Of the ranks that exchange.
+        codecs: Of the messages.
+        parts: Elements for each rank, of every all-to-all.
+        itemsize: Bytes of an element.
+    """
+    if grid.world_size == 1:
+        return {}
+    config = CodecsConfig(weights=codecs, gradients=codecs)
+    crossings = all_to_all_program(ShardPlan(grid, 0, "world", "world", config)).crossings
+    sizes = Counter(parts)
+    return {
+        cross.tiers[0]: round(
+            cross.received * sum(cross.message_bytes([part], itemsize) * count for part, count in sizes.items())
+        )
+        for cross in crossings
+    }
+
+
+def muon_traffic(plan: ShardPlan, matrices: Sequence[int], itemsize: int) -> list[TierTraffic]:
+    """Bytes of one optimizer step of Muon: each matrix to one rank and back, as `hzero.deepspeed.muon` sends it.
+
+    Args:
+        plan: The shard plan.
+        matrices: Elements of each matrix.
+        itemsize: Bytes of an element on the wire.
+    """
+    codecs, grid = plan.codecs.optimizer, plan.grid
+    chunks = sorted((chunk_numel(numel, grid.world_size) for numel in matrices), reverse=True)
+    rounds = [chunk for chunk in chunks[:: grid.world_size] for _ in ("there", "back")]  # the longest of a round counts
+    raw = sum(rounds) * grid.world_size * itemsize
+    return [
+        TierTraffic("optimizer", tier, codecs[tier].codec, wire, raw - raw // grid.size(tier), 2, used=True)
+        for tier, wire in exchange_bytes(grid, codecs, rounds, itemsize).items()
+        if wire
+    ]
 
 
 def ring_links(sizes: Sequence[int]) -> list[int]:

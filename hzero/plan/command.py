@@ -47,6 +47,7 @@ from hzero.plan.collectives import (
     Scheme,
     TierTraffic,
     link_seconds,
+    muon_traffic,
     node_bytes,
     schemes_node_bytes,
     step_traffic,
@@ -167,9 +168,10 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     if links := scenario.links:
         rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
         source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
+    muon = muon_traffic(plan, job.matrices, itemsize)
     by_tier = [
-        {**asdict(row), "seconds": link_seconds([row], rates).get(row.tier), "zero3_bytes": flat.wire_bytes}
-        for row, flat in zip(traffic, stock)
+        {**asdict(row), "seconds": link_seconds([row], rates).get(row.tier), "zero3_bytes": flat and flat.wire_bytes}
+        for row, flat in itertools.zip_longest([*traffic, *muon], stock)
         if row.used
     ]
     minimum = schemes_node_bytes(grid, numels, **about)
@@ -178,7 +180,9 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         schemes[name] = {
             "weights": _state_text(one.weights_scope, one.gather_hops()[::-1]),
             "gradients": _state_text(one.gradients_scope, one.reduce_hops()),
-            "node_bytes": node_bytes(step_traffic(one, grid, numels, **sent), grid),
+            "node_bytes": node_bytes(
+                step_traffic(one, grid, numels, **sent) + muon_traffic(one, job.matrices, itemsize), grid
+            ),
             **_step_dict(scenario, one),
         }
     for name in IN_FSDP:  # as hzero.fsdp runs it; bytes are those of DeepSpeed's front end
@@ -254,6 +258,10 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
     if checksums := {row.tier: row.checksum_bytes for row in traffic if row.checksum_bytes}:
         added = ", ".join(f"{size} bytes on {tier}" for tier, size in checksums.items())
         notes.append(f"checksums add to every collective {added}; these bytes leave them out")
+    if scenario.job.matrices:
+        notes.append(
+            "predicted steps leave Muon out, and so do the bytes of other engines; stock ZeRO-3 gathers every matrix on all ranks"
+        )
     if plan.scoped:
         notes.append("shard.except: no step is predicted")
     elif plan.exceptions:
@@ -289,7 +297,8 @@ def _show_plan(result: dict[str, Any]) -> None:
     for row in result["traffic"]:
         ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
         seconds = "" if row["seconds"] is None else f"{row['seconds']:.3f} s"
-        received = (size_text(row["wire_bytes"]), ratio, seconds, size_text(row["zero3_bytes"]))
+        stock_bytes = "" if row["zero3_bytes"] is None else size_text(row["zero3_bytes"])
+        received = (size_text(row["wire_bytes"]), ratio, seconds, stock_bytes)
         rows.append((row["role"], row["tier"], row["codec"], str(row["crossings"]), *received))
     head = ("role", "tier", "codec", "*times", "*bytes", "*ratio", "*link time", "*ZeRO-3")
     _table("bytes received per device and optimizer step (ZeRO-3: average of flat rings)", head, rows)

@@ -174,6 +174,15 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
         "gradient shard": State(shard * gradient, f"{gradient} bytes over the world"),
         "optimizer": State(shard * kept, f"{kept} bytes over the world"),
     }
+    if job.matrices:
+        # A matrix has one momentum, in the type in which it travels. A step holds three rounds of matrices, four tensors each:
+        # one round is sent, one is orthogonalised, and one returns.
+        momenta = sum(chunk_numel(numel, grid.world_size) for numel in job.matrices)
+        size = shard * kept - momenta * (2 * job.state_itemsize - itemsize)
+        states["optimizer"] = State(size, "masters, momenta of Muon's matrices, moments of the others")
+        if plan is not None:
+            width = 12 * chunk_numel(max(job.matrices), grid.world_size) * grid.world_size * itemsize
+            states["transient matrices"] = State(width, "estimate: three rounds of the largest matrix on their way")
     if job.offload:
         states["gradient shard"] = states["optimizer"] = State(0, "on the host")
     if plan is not None:
@@ -333,7 +342,7 @@ def _summed(states: States, job: Job, freed: int) -> Footprint:
     moments = {
         "the loss": held + live + of("activations") + of("transient loss"),
         "backward": held + gathering + of("transient layer") + max(map(reducing, counts)),
-        "the optimizer": before + of("transient step"),
+        "the optimizer": before + max(of("transient step"), of("transient matrices")),
     }
     if refresh := of("transient refresh"):
         done = max(1 - (IN_FLIGHT + 1) * job.prefetch / total, 0.0)

@@ -52,6 +52,7 @@ class Job:
         tensor: Devices of a tensor group, which share every matrix; ``model`` then has the parameters of one device.
         sequence: Chunks, and the ranks that share a sequence; None without.
         stored: Micro-batches whose activations a pipeline stage keeps at once.
+        matrices: Elements of each parameter that Muon steps; none without Muon.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Job:
     tensor: int = 1
     stored: float = 1.0
     sequence: SequenceConfig | None = None
+    matrices: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, experiment: Experiment, profile: Profile | ConfigError) -> Job:
@@ -86,6 +88,7 @@ class Job:
         known = experiment["topology"].get("profile") or experiment["topology"].get("bandwidth_gb_s")
         wide = experiment.itemsize == 4 if train["dtype"] == "fp32" or not known else False
         prefetch = int(zero.stage3_prefetch_bucket_size)
+        muon = str(experiment.deepspeed.optimizer.get("type")).lower() == "muon"
         gradient = str(experiment.deepspeed.data_types.get("grad_accum_dtype"))
         return cls(
             str(experiment["model"]["name"]),
@@ -106,6 +109,7 @@ class Job:
             hierarchical=isinstance(profile, Profile) and profile.hierarchical,
             state_itemsize=2 if experiment.deepspeed.bf16.bf16_optimizer_states else 4,
             sequence=experiment.sequence,
+            matrices=experiment.architecture.matrices if muon else (),
         )
 
     def in_fsdp(self) -> Job:

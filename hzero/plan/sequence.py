@@ -6,10 +6,9 @@ import itertools
 import math
 from typing import Any
 
-from hzero.config import CodecsConfig, Tier, TierCodecs
-from hzero.plan.program import all_to_all_program
+from hzero.config import Tier, TierCodecs
+from hzero.plan.collectives import exchange_bytes
 from hzero.plan.scenario import Job
-from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
 
@@ -61,17 +60,11 @@ def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
     """
     (queries, keys, tokens, chunk), ranks = _shape(job), job.parallel
     group = grid.of_ranks(range(ranks))  # of neighbours
-    if ranks == 1:
-        return {}
-    program = all_to_all_program(ShardPlan(group, 0, "world", "world", CodecsConfig(weights=codecs, gradients=codecs)))
-    received = dict.fromkeys(group.crossed, 0)
     # Forward, forward again, and gradients: queries, keys and values one way, and what is attended to the other.
-    for start, width in itertools.product(range(0, tokens, chunk), (queries + 2 * keys, queries)):
-        numel = job.micro_batch * min(chunk, tokens - start) * width // ranks
-        for cross in program.crossings:
-            message = cross.message_bytes([numel], job.itemsize)
-            received[cross.tiers[0]] += round(3 * job.model.layers * cross.received * message)
-    return received
+    sent = itertools.product(range(0, tokens, chunk), (queries + 2 * keys, queries))
+    numels = [job.micro_batch * min(chunk, tokens - start) * width // ranks for start, width in sent]
+    found = exchange_bytes(group, codecs, numels, job.itemsize)
+    return {tier: 3 * job.model.layers * size for tier, size in found.items()}
 
 
 def _shape(job: Job) -> tuple[int, int, int, int]:

@@ -12,6 +12,7 @@ import torch
 
 import hzero
 from hzero.deepspeed import versions
+from hzero.plan.collectives import muon_traffic
 from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     LR,
@@ -124,16 +125,18 @@ def check_muon_gives_stocks_losses_and_norms() -> None:
             engine.save_checkpoint(str(folder), tag=name)
         found[name, first] = losses, norms
         if name == "hzero":
-            hzero.state(engine).settle()
-            sent = {
-                entry.tier: entry.raw_bytes
-                for entry in hzero.state(engine).wire_log.entries()
-                if entry.role == "optimizer"
-            }
+            own = hzero.state(engine)
+            own.settle()
+            entries = [entry for entry in own.wire_log.entries() if entry.role == "optimizer"]
+            sent = {entry.tier: (entry.wire_bytes, entry.raw_bytes) for entry in entries}
             rows = [
                 math.ceil(numel / WORLD) for numel in (29 * 17, 13 * 29)
             ]  # the longest of each round, by their shards
-            assert sent == dict.fromkeys(("gcd", "node"), STEPS * sum(rows) * 2 * WORLD * 4 // 2)
+            size = STEPS * sum(rows) * 2 * WORLD * 4 // 2
+            assert {tier: raw for tier, (_, raw) in sent.items()} == dict.fromkeys(("gcd", "node"), size)
+            matrices = [param.ds_numel for param in engine.module.parameters() if param.use_muon]
+            planned = {row.tier: (row.wire_bytes, row.raw_bytes) for row in muon_traffic(own.plan, matrices, 4)}
+            assert sent == {tier: (STEPS * wire, STEPS * raw) for tier, (wire, raw) in planned.items()}
         engine.destroy()
     for first in (0, STEPS):
         for got, want, what in zip(found["hzero", first], found["stock", first], ("losses", "norms"), strict=True):

@@ -94,6 +94,28 @@ def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
     assert (job.prefetch, job.reuse, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
 
 
+def test_muon_sends_every_matrix_to_one_rank_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sixteen matrices of four layers, of which sixteen ranks take one each; embeddings and norms are Adam's."""
+    keys = [
+        "model=gpt_neox_1m",
+        "topology=frontier",
+        "nodes=2",
+        "model.num_layers=4",
+        "zero.codecs.optimizer.node=int8",
+    ]
+    adam, muon = (_json(capsys, *keys, f"deepspeed.optimizer.type={name}") for name in ("AdamW", "Muon"))
+    rows = {row["tier"]: row for row in muon["traffic"] if row["role"] == "optimizer"}
+    longest = 4 * 128 * 128 * 2  # bytes, of a matrix of the hidden units
+    for tier, size in (("gcd", 2), ("gpu", 4), ("node", 2)):
+        assert rows[tier]["raw_bytes"] == 2 * longest * (size - 1) // size and rows[tier]["zero3_bytes"] is None
+    assert [rows[tier]["codec"] for tier in rows] == ["none", "none", "int8"]
+    assert rows["node"]["raw_bytes"] / 2 < rows["node"]["wire_bytes"] < rows["node"]["raw_bytes"]
+    assert muon["traffic"][: len(adam["traffic"])] == adam["traffic"] and muon["notes"] != adam["notes"]
+    states = [{row["name"]: row["bytes"] for row in one["memory"]}["optimizer"] for one in (adam, muon)]
+    # A momentum of bfloat16 in place of two moments of float32.
+    assert states[0] - states[1] == 4 * 12 * 128 * 128 * 6 // 16
+
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
