@@ -15,7 +15,6 @@ Exit status 2 if the packages are ambiguous; all known data is printed first.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +62,9 @@ def text_of(machine: Machine) -> str:
     links = [dict(zip(("kind", "count", "gb_s", "pairs"), (*key, found))) for key, found in pairs.items()]
     lines = [f"# {printable(line)}" for line in (machine.source, *machine.remarks)]
     lines += [_flow({key: value})[1:-1] for key, value in declared.items() if value or key == "devices"]
-    for key, rows in (("links", links), ("nics", list(map(dataclasses.asdict, machine.nics)))):
+    # Subnets differ between nodes that one file describes.
+    nics = [{"name": nic.name, "kind": nic.kind, "gb_s": nic.gb_s} for nic in machine.nics]
+    for key, rows in (("links", links), ("nics", nics)):
         lines += [f"{key}:", *(f"  - {_flow(row)}" for row in rows)] if rows else []
     return "\n".join(lines)
 

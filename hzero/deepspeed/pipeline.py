@@ -78,6 +78,13 @@ class PipelineState(Traffic):
         made = (self.gradients, self.optimizer, self.pipeline)
         super().__init__(config, module, current_device(), async_accelerator(), made)
         self.logged_hops = LoggedHops(self)
+        if is_rank_0() and (clusters := self.owners.grid.clusters) > 1:
+            logger.warning(
+                "hzero: the ranks of a pipeline stage are on %d clusters, so gradients cross the links between clusters; only "
+                "activations do with %d stages, or a multiple, and ranks that are numbered cluster by cluster",
+                clusters,
+                world.clusters,
+            )
         if is_rank_0():
             self.announce(
                 f"codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config, self.device)}: pipelines of "

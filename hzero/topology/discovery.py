@@ -1,8 +1,9 @@
 """Discovery: every rank reports where it sits, rank 0 finds the grid, and all ranks receive the same answer.
 
 A rank reads its node (`hzero.topology.sources`), finds its device there, and sends a few hundred bytes to rank 0 through a store
-of torch.distributed. Rank 0 merges the reports of each host into its node, derives the packages from the links, and finds the
-grid of all places. Every rank receives about as many bytes, in a world of any size.
+of torch.distributed. Rank 0 merges the reports of each host into its node, derives the packages from the links, forms clusters
+of nodes that share no network with others, and finds the grid of all places. Every rank receives about as many bytes, in a world
+of any size.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class RankReport:
         package: Identities of the devices of its package where the source declares packages.
         fabric: Kinds of the node's NICs, such as ``cxi``.
         switch_nodes: Nodes of one switch group of the network, where the source declares it.
+        subnets: Networks of the node's NICs: those that the source tells apart, else kinds.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class RankReport:
     package: tuple[str, ...] = ()
     fabric: str = ""
     switch_nodes: int | None = None
+    subnets: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, rank: int, host: str, machine: Machine, device: Device | None) -> RankReport:
@@ -66,7 +69,8 @@ class RankReport:
         package = next((members for members in machine.packages or () if own in members), ())
         identities = tuple(machine.device(number).identity for number in package)
         fabric = "+".join(sorted({nic.kind for nic in machine.nics if nic.kind}))
-        return cls(rank, host, device, tuple(links), identities, fabric, machine.switch_nodes)
+        subnets = {one for nic in machine.nics for one in (nic.subnets or (nic.kind,)) if one}
+        return cls(rank, host, device, tuple(links), identities, fabric, machine.switch_nodes, tuple(sorted(subnets)))
 
 
 @dataclass(frozen=True)
@@ -194,16 +198,25 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     """
     hosts = by_host(reports)
     places = sorted((place for ranks in hosts.values() for place in places_of(ranks)), key=lambda place: place.rank)
-    fabrics = {ranks[0].fabric or "no known NIC" for ranks in hosts.values()}
-    notes = []
-    if len(fabrics) > 1:
-        notes.append(f"nodes are on {len(fabrics)} fabrics ({', '.join(sorted(fabrics))}), which tier node joins")
+    clusters, notes = clusters_of(hosts), list[str]()
+    sizes = Counter(clusters.values())
+    if equal := len({*sizes.values()}) == 1:
+        joined = "form clusters, which tier cluster joins"
+    else:
+        joined = (
+            f"cannot form clusters of equal size ({', '.join(map(str, sizes.values()))} nodes), so tier node joins them"
+        )
+    if len(sizes) > 1:
+        nodes = {number: host for host, number in reversed(clusters.items())}
+        names = ", ".join(f"{'+'.join(hosts[host][0].subnets)} of node {host}" for host in reversed(nodes.values()))
+        notes.append(f"nodes on {len(sizes)} fabrics ({names}) {joined}")
     if all(report.device is None for report in reports):
         notes.append("no GPUs found: each rank is treated as a package of one device")
     declared = {report.switch_nodes for report in reports}
     switch_nodes = declared.pop() if len(declared) == 1 else None  # unknown if the sources of the nodes differ
     try:
-        grid, refusal = dataclasses.replace(grid_of(places), automatic=True, switch_nodes=switch_nodes), ""
+        found = grid_of(places, clusters if equal else {})
+        grid, refusal = dataclasses.replace(found, automatic=True, switch_nodes=switch_nodes), ""
         if not grid.regular:
             notes.append(
                 "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "
@@ -220,6 +233,21 @@ def by_host(reports: Iterable[RankReport]) -> dict[str, list[RankReport]]:
     for report in reports:
         hosts.setdefault(report.host, []).append(report)
     return hosts
+
+
+def clusters_of(hosts: Mapping[str, Sequence[RankReport]]) -> dict[str, int]:
+    """The number of each node's cluster: nodes that share a network, maybe through others, from 0 in the order of nodes.
+
+    A node whose NICs are not known may share any.
+    """
+    subnets = {host: {one for report in reports for one in report.subnets} for host, reports in hosts.items()}
+    found: list[set[str]] = [] if all(subnets.values()) else [set[str]().union(*subnets.values())]
+    for own in subnets.values():
+        sharing = [cluster for cluster in found if cluster & own]
+        found = [*(cluster for cluster in found if cluster not in sharing), own.union(*sharing)]
+    homes = [next((index for index, cluster in enumerate(found) if own <= cluster), 0) for own in subnets.values()]
+    numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
+    return {host: numbers[home] for host, home in zip(hosts, homes)}
 
 
 def places_of(reports: Sequence[RankReport]) -> list[Place]:
@@ -525,7 +553,7 @@ def _ranks(ranks: list[int]) -> str:
 # ---- the grid of all places ---------------------------------------------------------------------------------------------
 
 
-def grid_of(places: Sequence[Place]) -> Grid:
+def grid_of(places: Sequence[Place], clusters: Mapping[str, int] | None = None) -> Grid:
     """The grid of a world whose nodes all have the same packages, and packages the same number of devices.
 
     Coordinates follow physical places, so that groups of tier ``gpu`` hold devices at the same position of their
@@ -535,6 +563,7 @@ def grid_of(places: Sequence[Place]) -> Grid:
 
     Args:
         places: One per rank, in rank order.
+        clusters: Number of each node's cluster, from 0; clusters have equal sizes. None: the world is one cluster.
 
     Raises:
         ConfigError: Two ranks sit on one device, or the world is not rectangular; the message names the nodes that differ.
@@ -559,9 +588,12 @@ def grid_of(places: Sequence[Place]) -> Grid:
     # The labels of each axis, in the order in which rank 0's own node and package number them.
     node, package, gcd = np.argwhere(by_place == 0)[0]
     own = (by_place[:, package, gcd], by_place[node, :, gcd], by_place[node, package])
-    by_place = by_place[np.ix_(*map(np.argsort, own))]
+    homes = np.array([(clusters or {}).get(host, 0) for host in hosts])
+    by_place = by_place[np.ix_(np.lexsort((own[0], homes)), *map(np.argsort, own[1:]))]
     by_rank = np.take_along_axis(by_place, np.argsort(by_place.min(axis=2), axis=1)[:, :, None], axis=1)
-    grids = [Grid(*cells.shape).numbered(cells.ravel().tolist()) for cells in (by_place, by_rank)]
+    nodes, gpus, gcds = by_place.shape
+    machine = Grid(nodes, gpus, gcds, clusters=int(homes.max()) + 1)
+    grids = [machine.numbered(cells.ravel().tolist()) for cells in (by_place, by_rank)]
     return next((grid for grid in grids if grid.regular), grids[0])
 
 

@@ -106,11 +106,13 @@ class Nic:
         name: Such as ``hsn0`` or ``mlx5_0``.
         kind: Protocol: ``cxi``, ``ib``, ``ethernet``; empty where unknown.
         gb_s: GB/s each way; None where unknown.
+        subnets: Networks that its ports are on, where the source tells them apart, such as ``ib fe80:0000:0000:0000 0x1``.
     """
 
     name: str
     kind: str = ""
     gb_s: float | None = None
+    subnets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

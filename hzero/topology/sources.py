@@ -237,14 +237,35 @@ def _nics(sysfs: Path) -> tuple[Nic, ...]:
     fabric: list[Nic] = []
     ethernet: list[Nic] = []
     for folder in _entries(sysfs / "class/infiniband"):
-        rates = [_number(port / "rate") or 0 for port in _entries(folder / "ports")]  # "200 Gb/sec (4X HDR)"
-        fabric.append(Nic(folder.name, "rdma", max(rates, default=0) / 8 or None))
+        ports = _entries(folder / "ports")
+        rates = [_number(port / "rate") or 0 for port in ports]  # "200 Gb/sec (4X HDR)"
+        subnets = tuple(sorted({subnet for port in ports if (subnet := _subnet(port))}))
+        fabric.append(Nic(folder.name, "rdma", max(rates, default=0) / 8 or None, subnets))
     for folder in _entries(sysfs / "class/net"):
         speed = _number(folder / "speed") or 0  # Mbit/s; an error or -1 where the link is down
         kind = "cxi" if folder.name.startswith("hsn") else "ethernet"
         if (folder / "device").exists():  # not loopback, bridges and virtual pairs
             (fabric if kind == "cxi" else ethernet).append(Nic(folder.name, kind, speed / 8000 if speed > 0 else None))
     return tuple(fabric or ethernet)
+
+
+def _subnet(port: Path) -> str:
+    """The network of an RDMA port; empty where it has no link, or the kernel does not say.
+
+    InfiniBand: the subnet's prefix, with which GIDs begin, and the subnet manager's LID, since most subnets keep the default
+    prefix. All ports of a subnet have the same. RoCE is one network: subnets of IP are routed.
+    """
+    if _number(port / "state") not in (None, 4):  # "4: ACTIVE"
+        return ""
+    infiniband = f"ib {_text(port / 'gids/0')[:19]} {_text(port / 'sm_lid')}"
+    return {"InfiniBand": infiniband, "Ethernet": "roce"}.get(_text(port / "link_layer"), "")
+
+
+def _text(path: Path) -> str:
+    """The beginning of a file of sysfs; empty where it cannot be read."""
+    with contextlib.suppress(ConfigError):
+        return read_whole(path, _MAX_PAGE).decode("ascii", "replace").strip()[:80]
+    return ""
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -29,9 +32,10 @@ from hzero.config import CodecConfig, TopologyConfig
 from hzero.deepspeed import pipeline
 from hzero.deepspeed.pipeline import HZeroStage1, StageMessages
 from hzero.manifest import Manifest
-from hzero.topology import resolve_grid
+from hzero.topology import discovery, resolve_grid
 from hzero.validation import ConfigError
 from tests.deepspeed.training import TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
+from tests.topology import trees
 
 #: The last is the elements of a bucket of gradients.
 WIDTH, INNER, LENGTH, BUCKET = 13, 20, 9, 400
@@ -199,6 +203,36 @@ def check_pipelines_give_the_losses_of_stock() -> None:
         what = f"losses with tensor groups of {tensor} in {dtype}"
         assert losses == want, what
         assert_losses(norms, want_norms, 1e-6, what="gradient norms")
+
+
+@contextlib.contextmanager
+def _unlike_clusters() -> Iterator[None]:
+    """Pretends that ranks 4 to 7 have other devices and another network than ranks 0 to 3."""
+    cluster, local = divmod(dist.get_rank(), 4)
+    tree = shared_folder() / f"{cluster}-{local}"
+    links = {(0, 1): 4, (2, 3): 4, (0, 2): 1, (1, 3): 1}
+    gpus = [trees.Gpu(bus, device=(0x7408, 0x740C)[cluster]) for bus in trees.FRONTIER_BUSES[:4]]
+    trees.write_kfd(tree, gpus, links, {"mlx5_0": 100_000})
+    trees.connect(tree, "mlx5_0", ("InfiniBand", "Ethernet")[cluster])
+    environ = {"HZERO_SYSFS": str(tree), "NCCL_HOSTID": f"node{cluster}", "LOCAL_RANK": str(local)}
+    discovery.discovered_grid.cache_clear()
+    try:
+        with mock.patch.dict(os.environ, environ):
+            yield
+    finally:
+        discovery.discovered_grid.cache_clear()
+
+
+def check_stages_go_one_per_cluster_that_is_discovered() -> None:
+    """Only activations and their gradients cross clusters, and the losses are those of the declared machine."""
+    with _unlike_clusters():
+        losses, _, engine = train_pipeline({**NONE, "topology": {"source": "discover"}}, steps=2)
+        own = hzero.state(engine)
+        assert str(own.owners.world) == "2 clusters x 1 node x 2 GPUs x 2 GCDs"
+        crossed = {(entry.role, entry.tier) for entry in own.wire_log.entries() if entry.wire_bytes}
+        assert crossed == {("pipeline", "cluster"), *itertools.product(("gradients", "optimizer"), ("gcd", "gpu"))}
+        end(engine)
+    assert losses == without_codec(1)[:2]
 
 
 LOSSY = {

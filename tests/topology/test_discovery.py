@@ -34,6 +34,7 @@ from hzero.topology.discovery import (
     with_bus,
 )
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine
+from hzero.topology.sources import read_sysfs
 from hzero.validation import ConfigError
 from tests.topology import trees
 
@@ -270,6 +271,61 @@ def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
     assert message.startswith("topology: no device with index 99 (LOCAL_RANK) among the 8 visible devices")
     assert message.endswith("(rank 5)")
     assert [each.elsewhere for each in found] == [rank not in (0, 5) for rank in range(WORLD)]
+
+
+# Clusters
+
+
+def on_networks(networks: list[list[str]], width: int, node: Callable[[int], int]) -> Discovery:
+    """What reports of ranks without devices add up to; ``node`` gives the node of a rank, ``networks`` those of a node."""
+    homes = [node(rank) for rank in range(width * len(networks))]
+    return assemble([RankReport(rank, f"n{at}", None, subnets=tuple(networks[at])) for rank, at in enumerate(homes)])
+
+
+def test_nodes_of_unlike_networks_form_clusters(tmp_path: Path) -> None:
+    """Two nodes on InfiniBand, two on RoCE, whose ranks take turns."""
+    said = []
+    for rank in range(8):
+        tree = tmp_path / f"n{rank % 4}"
+        if not tree.exists():
+            trees.write_kfd(tree, [trees.Gpu("03"), trees.Gpu("43")], nics={"mlx5_0": 400_000})
+            trees.connect(tree, "mlx5_0", "Ethernet" if rank % 2 else "InfiniBand")
+        machine = read_sysfs(tree)
+        said.append(RankReport.of(rank, f"n{rank % 4}", machine, machine.device(rank // 4)))
+    found = assemble(said)
+    grid = found.required_grid()
+    assert (grid.nodes, grid.clusters, grid.size("node"), grid.crossed) == (4, 2, 2, ("gpu", "node", "cluster"))
+    for rank in range(8):
+        assert {said[peer].host for peer in grid.tier_group(rank, "node")} == {f"n{rank % 2}", f"n{rank % 2 + 2}"}
+        assert len({said[peer].subnets for peer in grid.tier_group(rank, "cluster")}) == 2
+    assert found.notes == (
+        "nodes on 2 fabrics (ib fe80:0000:0000:0000 0x1 of node n0, roce of node n1) form clusters, which tier cluster joins",
+    )
+
+
+NETWORKS = st.lists(st.lists(st.sampled_from("abcd"), min_size=1, max_size=2), min_size=1, max_size=6)
+
+
+@given(NETWORKS, st.integers(1, 2), st.booleans())
+def test_a_cluster_has_the_nodes_that_share_networks(networks: list[list[str]], width: int, cyclic: bool) -> None:
+    count = len(networks)
+    found = on_networks(networks, width, lambda rank: rank % count if cyclic else rank // width)
+    joined = [{*own} for own in networks]
+    for _ in networks:  # nodes that share a network with what is joined are joined
+        joined = [set[str]().union(*(other for other in joined if other & own)) for own in joined]
+    sizes = Counter(frozenset(own) for own in joined)
+    grid, equal = found.required_grid(), len({*sizes.values()}) == 1
+    assert grid.clusters == (len(sizes) if equal else 1)
+    assert any("fabrics" in note for note in found.notes) == (len(sizes) > 1)
+    assert any("cannot form clusters of equal size" in note for note in found.notes) == (not equal)
+    for rank in range(grid.world_size if equal else 0):
+        peers = [int(found.places[peer].host[1:]) for peer in grid.tier_group(rank, "node")]
+        assert len({frozenset(joined[node]) for node in peers}) == 1 and len(peers) == count // len(sizes)
+
+
+def test_unknown_nics_form_no_clusters() -> None:
+    found = on_networks([["cxi"], ["roce"], []], 2, lambda rank: rank // 2)
+    assert found.required_grid().clusters == 1 and not any("fabrics" in note for note in found.notes)
 
 
 # The exchange

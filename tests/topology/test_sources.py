@@ -100,6 +100,10 @@ def test_nics_of_the_fabric(tmp_path: Path) -> None:
     nics = {"mlx5_0": 400_000, "mlx5_1": 200_000, "eno1": 1000, "lo": 0}
     machine = read_sysfs(trees.write_kfd(tmp_path, [trees.Gpu("03")], nics=nics))
     assert machine.nics == (Nic("mlx5_0", "rdma", 50.0), Nic("mlx5_1", "rdma", 25.0))
+    trees.connect(tmp_path, "mlx5_0", "InfiniBand", subnet=3, manager=0x1C)
+    trees.connect(tmp_path, "mlx5_0", "", port=2)
+    trees.connect(tmp_path, "mlx5_1", "Ethernet")
+    assert [nic.subnets for nic in read_sysfs(tmp_path).nics] == [("ib fe80:0000:0000:0003 0x1c",), ("roce",)]
 
 
 @pytest.mark.parametrize(

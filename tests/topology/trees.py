@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 #: Links between the GCDs of a Frontier node (OLCF user guide).
 FRONTIER_LINKS = {
@@ -105,6 +106,15 @@ def frontier(
     nics = {**{f"hsn{package}": 200_000 for package in range(4)}, "lo": 0}
     hidden = {index[gcd] for gcd in unreadable}
     return write_kfd(root, gpus, links, nics, cpus=4, unreadable=hidden, link_mb_s=link_mb_s)
+
+
+def connect(root: Path, nic: str, layer: str, subnet: int = 0, manager: int = 1, port: int = 1) -> None:
+    """Gives an RDMA device of a tree a port that is on a network, or, with an empty ``layer``, one that is down."""
+    folder = root / f"class/infiniband/{nic}/ports/{port}"
+    _write(folder / "state", "4: ACTIVE" if layer else "1: DOWN")
+    _write(folder / "link_layer", layer or "InfiniBand")
+    _write(folder / "gids/0", f"fe80:0000:0000:{subnet:04x}:e41d:2d03:{port:04x}:{crc32(bytes(root)) % 2**16:04x}")
+    _write(folder / "sm_lid", f"{manager:#x}")
 
 
 def _write(path: Path, content: str | Mapping[str, int]) -> None:
