@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import hzero
 from hzero.deepspeed import versions
@@ -106,6 +108,8 @@ def check_unmanaged_accumulation_gives_stocks_norms() -> None:
     assert_losses(found, stock, TOLERANCE, "norms")
 
 
+# Stock orthogonalises in fp16 where the processor has it, whose roundings make 4e-4 of differences in the last bit of a sum.
+@mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=False)
 @torch._dynamo.config.patch(disable=True)
 def check_muon_gives_stocks_losses_and_norms() -> None:
     """Each loads the other's checkpoint. Every matrix travels whole to one rank and back, and nothing else does."""
