@@ -109,7 +109,7 @@ def check_unmanaged_accumulation_gives_stocks_norms() -> None:
 
 
 # Stock orthogonalises in fp16 where the processor has it, whose roundings make 4e-4 of differences in the last bit of a sum.
-@mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=False)
+@mock.patch.object(type(get_accelerator()), "is_fp16_supported", mock.Mock(return_value=False))
 @torch._dynamo.config.patch(disable=True)
 def check_muon_gives_stocks_losses_and_norms() -> None:
     """Each loads the other's checkpoint. Every matrix travels whole to one rank and back, and nothing else does."""
