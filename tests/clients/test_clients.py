@@ -28,5 +28,5 @@ test_client = needs_clients(on_ranks({4: CHECKS, 2: ("tests.clients.qlora_checks
 
 
 def test_the_table_names_every_check() -> None:
-    named = re.findall(r"\| `(check_\w+)` \|$", (ROOT / "docs" / "versions.md").read_text(), flags=re.MULTILINE)
+    named = re.findall(r"`(check_\w+)`", (ROOT / "docs" / "versions.md").read_text())
     assert sorted(named) == sorted(collect(*CHECKS))
