@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from hzero.codecs import reference
 from hzero.codecs.blocks import noise_key
 from hzero.codecs.formats import RecordFormat, Rows, layout_of
 from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
-from hzero.codecs.reference import NAMES, Adds
+from hzero.codecs.reference import NAMES, Adds, Run
 from hzero.validation import ConfigError, is_rank_0, one_of
 
 #: Environment variable that forces a backend for the devices that it serves (``reference`` serves all). Where it is not
@@ -121,25 +121,21 @@ class KernelBackend:
     def __init__(self, launcher: HostLibrary | DeviceKernels) -> None:
         self.launcher = launcher
 
-    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
+    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
         """Encodes a bucket; kernels for records of elements add nothing to them."""
         if not self._has(fmt) or (adds and not fmt.traits.reference):
             return reference.encoder(rows, fmt, dtype, adds)
         fields = {"": (), "base": ("residual",), "residuals": ("residual", "left")}[adds]
         return Launch(self.launcher, "encode", rows, fmt, dtype, ("data", "numel", *fields), adds=adds)
 
-    def decoder(
-        self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False
-    ) -> Callable[..., None]:
+    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
         """Decodes a message into tensors in shard order, or sums its pieces in float32 in their order; or adds it to them."""
         if not self._has(fmt) or not (fmt.traits.fixed if sums else fmt.traits.codes or not add):
             return reference.decoder(rows, fmt, dtype, add, sums)
         fields = ("data", "residual") if add else ("data",)
         return Launch(self.launcher, "decode_sum" if sums else "decode", rows, fmt, dtype, fields).decode
 
-    def recoder(
-        self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat
-    ) -> Callable[..., None] | None:
+    def recoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
         """Sums and encodes in one kernel if blocks agree, or elements; None if they do not."""
         if not (self._has(fmt) and self._has(out) and (fmt.alike(out) or (fmt == out and not fmt.traits.reference))):
             return reference.recoder(rows, fmt, dtype, summed, out)

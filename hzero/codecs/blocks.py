@@ -17,9 +17,7 @@ from hzero.codecs.formats import RecordFormat
 _WORD = 0xFFFFFFFF
 
 
-def encode(
-    values: torch.Tensor, fmt: RecordFormat, source: str = "fp32", seed: int = 0, first_block: int = 0
-) -> list[torch.Tensor]:
+def encode(values: torch.Tensor, fmt: RecordFormat, source: str, seed: int, first_block: int) -> list[torch.Tensor]:
     """The parts of records: codes, and scales.
 
     Args:
@@ -44,9 +42,8 @@ def encode(
         quotients.round_()
     # Infinity over infinity is NaN; its block decodes to NaN whatever the codes are.
     codes = quotients.nan_to_num_(0.0).clamp_(-fmt.levels, fmt.codes.highest).to(torch.int8).view(torch.uint8)
-    if (
-        fmt.codes.bits < 8
-    ):  # the first code of a byte in its lowest bits; these parts of a byte share none, so a sum joins them
+    if fmt.codes.bits < 8:
+        # The first code of a byte is in its lowest bits. The shifted codes share no bit, so a sum joins them.
         parts = (codes & (1 << fmt.codes.bits) - 1).unflatten(1, (-1, 8 // fmt.codes.bits))
         codes = (parts << _shifts(parts, fmt)).sum(-1, dtype=torch.uint8)
     return [codes[:, : fmt.regions(numel, 0)[0]], scales.view(torch.uint8)]

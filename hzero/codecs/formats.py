@@ -387,9 +387,7 @@ class Rows(NamedTuple):
         if not chunks or not 0 <= min(chunks) <= max(chunks) < _MOST:
             raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, each from 0 to 2**31 - 1")
         if not sizes or min(sizes) < 1 or math.prod(sizes) >= _MOST:
-            raise ValueError(
-                f"sizes: found {list(sizes)}, expected at least one, each at least 1, and fewer than 2**31 rows"
-            )
+            raise ValueError(f"sizes: found {list(sizes)}, expected sizes of at least 1 with fewer than 2**31 rows")
         if strides is None:
             strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
         # Sums of multiples of the strides are 0, 1, .. without gap or repetition exactly where each stride is the product
@@ -398,9 +396,7 @@ class Rows(NamedTuple):
         for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes) if size > 1):
             reached = reached * size if stride == reached else 0
         if not reached or len(strides) != len(sizes):
-            raise ValueError(
-                f"strides: found {list(strides)}, which with sizes {list(sizes)} do not reach each shard once"
-            )
+            raise ValueError(f"strides: found {list(strides)}, which miss or repeat shards of sizes {list(sizes)}")
         merged: list[tuple[int, int]] = []
         for size, stride in zip(sizes, strides):
             if merged and merged[-1][1] == size * stride:

@@ -53,10 +53,8 @@ BUCKET = np.dtype(
         *((name, DIVISOR) for name in ("by_inner", "by_out_inner")),
         ("block_size", "u4"),
         ("limit", "f4"),
-        *(
-            (name, "u4")
-            for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference", "kept_bytes", "axes")
-        ),
+        *((name, "u4") for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference")),
+        *((name, "u4") for name in ("kept_bytes", "axes")),
         *((name, "u4", AXES) for name in ("sizes", "strides")),
         ("by_sizes", DIVISOR, AXES),
         *((name, "u4") for name in ("tensors", "rows", "workgroups")),
@@ -92,9 +90,7 @@ class HostLibrary:
 
     def __init__(self, path: Path = LIBRARY) -> None:
         if not path.exists():
-            raise OSError(
-                f"{path} is not there: hzero was installed without a C++ compiler, or its checkout not set up"
-            )
+            raise OSError(f"{path} is missing; install hzero with a C++ compiler, or run `make setup` in a checkout")
         _check_whole(path)
         self._library = ctypes.CDLL(str(path))
         try:

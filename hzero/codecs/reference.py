@@ -22,6 +22,8 @@ from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows, layout_of
 
 #: What is added to the elements before they are encoded: residuals of earlier losses, or a base that is subtracted.
 Adds: TypeAlias = Literal["", "residuals", "base"]
+#: A prepared call: it reads and writes the tensors of its arguments.
+Run: TypeAlias = Callable[..., None]
 
 #: Types by their names in formats, and back.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +35,7 @@ _SLICE = 1 << 22
 # ---- what every backend has ----------------------------------------------------------------------------
 
 
-def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Callable[..., None]:
+def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
     """A call ``(payload, source, seed, added, factors)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
     # Sums with residuals, and differences that a codec rounds, are float32.
     coded = dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
@@ -68,7 +70,7 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ca
     return encode
 
 
-def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Callable[..., None]:
+def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
     """A call ``(payload, tensors, checksums)`` that decodes a message, or sums its pieces, see `hzero.codecs.codec.Decoder`."""
 
     @torch.no_grad()
@@ -95,9 +97,7 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: 
     return sum_ if sums else decode
 
 
-def recoder(
-    rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat
-) -> Callable[..., None] | None:
+def recoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
     """A call ``(payload, message, seed, checksums)`` that sums the pieces and encodes the sums, rotated if they are.
 
     None for formats that are unlike.
@@ -152,9 +152,8 @@ def trailers(message: torch.Tensor, parts: int) -> torch.Tensor:
 def _check(message: torch.Tensor, parts: int, sums: torch.Tensor | None = None) -> None:
     """Adds the checksums of a message's parts, if it has some, to those that it has, or to others."""
     if parts:
-        (trailers(message, parts)[:, 0] if sums is None else sums).add_(
-            checksums(message.view(parts, -1)[:, :-CHECKSUM_BYTES])
-        )
+        sums = trailers(message, parts)[:, 0] if sums is None else sums
+        sums.add_(checksums(message.view(parts, -1)[:, :-CHECKSUM_BYTES]))
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -168,9 +167,7 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
-def _record_of(
-    values: torch.Tensor, fmt: RecordFormat, source: str = "fp32", seed: int = 0, first_block: int = 0
-) -> torch.Tensor:
+def _record_of(values: torch.Tensor, fmt: RecordFormat, source: str, seed: int, first_block: int) -> torch.Tensor:
     """uint8 ``[rows, bytes]`` of ``[rows, numel]``; the last three as of `hzero.codecs.blocks.encode`."""
     module = module_of(fmt)
     if module is not None:

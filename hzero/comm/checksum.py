@@ -113,5 +113,4 @@ def _hex(checksum: list[int]) -> str:
 
 def _signed(number: int) -> int:
     """A number modulo 2**64 as int64 has it."""
-    number &= _MASK
-    return number - 2**64 if number >> 63 else number
+    return (number + 2**63) % 2**64 - 2**63

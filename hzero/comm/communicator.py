@@ -9,7 +9,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -204,18 +203,16 @@ class Communicator:
         self._name = name = unused_name(name, lanes.failures, group, ranks)
         if wrong := [use for use in uses if use not in USES]:
             raise one_of("communicator: uses", wrong[0], USES)
-        self._channels: dict[Use, str] = {
-            use: f"{name} {use}" for use in USES if use in uses
-        }  # in one order on all ranks
-        self._backend = group_backend = None if whole else backend
+        # In the order of USES, whatever the order of `uses`: all ranks make the groups in one order.
+        self._channels: dict[Use, str] = {use: f"{name} {use}" for use in USES if use in uses}
+        self._backend = None if whole else backend
         channels = [channel for use, channel in self._channels.items() if use != "messages"]
-        peers = peers_of(
-            self.plan, timeout, channels=channels, ranks=ranks, backend=group_backend, streams=lanes.streams
-        )
+        how: dict[str, Any] = {"ranks": ranks, "backend": self._backend, "streams": lanes.streams}
+        peers = peers_of(self.plan, timeout, channels=channels, **how)
         self._collectives = Collectives(self.plan, peers, WireLog(), lanes, library_sums=False)
         if "messages" in uses and len(ranks) > 1:
             channel = self._channels["messages"]
-            self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, group_backend)
+            self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, self._backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
         self._copying = self._again = gather_program(self.plan, copying) if copying else _NOTHING
@@ -355,9 +352,8 @@ class Communicator:
         flat = self._flat("broadcast", tensor)
         self._check_rank("broadcast: src", src)
         bucket = self._bucket("broadcast", tensor, flat.numel(), "copies")
-        program, read = self._program(broadcast_program, int(src)), None
-        if src != self.plan.rank:
-            read = _room(program, bucket, flat)
+        program = self._program(broadcast_program, int(src))
+        read = None if src == self.plan.rank else _room(program, bucket, flat)
         then = self._shaped(tensor.dtype, tensor.shape)
         return self._run(bucket, program, flat, then, read=read, seed=self._seeds()[0], async_op=async_op)
 
@@ -382,9 +378,8 @@ class Communicator:
         flat = self._flat("send", tensor)
         program, bucket = self._message("send", tensor, "dst", dst)
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        return self._run(
-            bucket, program, flat, lambda _: None, seed=seed_of(self._sent, self.plan.rank + 1), async_op=async_op
-        )
+        seed = seed_of(self._sent, self.plan.rank + 1)
+        return self._run(bucket, program, flat, lambda _: None, seed=seed, async_op=async_op)
 
     @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -409,9 +404,7 @@ class Communicator:
         ways = {"dst": (self.plan.rank, int(peer)), "src": (int(peer), self.plan.rank)}
         source, target = ways[argument]
         if source == target:
-            raise ValueError(
-                f"{operation}: {argument}: found {peer}, this rank itself; expected another rank of the group"
-            )
+            raise ValueError(f"{operation}: {argument}: found {peer}, this rank itself; expected another rank")
         bucket = self._bucket(operation, tensor, tensor.numel(), "messages", direction=f"{source} to {target}")
         lane = self._collectives.lane(bucket, self.plan.grid.tier_between(source, target))
         if lane not in self._collectives.peers:
@@ -470,13 +463,11 @@ class Communicator:
             of_lane = ([side[one] if one in peers else 0 for one in ranks] for side in (sent, received))
             name = f"{self.role or 'exchange_rows'} of rows of {row} elements"
             bucket = Bucket((0,), (row,), tensor.dtype, self.role or "exchange_rows", lane[0], "rows", name)
-            program, given = (
-                rows_program(self.plan, lane[1], *of_lane),
-                torch.cat([arrived[one] for one in peers]).view(-1),
-            )
+            given = torch.cat([arrived[one] for one in peers]).view(-1)
             message: Any = [given] if given.numel() else given.view(torch.uint8)
-            # Not bound for later runs: counts change.
-            running.append((peers, Bound(self._collectives, program, bucket).run(partial(_same, message), seed=seed)))
+            # `Collectives.bind` would keep the program for later calls, whose counts differ.
+            bound = Bound(self._collectives, rows_program(self.plan, lane[1], *of_lane), bucket)
+            running.append((peers, bound.run(lambda message=message: message, seed=seed)))
         for peers, chain in running:
             sizes, brought = [received[one] for one in peers], chain.wait()
             parts = (brought[0] if any(sizes) else flat[:0]).view(-1, row).split(sizes)
@@ -491,19 +482,15 @@ class Communicator:
         sizeless = [config.gather[tier].codec for tier in grid.crossed if not config.gather[tier].traits.fixed]
         if sizeless or config.checksum or config.transport == "mpi":
             found = f"codec {sizeless[0]!r}" if sizeless else "checksum True" if config.checksum else "transport 'mpi'"
-            raise ValueError(
-                f"exchange_rows: found {found}; expected codecs of a fixed size, no checksums, and 'torch'"
-            )
+            raise ValueError(f"exchange_rows: found {found}; expected fixed-size codecs, no checksums and 'torch'")
         ranks, lanes = [rank], list[tuple[Lane, list[int], list[int]]]()
         for tier in grid.crossed:
-            others = set(range(grid.world_size)) - {rank}
-            peers = [one for one in others if grid.tier_between(rank, one) == tier]
+            peers = [one for one in range(grid.world_size) if one != rank and grid.tier_between(rank, one) == tier]
             ranks = sorted([*ranks, *peers])
             lane, members = (self._name, tier, "rows"), [self._ranks[one] for one in ranks]
-            how = members, self._timeout, self._backend, self._collectives.lanes.streams
-            wires = wires_of("torch", lane, *how)
+            wires = wires_of("torch", lane, members, self._timeout, self._backend, self._collectives.lanes.streams)
             self._collectives.peers[lane] = Peers.of(lane, wires, members, self._timeout)
-            lanes.append((lane, ranks, sorted(peers)))
+            lanes.append((lane, ranks, peers))
         return lanes
 
     # ---- common ----------------------------------------------------------------------------------------------
@@ -595,10 +582,6 @@ class Communicator:
             raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
 
 
-def _same(message: Any) -> Any:
-    return message
-
-
 def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Makes the buffer of a message that another rank sends."""
     size = program.crossings[0].message_bytes(bucket.chunks, bucket.dtype.itemsize)
@@ -645,9 +628,7 @@ def for_dimension(
     if parsed is None and config is not None:
         loaded = load(config)
         if loaded is None:
-            raise ConfigError(
-                f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or the path of one"
-            )
+            raise ConfigError(f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or a path")
         block, _ = split(loaded)
         if block is not None:
             parsed = parse_config(block)

@@ -474,9 +474,7 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
         _of_world = dist.group.WORLD, lanes
     found = _of_world[1]
     if found.kind != kind:
-        raise ConfigError(
-            f"transport: found hops of {kind} beside hops of {found.kind} in one process; expected one kind"
-        )
+        raise ConfigError(f"transport: found hops of {kind} and of {found.kind} in one process; expected one kind")
     if order not in (None, found.order):
         raise ConfigError(f"order: found {order!r}, expected {found.order!r}, which hops of this process already have")
     return found

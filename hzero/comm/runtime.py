@@ -438,9 +438,7 @@ class Bound:
             return [_Step(self._floats(bucket.dtype, order.rows), decode)]
         shards, rows = _rows_of(order.table, device)
 
-        def in_order(
-            message: torch.Tensor, into: Sequence[torch.Tensor] | None, *checks: torch.Tensor
-        ) -> Sequence[torch.Tensor]:
+        def in_order(message: torch.Tensor, into: Any, *checks: torch.Tensor) -> Any:
             added = None
             if step.add:
                 assert into is not None, "there is nothing to add to"
@@ -513,15 +511,14 @@ class _Cut:
             place[: part.numel()] = part
         return self._collectives.of_step(step, bucket, sent.numel(), then=self._whole).start(sent.view(-1))
 
-    def _whole(self, arrived: torch.Tensor) -> torch.Tensor:
+    def _whole(self, arrived: torch.Tensor) -> Any:
         """The message with records of their full size.
 
         Raises:
             HopError: Bytes that the codec does not write.
         """
         try:
-            whole: torch.Tensor = self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
-            return whole
+            return self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
         except ValueError as error:
             raise HopError(f"hzero: {_described(self._step, self._bucket)}: {error}") from error
 
@@ -622,9 +619,8 @@ class Collective:
         log, peers, began = self.collectives.wire_log, self.peers, None
         if self.counts is not None:  # a hop that the host starts and ends is timed by its clock, wherever its memory is
             began = time.monotonic() if self.collectives.lanes.streams is None else log.timer(message.device)
-        if output is None and (
-            self.output_bytes or self.uneven
-        ):  # another tensor than the message, if nothing arrives too
+        # With uneven rows nothing may arrive: an empty output of its own, not the message.
+        if output is None and (self.output_bytes or self.uneven):
             output = message.new_empty(self.output_bytes)
         try:
             with record_function(self._label):
@@ -737,9 +733,6 @@ class Pending:
         hops.passed = began.ready if isinstance(began, HopTimer) else None
         self._hop = hops.started
 
-    def __str__(self) -> str:
-        return str(self.collective)
-
     def end(self) -> None:
         """Waits for the collective; on a device the current stream does.
 
@@ -752,9 +745,9 @@ class Pending:
         try:
             self._work.wait()
         except DisagreementError as error:
-            raise HopError(f"{self} failed: {error}") from error
+            raise HopError(f"{collective} failed: {error}") from error
         except RuntimeError as error:
-            failed = f"{self} failed after {time.monotonic() - self._started:.1f} s: "
+            failed = f"{collective} failed after {time.monotonic() - self._started:.1f} s: "
             raise MissingPeerError.of(failed, error, hops, self._hop) from error
         self._work = None
         hops.ended += 1

@@ -240,9 +240,8 @@ def _gloo_of_one_thread() -> Any:
         os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
     class OneThread(dist.ProcessGroupGloo):
-        def __init__(
-            self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any
-        ) -> None:  # torch 2.15 has more
+        # torch 2.15 has more arguments.
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             # A lane has one collective under way.
             options._devices, options._timeout, options._threads = [device], timeout, 1

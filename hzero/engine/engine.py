@@ -307,8 +307,7 @@ class Engine(Traffic):
 def undeclared(config: HZeroConfig, device: torch.device) -> str:
     """The start line's remark on a grid that is neither declared nor read from devices: each CPU rank counts as a GPU."""
     discovers = config.topology.gpus_per_node is None and config.topology.source == "discover"
-    on_cpu = device.type == "cpu" and discovers
-    return " (CPU ranks, no topology declared)" if on_cpu else ""
+    return " (CPU ranks, no topology declared)" if discovers and device.type == "cpu" else ""
 
 
 def _communicators_of(module: torch.nn.Module, config: HZeroConfig) -> list[Communicator]:

@@ -190,9 +190,8 @@ class Gradients:
         if accumulates:
             self._waiting.update(zip(layout.keys, layout.params))
             then = partial(self._add, layout.keys, last, not travels)
-        chain = layout.micro.run(
-            lambda: flat, then, seed=self._next_seed(), scale=scale, into=partial(self._to_add_to, layout.keys)
-        )
+        into = partial(self._to_add_to, layout.keys)
+        chain = layout.micro.run(lambda: flat, then, seed=self._next_seed(), scale=scale, into=into)
         chain.wait_read()
         if not travels:
             chain.wait()

@@ -243,19 +243,17 @@ class Guard:
             for index, shard in enumerate(shards[role]):
                 if shard.numel() and bool(shard.isfinite().all()):
                     values, numel = shard.to(self._device, torch.float32), [shard.numel()]
-                    (decoded,) = (
-                        [self._weights.held_shard(weights[index])]
-                        if of_copy
-                        else codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
-                    )
+                    if of_copy:
+                        decoded = self._weights.held_shard(weights[index])
+                    else:
+                        (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
                     exact = values.double()
                     noise = decoded[: values.numel()].double() - exact
                     power += torch.stack([exact.square().sum(), noise.square().sum()])
         dist.all_reduce(powers, group=self._group)
-        found = zip(lossy, powers.tolist())
         return {
             f"{role}/{hop.tier}": 10 * math.log10(signal / noise)
-            for (role, hop), (signal, noise) in found
+            for (role, hop), (signal, noise) in zip(lossy, powers.tolist())
             if signal and noise and math.isfinite(signal + noise)
         }
 

@@ -172,9 +172,8 @@ class Weights:
                 after=_chains(params),
             )
         else:
-            refresh = _bound(
-                self.collectives, route.programs.uncoded if route.plan.differences else route.programs.refresh, params
-            )
+            program = route.programs.uncoded if route.plan.differences else route.programs.refresh
+            refresh = _bound(self.collectives, program, params)
             keep = partial(self._keep, params, refresh.bucket)
             chain = refresh.run(partial(self._shards, params, refresh.bucket), keep, seed=self.version)
         for param, chunk in zip(params, refresh.bucket.chunks):
@@ -263,8 +262,7 @@ class Weights:
             copies = same[0].route.copies
             read = partial(self._payloads, same) if copies else partial(self._shards, same, gather.bucket)
             targets = None if into is None else partial(_targets, same, into)
-            after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
-            started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
+            started.append((same, gather.run(read, seed=self.version, after=_chains(same), into=targets).wait))
         return started
 
     def _refresh_needed(self, params: Sequence[Parameter]) -> None:

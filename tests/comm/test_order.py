@@ -289,10 +289,10 @@ _GPU, _ACCELERATOR = torch.cuda, SimpleNamespace(_name="cuda", current_device=la
     ("first", "second", "found"),
     [
         ((None,), (None,), ""),
-        ((None,), (_GPU,), "cuda over torch beside hops of cpu"),
-        ((_GPU,), (None,), "cpu beside hops of cuda over torch"),
+        ((None,), (_GPU,), "cuda over torch and of cpu"),
+        ((_GPU,), (None,), "cpu and of cuda over torch"),
         ((_GPU,), (_ACCELERATOR,), ""),
-        ((_ACCELERATOR, "mpi"), (_GPU,), "cuda over torch beside hops of cuda over mpi"),
+        ((_ACCELERATOR, "mpi"), (_GPU,), "cuda over torch and of cuda over mpi"),
         ((_ACCELERATOR, "torch", "strict"), (_GPU,), ""),
         ((None, "torch", "strict"), (None, "mpi", "lanes"), "order: found 'lanes', expected 'strict'"),
     ],

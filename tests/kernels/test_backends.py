@@ -70,7 +70,7 @@ def test_the_reference_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "is not there"),
+        (None, "is missing"),
         (b"not a library", "invalid ELF|file too short"),
         ("stale", ""),
         ("cut", "is cut short"),
