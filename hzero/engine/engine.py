@@ -1,4 +1,4 @@
-"""What a front end builds for one model: lanes and wire log, resident weights, gradients, guard and audit, from its settings."""
+"""The engine of one model: lanes, wire log, resident weights, gradients, guard and audit, from its settings."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Owners:
     """The ranks that share every parameter's primary shards.
 
     Attributes:
-        grid: Where they sit, in their own numbers.
-        rank: This rank's number.
+        grid: Their places, in their numbering.
+        rank: This rank in their numbering.
         ranks: Their ranks in the world.
         world: The grid of the world.
-        group: Their process group; None is the world, or a group that is not made yet.
+        group: Their process group. None is the world, or a group that has not been made yet.
     """
 
     grid: Grid
@@ -49,23 +49,23 @@ class Owners:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, topology: TopologyConfig) -> Owners:
-        """The owners that a process group is; None is the world.
+        """Returns the owners for a process group; None is the world.
 
-        Collective over the world where the topology is discovered.
+        Collective over the world if the topology is discovered.
 
         Raises:
-            ConfigError: As of `of_ranks`.
+            ConfigError: As in `of_ranks`.
         """
         world = resolve_grid(topology, dist.get_world_size())
         return replace(cls.of_ranks(ranks_of(group), world, dist.get_rank()), group=group)
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int], world: Grid, rank: int) -> Owners:
-        """The owners that some ranks of the world are.
+        """Returns the owners for some ranks of the world.
 
         Raises:
-            ConfigError: They are the world in another order, so that rank r does not own shard r; or they do not fill the
-                tiers evenly.
+            ConfigError: The ranks are the whole world in another order, so that rank r would not own shard r. Or they do not
+                fill the tiers evenly.
         """
         if len(ranks) < world.world_size:
             return cls(world.of_ranks(ranks), ranks.index(rank), tuple(ranks), world)
@@ -78,34 +78,33 @@ class Owners:
         return cls(world, rank, tuple(ranks), world)
 
     def __str__(self) -> str:
-        """What the line at the start says where it is not the whole world."""
+        """Text for the start line; empty if the owners are the whole world."""
         if len(self.ranks) == self.world.world_size:
             return ""
         return f"; data parallel over {len(self.ranks)} of {self.world.world_size} ranks ({self.world})"
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Ranks of the world in a process group; None is the world."""
+    """Returns the world ranks of a process group; None is the world."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
 
 
 class Traffic:
-    """Lanes and wire log of one model's hops, those of the communicators of its layers included.
+    """Lanes and wire log for one model's hops, including the hops of the communicators of its layers.
 
     Args:
         config: The block.
-        module: The model, which holds the communicators of its layers.
-        device: Where the model is computed.
-        accelerator: Makes streams and events of an asynchronous device: ``torch.cuda``, or an accelerator of DeepSpeed. None
-            on CPUs.
-        communicators: Those of the front end itself.
+        module: The model, whose layers hold the communicators.
+        device: Device on which the model runs.
+        accelerator: Makes streams and events of an asynchronous device: ``torch.cuda`` or a DeepSpeed accelerator. None on CPU.
+        communicators: Communicators of the front end itself.
 
     Attributes:
-        config: The block, preset applied.
+        config: The block with its preset applied.
         device: As given.
-        lanes: Run the hops.
-        wire_log: Bytes and time of every hop that has ended, those of `hzero.comm.for_dimension` too; see `settle`.
-        on_settle: Called at the end of `settle`.
+        lanes: Lanes that run the hops.
+        wire_log: Bytes and time of every completed hop, including the hops of `hzero.comm.for_dimension`; see `settle`.
+        on_settle: Functions that `settle` calls last.
     """
 
     def __init__(
@@ -120,47 +119,48 @@ class Traffic:
         self.lanes = shared_lanes(accelerator, config.transport, config.order)
         self.on_settle: list[Callable[[], None]] = []
         limit_waits()
-        # As long as the model holds them.
+        # Weak: a communicator lives as long as the model uses it.
         self._communicators = WeakSet([*_communicators_of(module, config), *communicators])
         for communicator in self._communicators:
             communicator.wire_log = self.wire_log
 
     def announce(self, text: str) -> None:
-        """Prints on one line, whatever the level of logs, that and how the block is in effect."""
+        """Prints one line that shows how the block is in effect, at every log level."""
         backend = backends.choice("cpu" if self.device.type == "cpu" else "cuda").name
         transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
         print(f"hzero: {text}; transport {transport}; codecs {backend}", file=sys.stderr, flush=True)
 
     def settle(self) -> None:
-        """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
+        """Waits for all hops in flight. `wire_log` then counts them, and their checksums have been compared. Collective."""
         self.lanes.drain()
         self.verify()
         for call in self.on_settle:
             call()
 
     def verify(self) -> None:
-        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum that differs."""
+        """On a device: waits for all hops so far, including the hops of dimensions. Raises `HopError` if a checksum differs."""
         for communicator in self._communicators:
             communicator.verify()
 
 
 class Engine(Traffic):
-    """Resident weights, gradients and guard of one model. All ranks call all methods alike, since most are collective.
+    """Resident weights, gradients and guard of one model. Most methods are collective: all ranks call them in the same order.
 
-    A front end calls in a step: `Weights.unshard` at every use of weights, `Gradients.accumulate` in every backward,
-    `Gradients.finish` after the last one, `before_step`, then `Weights.mark_stale` for what its optimizer has stepped, and
-    `after_step`.
+    In a step, a front end calls `Weights.unshard` at every use of weights, `Gradients.accumulate` in every backward and
+    `Gradients.finish` after the last one. Then it calls `before_step`, `Weights.mark_stale` for the parameters that its
+    optimizer
+    has stepped, and `after_step`.
 
     Args:
         config: The block.
-        plan: The shard plan of this rank, in the numbers of the owners.
+        plan: The shard plan of this rank, in the numbering of the owners.
         owners: The ranks that own primary shards.
-        module: The model, which holds the communicators of its layers.
-        parameters: Its parameters. Their routes are of `hzero.engine.parameter.routes_of`.
-        bucket_numel: Max elements of the parameters that share one message of a refresh or a boundary.
-        device: Where the model is computed.
-        accelerator: As of `Traffic`.
-        group: The ranks that train the model together, and so decide alike; None is the world.
+        module: The model, whose layers hold the communicators.
+        parameters: The model's parameters, with routes from `hzero.engine.parameter.routes_of`.
+        bucket_numel: Maximum number of elements in one message of a refresh or a boundary.
+        device: Device on which the model runs.
+        accelerator: As in `Traffic`.
+        group: The ranks that train the model together, and so take the same decisions; None is the world.
 
     Attributes:
         plan: As given.
@@ -168,10 +168,10 @@ class Engine(Traffic):
         group: As given.
         weights: The resident weights.
         gradients: Reductions and accumulators.
-        guard: Ends a training that diverges.
+        guard: Stops a training that diverges.
     """
 
-    #: How a user changes weights without making resident copies stale, for the audit's message.
+    #: Advice in the audit's message: how to change weights without making resident copies stale.
     ADVICE: ClassVar[str] = "call mark_stale() on all ranks after weights have been changed outside of the optimizer"
 
     def __init__(
@@ -202,11 +202,11 @@ class Engine(Traffic):
     # ---- the optimizer step ----------------------------------------------------------------------------------------
 
     def before_step(self, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
-        """An optimizer step is about to change primary shards. Audits if an audit is due.
+        """Prepares for an optimizer step, which changes primary shards. Runs an audit if one is due.
 
         Args:
-            params: Those that the optimizer steps.
-            gradient_of: Gives this rank's shard of the gradient of one of them.
+            params: Parameters that the optimizer steps.
+            gradient_of: Returns this rank's gradient shard of one parameter.
 
         Raises:
             StaleWeightsError: Resident weights are wrong.
@@ -218,7 +218,7 @@ class Engine(Traffic):
         self.guard.before_step(params, gradient_of)
 
     def after_step(self, *, done: bool) -> None:
-        """Ends the window of an optimizer step, which was done or discarded."""
+        """Ends the window of an optimizer step. ``done`` is False if the step was discarded."""
         if done:
             self.gradients.commit()
             self.guard.stepped()
@@ -227,27 +227,28 @@ class Engine(Traffic):
         watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def verify(self) -> None:
-        """As of `Traffic`, and of weights and gradients."""
+        """As in `Traffic`, and also for the hops of weights and gradients."""
         self._collectives.verify()
         super().verify()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def replaced(self) -> None:
-        """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""
+        """Discards everything derived from primary shards, after a checkpoint or another load has replaced them."""
         self.weights.mark_stale()
         self.gradients.clear()
         self.guard.audit_due = True
         self._collectives.feedback.clear()
 
     def state_dict(self) -> dict[str, int] | None:
-        """The numbers from which seeds of stochastic rounding are made.
+        """Returns the counts from which seeds of stochastic rounding are made.
 
-        A run that resumes with the same plan then rounds gradients as one that was never interrupted. Weights that are rounded
-        stochastically are rounded anew where a load lays them into other messages than a step does.
+        A run that resumes with the same plan then rounds gradients like an uninterrupted run. Weights are rounded differently
+        if a
+        load groups them into other messages than a step does.
 
         Returns:
-            None where nothing is rounded stochastically, so the files stay stock.
+            None if no codec rounds stochastically. The checkpoint files then stay stock.
         """
         codecs = [self.plan.codecs[role][tier] for role in ROLES for tier in self.plan.codecs[role].written]
         codecs += [codec for _, codec in self.plan.exceptions]
@@ -256,27 +257,28 @@ class Engine(Traffic):
         return {"weights": self.weights.version, "gradients": self.gradients.reductions}
 
     def load_state_dict(self, seeds: Mapping[str, int] | None) -> None:
-        """Goes on from what a checkpoint holds, after everything else has been replaced. Residuals start at zero.
+        """Restores the counts of `state_dict`, after a load has replaced everything else. Residuals start at zero.
 
         Args:
-            seeds: What `state_dict` has given; None where the checkpoint has nothing, as one of stock.
+            seeds: Result of `state_dict`; None if the checkpoint has none, such as a stock one.
         """
         if self.config.error_feedback and speaks(self.group):
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints have none")
         if seeds is not None:
             self.weights.version, self.gradients.reductions = seeds["weights"], seeds["gradients"]
 
-    # ---- what a user reads -----------------------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------------------------
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Signal-to-noise ratios that the last audit found, in dB; see `Guard`."""
+        """Signal-to-noise ratios from the last audit, in dB; see `Guard`."""
         return self.guard.ratios
 
     def memory(self) -> dict[str, int]:
-        """Measured bytes of each state on this rank, without transient buffers.
+        """Returns the measured bytes of each state on this rank, without transient buffers.
 
-        Gradient accumulators and error feedback are peaks, since they come and go within a step; the others are current.
+        Accumulators and error feedback are peaks, since they are allocated and freed within a step. Resident weights are
+        current.
         """
         return {
             "resident weights": self.weights.resident_bytes(),
@@ -285,7 +287,7 @@ class Engine(Traffic):
         }
 
     def described(self) -> str:
-        """Preset, grid, scopes and codecs, for the line at the start."""
+        """Preset, grid, scopes and codecs, for the start line."""
         grid, _, sharding = str(self.plan).partition("; ")
         return f"{self.config.preset} on {grid}{undeclared(self.config, self.device)}; {sharding}{self.owners}"
 
@@ -297,7 +299,7 @@ class Engine(Traffic):
             logger.info("hzero: %s", note)
 
     def close(self) -> None:
-        """Waits for what is under way, and frees payloads and accumulators."""
+        """Waits for the hops in flight, and frees payloads and accumulators."""
         try:
             self.weights.free()
         finally:
@@ -305,13 +307,13 @@ class Engine(Traffic):
 
 
 def undeclared(config: HZeroConfig, device: torch.device) -> str:
-    """The start line's remark on a grid that is neither declared nor read from devices: each CPU rank counts as a GPU."""
+    """Remark for the start line if no topology is declared on CPU, where each rank counts as a GPU."""
     discovers = config.topology.gpus_per_node is None and config.topology.source == "discover"
     return " (CPU ranks, no topology declared)" if discovers and device.type == "cpu" else ""
 
 
 def _communicators_of(module: torch.nn.Module, config: HZeroConfig) -> list[Communicator]:
-    """The communicators of a model's layers, whose hops its engine counts; warns of codecs of a dimension that nobody sends."""
+    """Returns the communicators of a model's layers. Warns if no communicator uses the codecs of a dimension."""
     used = in_use()
     held = {id(value) for one in module.modules() for value in vars(one).values()}
     for dimension in config.written_dimensions if is_rank_0() else ():
@@ -324,7 +326,7 @@ def _communicators_of(module: torch.nn.Module, config: HZeroConfig) -> list[Comm
             why = f"its groups cross {', '.join(sorted(tiers))} alone"
         if why:
             logger.warning("hzero: codecs.%s has no effect: %s", dimension, why)
-    # Not those of another engine's model.
+    # Leave out the communicators of another engine's model.
     return [communicator for communicator in used if id(communicator) in held or not communicator.adopted]
 
 

@@ -1,4 +1,4 @@
-"""Gradients: reduced inside their scope every micro-step, accumulated there, and across the outer tiers once per step."""
+"""Gradients: reduced inside their scope in every micro-step, accumulated there, and sent over the outer tiers once per step."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hzero.plan.shards import ShardPlan
 
 logger = logging.getLogger("hzero")
 
-#: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
+#: Receives parameters and their flat shards, cut to the existing elements (possibly none).
 Deliver: TypeAlias = Callable[[list[Parameter], list[torch.Tensor]], None]
 
 
 class _Layout(NamedTuple):
-    """Gradients that travel together, and the programs that carry them, made once.
+    """Gradients that travel together, and the programs that carry them. Made once.
 
     Attributes:
         params: Parameters of one route.
         micro: Reduces over the gradients' scope.
-        boundary: Reduces over the outer tiers but the outermost.
-        outermost: Reduces over that.
-        part_bytes: Of each peer on the outermost tier; 0 without one.
-        divides_first: Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
-        plan: The route's.
+        boundary: Reduces over the outer tiers except the outermost.
+        outermost: Reduces over the outermost tier.
+        part_bytes: Bytes for each peer on the outermost tier; 0 if the program does not cross it.
+        divides_first: Whether gradients are divided before the sum, instead of the shards after it.
+        plan: Shard plan of the route.
     """
 
     params: list[Parameter]
@@ -47,17 +47,17 @@ class _Layout(NamedTuple):
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Of the parameters."""
+        """Keys of the parameters."""
         return self.micro.bucket.keys
 
 
 class _Sums(NamedTuple):
-    """Sums over the tiers inside the outermost one, of parameters of a layout.
+    """Sums of one layout over all tiers inside the outermost one.
 
     Attributes:
         layout: The layout.
-        take: Gives them, once.
-        after: Chains that make them.
+        take: Returns the sums, once.
+        after: Chains that compute the sums.
     """
 
     layout: _Layout
@@ -68,9 +68,10 @@ class _Sums(NamedTuple):
 def _layouts_of(
     collectives: Collectives, dtype: torch.dtype, params: tuple[Parameter, ...], _: tuple[int, ...], divisor: int
 ) -> list[_Layout]:
-    """One layout for each route."""
-    # Shards are fewer than gradients. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3 if it
-    # is divided afterwards by what is no power of two. Sums of decoded messages are float32.
+    """Returns one layout for each route."""
+    # Dividing shards is cheaper than dividing gradients. But float16 sums may overflow on the wire. And division by a number
+    # that is no power of two rounds differently after the sum than in ZeRO-3, which divides first. Sums of decoded messages are
+    # float32, so this concerns only sums on the wire.
     divides_later = divisor.bit_count() == 1 and dtype != torch.float16
     layouts: list[_Layout] = []
     for same in alike(params):
@@ -87,52 +88,52 @@ def _layouts_of(
 class Gradients:
     """Reduces gradients tier by tier and, if their scope is smaller than the world, accumulates partial sums.
 
-    A window's gradients, in the order of the methods here:
+    A window calls the methods in this order:
 
-    1. `accumulate`, in every micro-step: a bucket is reduced over the gradients' scope, and nothing waits for it. Its partial
-       sums are added to float32 accumulators, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size
-       divided by the size of the scope. If the scope is one device there is no hop, and whole gradients are added. If it is
-       the world, shards of the average are delivered. In the last micro-step sums continue across the outer tiers at once,
-       while backward runs; a window of one micro-step keeps no accumulator. They wait before the outermost tier, of which
-       they are the smallest part, until those of several buckets make parts of ``boundary_message_bytes``.
-    2. `finish`, at the boundary: delivers this rank's shards of the average. Partial sums cross the outer tiers first if the
-       last micro-step has not sent them.
+    1. `accumulate`, in every micro-step: reduces a bucket over the gradients' scope, without waiting. Its partial sums are
+       added to float32 accumulators, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size divided by
+       the scope size. If the scope is one device, there is no hop, and whole gradients are added. If it is the world, shards of
+       the average are delivered. In the last micro-step, sums continue over the outer tiers immediately, overlapped with
+       backward. A window of one micro-step keeps no accumulator. Before the outermost tier, the sums of several buckets are
+       collected until their parts reach ``boundary_message_bytes``, since parts are smallest there.
+    2. `finish`, at the boundary: sends the partial sums that the last micro-step has not sent, and delivers this rank's shards
+       of the average.
     3. `commit`, if the step was done; then `clear`, in any case.
 
-    After an error the window is given up: what is left of it is an error too, until `clear`.
+    After an error the window is lost: `accumulate`, `wait_reduced` and `finish` raise until `clear`.
 
     Args:
         collectives: The engine's tiered collectives.
-        bucket_numel: Max elements of the parameters that share one boundary message.
+        bucket_numel: Maximum number of elements in one boundary message.
         routes: Number of routes of the parameters.
 
     Attributes:
-        bucket_numel: The same; may be set later.
-        divisor: What sums are divided by: the world size, for averages, unless the front end sets another number.
-        reductions: Seeds of stochastic rounding that were made so far; the next ones follow.
+        bucket_numel: The same; may be changed later.
+        divisor: Divisor of the sums. The world size gives averages; a front end may set another number.
+        reductions: Number of stochastic-rounding seeds made so far.
         peak_bytes: Peak memory of the accumulators on this rank.
     """
 
     def __init__(self, collectives: Collectives, bucket_numel: int, routes: int = 1) -> None:
         self._collectives, self._plan = collectives, collectives.plan
-        self._most = IN_FLIGHT * routes  # crossings, of which a bucket has one for each route
+        self._most = IN_FLIGHT * routes  # max crossings; a bucket has one for each route
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
         self._layouts = functools.lru_cache(READY)(partial(_layouts_of, collectives))
-        self._sums: dict[int, torch.Tensor] = {}  # the accumulators, float32, by key
-        self._bytes = 0  # of them
+        self._sums: dict[int, torch.Tensor] = {}  # float32 accumulators by key
+        self._bytes = 0  # of the accumulators
         self._waiting: dict[int, Parameter] = {}
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None, int]] = deque()
-        self._buckets = 0  # so far, for the number of the one that a reduction is of
-        self._inner: list[Chain[list[torch.Tensor]]] = []  # over the outer tiers but the outermost
-        self._collected: dict[tuple[int, torch.dtype], list[_Sums]] = {}  # for the outermost, by route and type
+        self._buckets = 0  # reductions started so far; numbers each one
+        self._inner: list[Chain[list[torch.Tensor]]] = []  # over the outer tiers except the outermost
+        self._collected: dict[tuple[int, torch.dtype], list[_Sums]] = {}  # for the outermost tier, by route and dtype
         self._crossing: list[tuple[_Layout, Chain[list[torch.Tensor]]]] = []
-        self._accumulates = False  # in this window, so that its last micro-step is not the only one
+        self._accumulates = False  # whether an earlier micro-step of this window has added sums
         self._error: BaseException | None = None
         self.reductions = self.peak_bytes = 0
 
     @property
     def waiting(self) -> bool:
-        """Whether a boundary is still to come: for partial sums, for reductions under way, or to raise an error."""
+        """Whether a boundary is due: for partial sums, for reductions in flight, or to raise an error."""
         return bool(self._waiting or self._reducing or self._error)
 
     def holds(self, key: int) -> bool:
@@ -154,12 +155,13 @@ class Gradients:
         """Submits the reduction of whole gradients over the gradients' scope.
 
         Args:
-            params: In the order of keys, the same on all ranks.
-            gradients: Theirs. On return they have been read, or on a device will have been before the current stream goes on.
-            dtype: Communication type.
+            params: Parameters in the order of keys, the same on all ranks.
+            gradients: One gradient per parameter. On return they have been read. On a device, the current stream waits for the
+                read.
+            dtype: Communication dtype.
             scale: Loss scale of these gradients.
-            last: Whether no other micro-step of this window follows.
-            deliver: Takes this rank's shards if gradients are sharded over the world.
+            last: Whether this is the last micro-step of the window.
+            deliver: Receives this rank's shards if gradients are sharded over the world.
         """
         self._check()
         gradient_of = dict(zip((param.key for param in params), gradients))
@@ -168,20 +170,20 @@ class Gradients:
             for layout in self._layouts_now(params, dtype):
                 self._accumulate(layout, [gradient_of[key] for key in layout.keys], scale, last, deliver)
             self._accumulates |= not last
-            # A window of one micro-step has no accumulators: without a limit all its sums would be in memory at once.
+            # A window of one micro-step has no accumulators. Without a limit, all its sums would be in memory at once.
             if last and not self._accumulates:
                 self._limit_crossings()
 
     def _layouts_now(self, params: Sequence[Parameter], dtype: torch.dtype) -> list[_Layout]:
-        """The layouts of gradients that come together, made once for parameters of the same sizes."""
+        """Returns the layouts of gradients that arrive together; made once for parameters of the same sizes."""
         return self._layouts(dtype, tuple(params), tuple([param.numel for param in params]), self.divisor)
 
     def _accumulate(
         self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver
     ) -> None:
-        """`accumulate` of one layout."""
+        """Runs `accumulate` for one layout."""
         accumulates, travels = layout.plan.accumulates, bool(layout.micro.lanes)
-        # Without a hop nothing else copies them from the front end's bucket, which the next gradients overwrite.
+        # Without a hop, only this copy leaves the front end's bucket, which the next gradients overwrite.
         copy = not travels and not accumulates
         flat = [self._collectives.used(one).to(layout.micro.bucket.dtype, copy=copy).reshape(-1) for one in gradients]
         if layout.divides_first:
@@ -196,25 +198,26 @@ class Gradients:
         if not travels:
             chain.wait()
         if last and accumulates:
-            # Submitted here, not by the lane that makes the sums: all ranks need one order with the gathers of weights.
+            # Submitted here, not by the lane that computes the sums. All ranks need the same order relative to the gathers of
+            # weights.
             self._submit_crossing(_Sums(layout, chain.take, [chain]), scale)
         self._reducing.append((chain, None if accumulates else partial(deliver, layout.params), self._buckets))
-        while self._reducing[0][2] <= self._buckets - IN_FLIGHT:  # each holds its message twice
+        while self._reducing[0][2] <= self._buckets - IN_FLIGHT:  # each one uses two buffers of the message's size
             self._finish_first()
 
     def _add(self, keys: Sequence[int], last: bool, copy: bool, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Adds partial sums to the accumulators, unless the last hop has. Gives those of the last micro-step away.
+        """Adds partial sums to the accumulators, unless the last hop already has. Returns the totals in the last micro-step.
 
-        The first of a window becomes the accumulator: nobody else may keep it, else it is copied.
+        The first partial sum of a window becomes the accumulator. ``copy`` is True if another owner may keep that tensor.
         """
         kept = self._take(keys)
         for index, (total, part) in enumerate(zip(kept, parts)):
             if total is None:
                 kept[index] = part.to(torch.float32, copy=copy)
-            elif total is not part:  # which `_to_add_to` gave
+            elif total is not part:  # else the hop has added to it (`_to_add_to`)
                 self._collectives.used(total).add_(part)
         totals = [total for total in kept if total is not None]
-        if last:  # accumulators are freed as soon as they are encoded
+        if last:  # each accumulator is freed once it is encoded
             return totals
         self._sums.update(zip(keys, totals))
         self._bytes += sum(total.nbytes for total in totals)
@@ -222,12 +225,12 @@ class Gradients:
         return []
 
     def _to_add_to(self, keys: Sequence[int]) -> list[torch.Tensor] | None:
-        """The accumulators themselves, for a hop that decodes and adds in one pass; None if one is missing."""
+        """Returns the accumulators for a hop that decodes and adds in one pass; None if one is missing."""
         kept = [self._sums[key] for key in keys if key in self._sums]
         return kept if len(kept) == len(keys) else None
 
     def _take(self, keys: Iterable[int]) -> list[torch.Tensor | None]:
-        """Gives accumulators away; None where there is none yet."""
+        """Removes and returns accumulators; None for a missing one."""
         totals = [self._sums.pop(key, None) for key in keys]
         self._bytes -= sum(total.nbytes for total in totals if total is not None)
         return totals
@@ -236,7 +239,7 @@ class Gradients:
         """Waits for the reductions of the micro-steps so far.
 
         Raises:
-            RuntimeError: The window is given up.
+            RuntimeError: The window is lost.
         """
         self._check()
         with self.all_or_nothing():
@@ -246,20 +249,20 @@ class Gradients:
     def _finish_first(self) -> None:
         chain, deliver, _ = self._reducing.popleft()
         shards = chain.wait()
-        if deliver is not None:  # here and not by the chain, which may run on another thread
+        if deliver is not None:  # not in the chain, which may run on another thread
             deliver(shards)
 
     # ---- the boundary --------------------------------------------------------------------------------------------
 
     def finish(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
-        """Delivers this rank's shards, once all partial sums have crossed the outer tiers.
+        """Sends the remaining partial sums over the outer tiers, and delivers this rank's shards.
 
-        The last micro-step has sent most. Left are sums of parameters that had no gradient in it.
+        The last micro-step has already sent most sums. The others belong to parameters without a gradient in it.
 
         Args:
-            dtype: Communication type of hops with codec ``none``.
+            dtype: Communication dtype of hops with codec ``none``.
             scale: Loss scale of these gradients.
-            deliver: Takes the shards, bucket by bucket, once all have arrived.
+            deliver: Receives the shards, bucket by bucket, after all have arrived.
         """
         self.wait_reduced()
         with self.all_or_nothing():
@@ -288,14 +291,14 @@ class Gradients:
             sums = _Sums(layout, chain.take, [chain])
         kind = layout.params[0].route.number, layout.micro.bucket.dtype
         if any(not set(one.layout.keys).isdisjoint(layout.keys) for one in self._collected.get(kind, ())):
-            self._submit_outermost(kind, scale)  # a second gradient in one backward: a message has a parameter once
+            self._submit_outermost(kind, scale)  # a second gradient in one backward: a message has each parameter once
         collected = self._collected.setdefault(kind, [])
         collected.append(sums)
         if sum(one.layout.part_bytes for one in collected) >= layout.plan.boundary_message_bytes:
             self._submit_outermost(kind, scale)
 
     def _submit_outermost(self, kind: tuple[int, torch.dtype], scale: float) -> None:
-        """One message of all that is collected."""
+        """Sends all collected sums in one message."""
         collected = self._collected.pop(kind)
         params = [param for sums in collected for param in sums.layout.params]
         (layout,) = self._layouts_now(params, kind[1])
@@ -308,13 +311,13 @@ class Gradients:
         self._crossing.append((layout, chain))
 
     def _limit_crossings(self) -> None:
-        """Waits until few crossings are in flight: each holds its message twice."""
+        """Waits until few crossings are in flight, since each one uses two buffers of its message's size."""
         for chains in (self._inner, [chain for _, chain in self._crossing]):
             if len(chains) > self._most:
                 chains[-self._most - 1].wait()
 
     def _cut(self, layout: _Layout, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's shards of the average, without the padding beyond the parameters' ends."""
+        """Returns this rank's shards of the average, without the padding behind the parameters' ends."""
         if not layout.divides_first:
             self._divide(shards)
         return [shard[:numel] for shard, numel in zip(shards, layout.micro.bucket.owned)]
@@ -326,17 +329,17 @@ class Gradients:
     # ---- the end of a window -------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """The step with this window's gradients is done: its residuals are kept."""
+        """Keeps the residuals of this window, whose step is done."""
         self._collectives.feedback.commit()
 
     def clear(self) -> None:
-        """Starts a new window: nothing waits, and pending residuals are discarded."""
+        """Starts a new window: discards sums, the error and pending residuals."""
         self._drop()
         self._error = None
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Inside, an error gives up the window: a step with some of its gradients would be wrong and look right."""
+        """Discards the window if the body raises: a step with some of its gradients would be wrong without a sign of it."""
         try:
             yield
         except BaseException as error:
@@ -347,7 +350,7 @@ class Gradients:
     def _check(self) -> None:
         if self._error is not None:
             raise RuntimeError(
-                "hzero: gradients of this accumulation window are lost by an error, and a step with the others would be wrong; "
+                "hzero: gradients of this accumulation window are lost by an error, so a step would be wrong; "
                 f"begin a new window with the optimizer's zero_grad(). The error: {self._error}"
             ) from self._error
 
@@ -358,8 +361,8 @@ class Gradients:
                 try:
                     chain.wait()
                 except Exception as error:
-                    if self._error is None:  # else the first has been raised
-                        logger.warning("hzero: gradients that nobody waits for any more: %s", error)
+                    if self._error is None:  # else the caller already has the first error
+                        logger.warning("hzero: a reduction of discarded gradients failed: %s", error)
         self._reducing.clear()
         self._crossing.clear()
         self._inner.clear()

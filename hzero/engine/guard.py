@@ -1,4 +1,4 @@
-"""Guards: end a training that diverges, or whose resident weights are wrong; and measure how much codecs lose."""
+"""Guard: stops a training that diverges or has wrong resident weights, and measures the error of codecs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hzero.validation import PlainError, is_rank_0, of_all_ranks, some
 
 logger = logging.getLogger("hzero")
 
-#: Gives this rank's shard of the gradient of a parameter.
+#: Returns this rank's shard of a parameter's gradient.
 GradientOf: TypeAlias = Callable[[Parameter], torch.Tensor]
-#: Names that a message gives of a set of parameters.
+#: Maximum number of parameter names in a message.
 _NAMED = 8
 
 
 class DivergenceError(PlainError):
-    """Losses or gradients are not finite, and loss scaling cannot mend it. The message says since when and where."""
+    """Losses or gradients are not finite, and loss scaling cannot recover. The message names the steps and parameters."""
 
 
 class StaleWeightsError(PlainError):
-    """Resident weights are not those that their owners, or other ranks, hold. The message names them."""
+    """Resident weights differ from their owners' shards or from the copies on other ranks. The message names them."""
 
 
 def speaks(group: dist.ProcessGroup | None) -> bool:
@@ -40,26 +40,27 @@ def speaks(group: dist.ProcessGroup | None) -> bool:
 
 
 class Guard:
-    """Ends a training that diverges, or whose resident weights are wrong; and measures how much codecs lose.
+    """Stops a training that diverges or has wrong resident weights, and measures the error of codecs.
 
-    It counts the optimizer steps that are discarded because the norm of the gradients is not finite. DeepSpeed discards such a
-    step in every type of weights and continues, for ever if nothing changes. A step does not count while dynamic loss scaling
-    can still lower its scale: there discarded steps are how it finds one.
+    The guard counts optimizer steps that are discarded because the gradient norm is not finite. DeepSpeed discards such a step
+    with every weight dtype, and continues without limit. A step does not count while dynamic loss scaling can still lower its
+    scale: discarded steps are how loss scaling finds one.
 
-    An audit checks the weights that forward and backward read. Nothing of it is in the wire log.
+    An audit checks the weights that forward and backward read. The wire log does not count an audit's messages.
 
     Args:
-        weights: The weights; hops of audits use their lanes.
-        config: Discarded steps in a row with which training ends, 0 never ends it; and steps between audits.
-        device: Where sums over ranks are made.
-        advice: How a user changes weights without making resident copies stale, for a message.
-        group: The ranks that train the model together, and so decide alike; None is the world.
+        weights: The weights; audits use their lanes.
+        config: The number of discarded steps in a row that ends training (0 never does), and the number of steps between
+            audits.
+        device: Device on which sums over ranks are computed.
+        advice: Advice in a message: how to change weights without making resident copies stale.
+        group: The ranks that train the model together, and so take the same decisions; None is the world.
 
     Attributes:
-        ratios: Signal-to-noise ratios of each lossy tier's codec in the last audit, in dB, such as ``weights/node``: of one of
-            the larger weights, or of its copy if refreshes send differences, and of the sum of one's gradients. Those without a
-            finite signal are left out.
-        audit_due: Whether the next step is audited in any case.
+        ratios: Signal-to-noise ratios from the last audit, in dB, for each lossy tier's codec, such as ``weights/node``. An
+            audit measures one of the larger weights (or its copy if refreshes send differences) and the summed gradient of one.
+            Ratios without a finite signal are left out.
+        audit_due: Whether the next step is audited regardless of its number.
     """
 
     def __init__(
@@ -79,21 +80,21 @@ class Guard:
     # ---- divergence ----------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """Notes a step that changed the weights."""
+        """Counts a step that changed the weights."""
         self._steps += 1
         self._discarded = 0
 
     def discarded(self, scaler: Any, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
-        """Notes a step that is about to be discarded. All ranks must call it alike.
+        """Counts a step that is about to be discarded. All ranks must call it for the same step.
 
         Args:
-            scaler: The loss scaler, with DeepSpeed's attributes, before it takes account of the step; None where there is none.
-            params: The parameters in the optimizer. Others may require gradients too, but have none to look at.
-            gradient_of: Gives this rank's shard of the gradient of one of them.
+            scaler: The loss scaler, with DeepSpeed's attributes, before its update for this step; None if there is none.
+            params: The optimizer's parameters. Other parameters may require gradients too, but have no gradient shard here.
+            gradient_of: Returns this rank's gradient shard of one parameter.
 
         Raises:
-            DivergenceError: Too many in a row, on all ranks. Or loss scaling has reached its minimum, where DeepSpeed would
-                raise an error that names nothing.
+            DivergenceError: Too many steps in a row were discarded, on all ranks. Or the loss scale is at its minimum, where
+                DeepSpeed would raise an error without names.
         """
         self._steps += 1
         at_minimum = scaler is not None and scaler.dynamic
@@ -120,8 +121,8 @@ class Guard:
 
     @torch.no_grad()
     def _where(self, params: Sequence[Parameter], gradient_of: GradientOf) -> str:
-        """Names the parameters with values that are not finite, and gives the signal-to-noise ratios of lossy hops."""
-        # Shards are on the host if the optimizer is. Padding beyond the last element, which nobody writes, is left out.
+        """Names the parameters with values that are not finite, and lists the signal-to-noise ratios of lossy hops."""
+        # Shards are on the CPU if the optimizer is. The padding behind the last element is left out, since it is never written.
         weights = [self._weights.primary_shard(param).detach() for param in params]
         gradients = [gradient_of(param).detach().flatten() for param in params]
         spoilt = torch.tensor(
@@ -131,10 +132,10 @@ class Guard:
         )
         dist.all_reduce(spoilt, dist.ReduceOp.MAX, self._group)
         parts = []
-        for what, marks in zip(("gradients", "weights"), spoilt.tolist()):
+        for state, marks in zip(("gradients", "weights"), spoilt.tolist()):
             names = _marked(params, marks)
             listed = f": {some(names, _NAMED)}" if names else ""
-            parts.append(f"Not finite in the {what} of {len(names)} of {len(params)} parameters{listed}")
+            parts.append(f"Not finite in the {state} of {len(names)} of {len(params)} parameters{listed}")
         if self.ratios:
             parts.append(f"Signal-to-noise ratios of the codecs in the last audit: {self._ratios_text()}")
         return ". ".join(parts)
@@ -143,14 +144,14 @@ class Guard:
 
     @torch.no_grad()
     def before_step(self, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
-        """Audits before an optimizer step, if an audit is due. Collective; waits for the device.
+        """Runs an audit before an optimizer step, if one is due. Collective; waits for the device.
 
         Args:
-            params: Those that the optimizer steps.
-            gradient_of: Gives this rank's shard of the gradient of one of them.
+            params: Parameters that the optimizer steps.
+            gradient_of: Returns this rank's gradient shard of one parameter.
 
         Raises:
-            StaleWeightsError: On all ranks, if one has found a difference.
+            StaleWeightsError: On all ranks, if one rank has found a difference.
         """
         step, every = self._steps + 1, self._config.every
         if not every or not (self.audit_due or step % every == 0):
@@ -165,15 +166,16 @@ class Guard:
             logger.info("hzero: signal-to-noise ratios before step %d: %s", step, self._ratios_text())
 
     def _compare(self, step: int) -> None:
-        """Compares resident copies with their owners' shards, and with the other ranks' copies."""
+        """Compares resident copies with their owners' shards and with the copies on other ranks."""
         resident = self._weights.up_to_date()
         if not resident:
             return
         copies = [self._collectives.used(param.resident) for param in resident if param.resident is not None]
         stale = torch.stack([self._weights.is_stale(param) for param in resident])
         sums = torch.cat([checksums(copy.view(1, -1).view(torch.uint8)) for copy in copies])
-        # Equal on each tier outside the weights' scope: equal on all of them. One sum of all sums first, or of those with one
-        # scope: the sums of each parameter, from each peer, would take a gigabyte of a large world.
+        # Copies are equal across each tier outside the weights' scope, so comparing neighbours on each of these tiers compares
+        # all. First compare one sum of all sums per scope: one sum per parameter and peer would need a gigabyte in a large
+        # world.
         outside = [tuple(hop.tier for hop in param.route.plan.refresh_hops()) for param in resident]
         kinds = list(dict.fromkeys(outside))
         totals = [checksums(sums[[one == kind for one in outside]].view(1, -1).view(torch.uint8)) for kind in kinds]
@@ -198,9 +200,14 @@ class Guard:
             raise of_all_ranks(StaleWeightsError(f"guard before step {step} of this engine: {'; '.join(parts)}"))
 
     def _differing(self, sums: torch.Tensor, outside: Sequence[Collection[Tier]]) -> torch.Tensor:
-        """Which of the sums, int64 ``[n]``, another rank with the same copies has otherwise; bool ``[n]``.
+        """Marks sums that differ on another rank with the same copies.
 
-        ``outside`` gives for each the tiers across which copies are equal.
+        Args:
+            sums: int64 ``[n]``.
+            outside: The tiers across which the copies behind each sum are equal.
+
+        Returns:
+            bool ``[n]``.
         """
         differs, collectives = torch.zeros(len(sums), dtype=torch.bool, device=sums.device), self._collectives
         for hop in self._plan.gather_hops():
@@ -210,7 +217,7 @@ class Guard:
             mine = sums[compared]
             message = mine.view(torch.uint8).view(-1)
             bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
-            # No chain is under way.
+            # The lane is free: `before_step` has drained all chains.
             lane = collectives.lane(bucket, hop.tier)
             gather = collectives.prepare(lane, "all_gather", message.nbytes, "weights of an audit")
             theirs = gather.start(message).wait().view(torch.int64)
@@ -221,14 +228,15 @@ class Guard:
         return ", ".join(f"{name} {ratio:.1f} dB" for name, ratio in self.ratios.items())
 
     def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:
-        """Ratios of one round trip of a larger weight's and gradient's shards over all ranks, other ones in each audit.
+        """Ratios of one round trip for the shards of one weight and one gradient over all ranks; each audit takes others.
 
-        Shards that are not all finite are left out. Where refreshes send differences, what counts is the copy of the weight
-        that all ranks hold: a difference alone loses far more.
+        Shards with values that are not finite are left out. If refreshes send differences, the ratio is computed for the copy
+        of the
+        weight that all ranks have: a difference alone loses far more.
         """
         differs, refreshed = self._plan.differences > 0, self._plan.refresh_hops()
         measured = self._weights.up_to_date() if differs else list(self._weights.parameters.values())
-        weights = self._one_of(param for param in measured if param.trained or not differs)  # others' copies are exact
+        weights = self._one_of(param for param in measured if param.trained or not differs)  # frozen copies are exact
         shards: dict[Role, list[torch.Tensor]] = {
             "weights": [self._weights.primary_shard(param) for param in weights],
             "gradients": [gradient_of(param).detach().flatten() for param in self._one_of(params)],
@@ -236,7 +244,7 @@ class Guard:
         hops: list[tuple[Role, Hop]] = [("weights", hop) for hop in self._plan.gather_hops()]
         hops += [("gradients", hop) for hop in self._plan.reduce_hops()]
         lossy = [(role, hop) for role, hop in hops if not hop.codec.traits.exact]
-        powers = torch.zeros(len(lossy), 2, dtype=torch.float64, device=self._device)  # of signal and noise
+        powers = torch.zeros(len(lossy), 2, dtype=torch.float64, device=self._device)  # signal and noise
         for power, (role, hop) in zip(powers, lossy):
             codec = Codec.from_config(hop.codec)
             of_copy = differs and role == "weights" and hop in refreshed
@@ -258,7 +266,7 @@ class Guard:
         }
 
     def _one_of(self, params: Iterable[Parameter]) -> list[Parameter]:
-        """One of at least mean size, the same on all ranks; none of those with a codec of their own."""
+        """One parameter of at least mean size, the same on all ranks. Parameters with a codec of their own are left out."""
         usual = [param for param in params if param.route.number == 0 and param.numel]
         mean = sum(param.numel for param in usual) / max(len(usual), 1)
         large = [param for param in usual if param.numel >= mean]

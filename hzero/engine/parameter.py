@@ -1,4 +1,4 @@
-"""Parameters as the engine sees them: keys, sizes, types and shards; and the programs by which each travels."""
+"""Parameters as the engine represents them: keys, sizes, dtypes, shards, and the programs that move them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from hzero.config import PLAIN
 from hzero.plan.program import StagePrograms
 from hzero.plan.shards import ShardPlan
 
-#: Parts of names that wrappers of modules add.
+#: Name parts that module wrappers add.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-#: Sets of parameters whose messages are kept ready; experts that are chosen by chance make many.
+#: Number of parameter sets with prepared messages. Experts that are chosen at random make many sets.
 READY = 1024
 
 
 class Route:
-    """The programs of parameters that have one plan, made once.
+    """The programs for parameters that share a shard plan. Made once.
 
     Args:
         plan: The shard plan.
-        number: Of the route, by which ranks order routes alike.
+        number: Number of the route, by which ranks order routes.
 
     Attributes:
         plan: The plan.
         number: The number.
-        programs: Its programs.
+        programs: The programs of the plan.
         copies: Whether resident copies are kept.
-        lossy: Whether a hop of weights loses something.
-        sums_travel: Whether a hop of gradients has codec ``none``, so that sums travel: the library may make them on its way.
+        lossy: Whether a hop of weights has a lossy codec.
+        sums_travel: Whether a hop of gradients has codec ``none``. The library may then compute sums on the way.
     """
 
     def __init__(self, plan: ShardPlan, number: int) -> None:
@@ -46,24 +46,24 @@ class Route:
 
 @dataclass(eq=False)
 class Parameter:
-    """One parameter, or several that a front end keeps in one flat tensor.
+    """One parameter, or several parameters that a front end keeps in one flat tensor.
 
     Attributes:
-        key: A number, the same on all ranks, by which ranks order parameters alike.
-        name: For messages.
-        numel: Elements of the whole. The front end sets it when it changes.
-        dtype: Type in which the weights travel: uint8 for the bytes of codes.
+        key: A number, the same on all ranks, by which ranks order parameters.
+        name: Name for messages.
+        numel: Elements of the whole parameter. The front end updates it.
+        dtype: Dtype of the weights on the wire; uint8 for the bytes of codes.
         route: The programs.
-        shard: Gives this rank's primary shard, flat, ``[chunk]`` with or without padding at its end, on the device.
+        shard: Returns this rank's primary shard, flat, ``[chunk]`` with or without padding at its end, on the device.
         trained: Whether the optimizer changes it.
-        urgent: Whether it is needed right after a step, so that its refresh must not wait for others.
-        code_bytes: Bytes of an element whose bytes travel; otherwise 1. Shards hold whole elements.
-        unit: What it is gathered with, if the front end has units.
-        resident: Resident payload ``[rows][record]``, uint8, or weights ``[world * chunk]`` if the plan keeps them decoded. None
-            if there is no copy, or none yet. This and what follows is the engine's.
+        urgent: Whether it is used right after a step, so that its refresh must not wait for others.
+        code_bytes: Bytes per element if the parameter travels as bytes; otherwise 1. Shards consist of whole elements.
+        unit: The unit with which it is gathered, if the front end has units.
+        resident: Resident payload ``[rows][record]``, uint8, or weights ``[world * chunk]`` if the plan keeps them decoded.
+            None if there is no copy, or none yet. The engine sets this and the following attributes.
         chunk: Elements of each shard of the resident copy.
         refresh: The chain that makes the resident copy.
-        age: Refreshes of differences since the last one of whole weights; None: the next one sends whole weights.
+        age: Refreshes with differences since the last refresh with whole weights. None: the next refresh sends whole weights.
     """
 
     key: int
@@ -88,7 +88,7 @@ class Parameter:
 
 
 def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
-    """Parameters of one route as the tensors of one message."""
+    """Returns the bucket of a message of parameters that share a route."""
     plan = params[0].route.plan
     items = [param.code_bytes if dtype == torch.uint8 else 1 for param in params]
     chunks = [chunk_numel(param.numel, plan.grid.world_size) for param in params]
@@ -100,7 +100,7 @@ def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
 def alike(
     params: Iterable[Parameter], kind: Callable[[Parameter], Any] = lambda param: param.route.number
 ) -> list[list[Parameter]]:
-    """Parameters of one kind together, such as of one route, in an order that is the same on all ranks."""
+    """Groups parameters by kind, such as by route, in an order that is the same on all ranks."""
     kinds: dict[Any, list[Parameter]] = {}
     for param in params:
         kinds.setdefault(kind(param), []).append(param)
@@ -110,23 +110,23 @@ def alike(
 def routes_of(
     module: torch.nn.Module, plan: ShardPlan
 ) -> tuple[dict[torch.nn.Parameter, Route], set[torch.nn.Parameter]]:
-    """The route of every parameter of a model: the usual one, or one for each way of parameters that patterns except.
+    """Returns the route of every parameter of a model: the usual one, or one for each different plan of excepted parameters.
 
     Args:
         module: The model.
-        plan: The shard plan; its exceptions are patterns of the names that ``module`` gives its parameters.
+        plan: The shard plan. Its exceptions are patterns for the names of parameters in ``module``.
 
     Returns:
-        The routes, and the parameters that travel by their bytes (`holds_codes`).
+        The routes, and the parameters that travel as bytes (`holds_codes`).
 
     Raises:
-        ConfigError: As of `ShardPlan.plans_of`.
+        ConfigError: As in `ShardPlan.plans_of`.
     """
     names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):  # a tied one may be meant by either name
+    for name, param in module.named_parameters(remove_duplicate=False):  # a pattern may use any name of a tied one
         names.setdefault(param, []).append(plain_name(name))
     codes = {param for one in module.modules() for param in one.parameters(recurse=False) if holds_codes(param, one)}
-    # The usual route is number 0, also if all parameters are excepted.
+    # The usual route is number 0, even if all parameters are excepted.
     routes, found = {(plan.way, False): Route(plan, 0)}, dict[torch.nn.Parameter, Route]()
     for param, own in zip(names, plan.plans_of(list(names.values()))):
         way = own.with_codec(PLAIN) if param in codes else own
@@ -137,21 +137,21 @@ def routes_of(
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter without what activation checkpointing and torch.compile add to it."""
+    """Returns the name of a module or parameter without the parts that activation checkpointing and torch.compile add."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
 def holds_codes(param: torch.Tensor, module: torch.nn.Module) -> bool:
-    """Whether a parameter holds codes, or numbers of a type that no codec supports, so that it travels by its bytes.
+    """Whether a parameter travels as bytes, because it contains codes or numbers of a dtype that no codec supports.
 
-    Quantised weights may have a floating type and hold packed codes (``bnb_4bit_quant_storage``, HQQ's ``view_as_float``).
-    Then their library keeps a state of the quantisation, and a lossy codec would destroy them.
+    Quantised weights may have a floating dtype and contain packed codes (``bnb_4bit_quant_storage``, HQQ's ``view_as_float``).
+    Their library then attaches a quantisation state. A lossy codec would destroy the codes.
 
     Args:
         param: The parameter.
-        module: The module that holds it.
+        module: The module that owns it.
     """
     if param.dtype not in FLOAT_DTYPES:
         return True

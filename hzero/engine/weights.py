@@ -1,15 +1,14 @@
 """Resident weights: a copy of the weights over their scope, from which forward and backward unshard.
 
-A front end's optimizer owns a primary shard of each parameter over the world. In addition this rank keeps a resident payload: its
-share of the whole parameter, which it sends to the other ranks of the weights' scope. A parameter's life in a step, in the order
-of the methods here:
+A front end's optimizer owns a primary shard of each parameter over the world. In addition, each rank keeps a resident payload:
+the part of the parameter that it sends to the other ranks of the weights' scope. A parameter passes these methods in a step:
 
 1. `mark_stale`: the optimizer has changed primary shards.
 2. `refresh`: payloads are rebuilt from primary shards. This crosses the outer tiers, once per step.
 3. `unshard`: whole weights are gathered from payloads, at every use, over the inner tiers only.
 
-If the scope is the world, no payload is kept and `unshard` gathers primary shards. If it is one device, the resident copy is the
-whole, decoded unless the block says `"resident": "payload"`.
+If the scope is the world, there is no payload, and `unshard` gathers primary shards. If the scope is one device, the resident
+copy is the whole parameter, decoded unless the block has `"resident": "payload"`.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
 
 
 class Weights:
-    """The resident weights of one model. All ranks call all methods alike, since most are collective.
+    """The resident weights of one model. Most methods are collective: all ranks call them in the same order.
 
     Args:
         collectives: The engine's tiered collectives.
         parameters: The parameters.
-        bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
-        accelerator: Makes events of an asynchronous device, on which the front end changes primary shards; None on CPUs.
+        bucket_numel: Maximum number of elements in one refresh message, unless the block sets longer ones.
+        accelerator: Makes events of an asynchronous device on which the front end changes primary shards; None on CPU.
 
     Attributes:
-        version: Changes of the weights so far; the seed with which they are rounded stochastically.
-        parameters: By key.
+        version: Number of weight changes so far; also the seed of their stochastic rounding.
+        parameters: Parameters by key.
     """
 
     def __init__(
@@ -55,22 +54,22 @@ class Weights:
         self.parameters = {param.key: param for param in parameters}
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
-        self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
-        self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered again
+        self._stale: dict[int, list[Parameter]] = {}  # the refresh bucket of each stale parameter, by key
+        self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered often
         routes = {param.route for param in self.parameters.values()}
         self._copies, self._whole = (any(one.copies for one in routes), all(one.plan.whole_copies for one in routes))
-        self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
+        self._ahead: list[tuple[Chain[None], int]] = []  # refreshes before their first unshard, with their last keys
         self._mark(self.parameters.values())
         self.note_change()
 
     # ---- primary shards change -----------------------------------------------------------------------------------
 
     def before_change(self) -> None:
-        """Makes the current stream, which is about to write primary shards, wait until they have been encoded."""
+        """Makes the current stream, which is about to write primary shards, wait until the lanes have encoded them."""
         self.collectives.lanes.join()
 
     def note_change(self) -> None:
-        """Primary shards change on the current stream; what encodes them on another one waits for this point."""
+        """Records that primary shards change on the current stream. Streams that encode them wait for this point."""
         if self._changed is not None:
             self._changed.record(self._accelerator.current_stream())
 
@@ -80,9 +79,11 @@ class Weights:
             self._accelerator.current_stream().wait_event(self._changed)
 
     def mark_stale(self, stepped: Sequence[Parameter] | None = None) -> None:
-        """Resident copies of ``stepped``, which an optimizer step has changed, or of all, are rebuilt before their next use.
+        """Marks resident copies as stale; they are rebuilt before their next use.
 
-        After a step a refresh may send differences. If anything else may have changed the weights (None), it sends whole ones.
+        Args:
+            stepped: Parameters that an optimizer step has changed; their refresh may send differences. None if anything may
+                have changed the weights: the refresh of every parameter then sends whole weights.
         """
         marked = list(self.parameters.values()) if stepped is None else stepped
         self.version += 1
@@ -95,7 +96,7 @@ class Weights:
         self.note_change()
 
     def mark_edited(self, param: Parameter) -> None:
-        """Its primary shard has been written outside of a step, and may have another size."""
+        """Marks one parameter whose primary shard was written outside of a step, and which may have another size."""
         param.age = None
         self._mark([param])
         self._gathers.cache_clear()
@@ -106,7 +107,7 @@ class Weights:
             self._stale.update((param.key, bucket) for param in bucket)
 
     def remove(self, param: Parameter) -> None:
-        """Another engine takes a parameter over."""
+        """Removes a parameter that another engine takes over."""
         del self.parameters[param.key]
         self._stale.pop(param.key, None)
 
@@ -123,10 +124,11 @@ class Weights:
     # ---- refresh -------------------------------------------------------------------------------------------------
 
     def refresh(self, needed: Iterable[Parameter] | None = None) -> None:
-        """Starts to rebuild stale resident copies: those of ``needed``, or all, and a few more.
+        """Starts to rebuild stale resident copies: the copies in ``needed`` (None: all), and a few more.
 
-        Buckets of a route are started in the order of keys, mostly that of forward. Few are ahead of `unshard` at a time, since
-        each holds its message twice.
+        Buckets of a route start in the order of keys, which is mostly the order of forward. Few run ahead of `unshard`, since
+        each one
+        uses two buffers of its message's size.
         """
         for param in list(self.parameters.values()) if needed is None else needed:
             if param.key in self._stale:
@@ -135,7 +137,7 @@ class Weights:
             self._refresh_ahead(next(iter(self._stale.values())))
 
     def refresh_stepped(self, stepped: Iterable[Parameter]) -> None:
-        """Starts to rebuild copies of parameters whose step is done, while others are stepped, which may be stale too."""
+        """Starts to rebuild copies of parameters whose step is done, while the optimizer steps others."""
         for param in stepped:
             if param.key in self._stale and len(self._ahead) < IN_FLIGHT:
                 self._refresh_ahead(self._stale[param.key])
@@ -144,7 +146,7 @@ class Weights:
         self._ahead.append((self._start_refresh(bucket), bucket[-1].key))
 
     def _in_buckets(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
-        """Messages of refreshes. A unit is divided only if it is larger than a message, so that its first use waits for one."""
+        """Messages of refreshes. Only a unit larger than a message is split, so that its first use waits for one message."""
         in_order = sorted(params, key=lambda param: param.key)
         buckets: list[list[Parameter]] = []
         for same in alike(
@@ -158,7 +160,7 @@ class Weights:
         return buckets
 
     def _start_refresh(self, together: list[Parameter]) -> Chain[None]:
-        # Some may have changed once more since, and are in a later bucket.
+        # A parameter may have changed again since, and then belongs to a later bucket.
         params = [param for param in together if self._stale.get(param.key) is together]
         route, differs = params[0].route, params[0].differs
         if differs:
@@ -167,7 +169,7 @@ class Weights:
                 partial(self._difference, params, refresh.bucket, self.version),
                 partial(self._add_difference, params),
                 seed=self.version,
-                # Rows of a payload may be padded: then the sums are made in a contiguous copy.
+                # Rows of a payload may be padded. The sums are then computed in a contiguous copy.
                 into=lambda: [self._copy(param).contiguous() for param in params],
                 after=_chains(params),
             )
@@ -183,15 +185,16 @@ class Weights:
         return chain
 
     def _shards(self, params: Sequence[Parameter], bucket: Bucket) -> list[torch.Tensor]:
-        """Primary shards without padding: the last ranks' shards have fewer elements, which the front end may leave unset."""
+        """Primary shards without padding. The last ranks' shards have fewer elements; the front end may not set the padding."""
         self.await_change()
         return [param.shard()[:numel] for param, numel in zip(params, bucket.owned)]
 
     def _keep(self, params: Sequence[Parameter], bucket: Bucket, refreshed: Any) -> None:
-        """Keeps decoded weights, or a payload ``[rows][tensor][record]`` by parameter, ``[tensor][rows][record]``.
+        """Keeps decoded weights, or reorders a payload ``[rows][tensor][record]`` by parameter, ``[tensor][rows][record]``.
 
-        An unshard of parameters that follow each other then sends a part of it as it is. The memory is freed when all of
-        them have been refreshed again.
+        An unshard of consecutive parameters then sends part of the payload without a copy. The memory is freed when all of them
+        have
+        been refreshed again.
         """
         plan = params[0].route.plan
         if plan.whole_copies:
@@ -208,7 +211,7 @@ class Weights:
     # ---- differences ---------------------------------------------------------------------------------------------
 
     def _difference(self, params: Sequence[Parameter], bucket: Bucket, seed: int) -> torch.Tensor:
-        """A message of what is new in this rank's shards, against the copy that all ranks hold."""
+        """Encodes the difference between this rank's shards and the copy that all ranks have."""
         shards = self._shards(params, bucket)
         copies = [self.held_shard(param)[: shard.numel()] for param, shard in zip(params, shards)]
         codec = Codec.from_config(params[0].route.plan.refresh_hops()[0].codec)
@@ -216,19 +219,19 @@ class Weights:
         return encoder(shards, seed=seed, added=copies)
 
     def _add_difference(self, params: Sequence[Parameter], sums: Sequence[torch.Tensor]) -> None:
-        """Keeps resident copies, to which what has come has been added in their own type: the same bits on all ranks."""
+        """Stores the sums of copies and differences, in the weights' dtype: the same bits on all ranks."""
         for param, total in zip(params, sums):
             copy = self._copy(param)
             if total.data_ptr() != copy.data_ptr():
                 copy.copy_(total)
 
     def held_shard(self, param: Parameter) -> torch.Tensor:
-        """This rank's shard as all ranks hold it, with padding, where refreshes send differences."""
+        """Returns this rank's shard as all ranks have it, with padding, if refreshes send differences."""
         plan = param.route.plan
         return self._copy(param)[plan.rank if plan.whole_copies else plan.rank_row]
 
     def _copy(self, param: Parameter) -> torch.Tensor:
-        """The resident copy in the weights' own type, in place, ``[rows, chunk]``: all shards, or those of a payload."""
+        """A view of the resident copy in the weights' dtype, ``[rows, chunk]``: all shards, or the shards of a payload."""
         plan, copy = param.route.plan, _resident(param)
         rows = plan.resident_rows
         if plan.whole_copies:
@@ -244,11 +247,11 @@ class Weights:
         """Starts to gather whole parameters, after the refreshes that they need.
 
         Args:
-            params: In the order of keys.
-            into: Tensors to write them into, flat ``[world * chunk]`` in the parameters' type, by key; None makes new ones.
+            params: Parameters in the order of keys.
+            into: Output tensors by key, flat ``[world * chunk]`` in the parameters' dtype; None makes new ones.
 
         Returns:
-            The parameters of each message, and what waits for them.
+            For each message, its parameters and a function that waits for them.
         """
         if self._stale or self._ahead:
             self._refresh_needed(params)
@@ -266,24 +269,24 @@ class Weights:
         return started
 
     def _refresh_needed(self, params: Sequence[Parameter]) -> None:
-        """Starts the refreshes that parameters need, and forgets the ones ahead that this forward has come to or passed over."""
+        """Starts the refreshes that parameters need. Forgets refreshes ahead that this forward has reached or passed."""
         used = {param.refresh for param in params}
         passed = [index for index, (chain, _) in enumerate(self._ahead) if chain in used]
         del self._ahead[: max(passed, default=-1) + 1]
-        if self._stale and any(param.key in self._stale for param in params):  # else those that nobody uses would stay
+        if self._stale and any(param.key in self._stale for param in params):  # else unused ones would stay
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
-        """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
-        payloads: list[Any] = [param.resident for param in params]  # refreshes have made them
+        """Returns one message of resident payloads: a view if they are adjacent in memory, else a joined copy."""
+        payloads: list[Any] = [param.resident for param in params]  # set by refreshes
         first = payloads[0]
         memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
         end = start
         for payload in payloads:
             if payload.storage_offset() != end or payload.untyped_storage().data_ptr() != memory:
                 joined = torch.cat([self.collectives.used(one) for one in payloads])
-                # A step moves only trained ones away again, and the others would keep both places.
+                # A step moves only trained payloads again. In a mixed set, the others would keep both places.
                 if len({param.trained for param in params}) == 1:
                     for param, part in zip(params, joined.split([one.numel() for one in payloads])):
                         param.resident = part
@@ -298,20 +301,21 @@ class Weights:
     # ---- for audits ----------------------------------------------------------------------------------------------
 
     def up_to_date(self) -> list[Parameter]:
-        """Parameters whose resident copies are up to date, the same on all ranks."""
+        """Returns the parameters whose resident copies are up to date, the same on all ranks."""
         found = [param for param in self.parameters.values() if param.key not in self._stale and param.numel]
         for chain in _chains(found):
             chain.wait()
         return [param for param in found if param.resident is not None]
 
     def primary_shard(self, param: Parameter) -> torch.Tensor:
-        """This rank's shard of a parameter, flat, without padding."""
+        """Returns this rank's shard of a parameter, flat, without padding."""
         return self._shards([param], bucket_of([param], param.dtype, "weights"))[0]
 
     def is_stale(self, param: Parameter) -> torch.Tensor:
-        """Whether a refresh would now make other bytes of this rank's shard than its copy has; bool ``[]``. No collective.
+        """Whether a refresh would now change the bytes of this rank's shard in its copy; bool ``[]``. Not collective.
 
-        False if these depend on more than the shard: differences on earlier steps, stochastic rounding on the message.
+        False if the bytes depend on more than the shard: on earlier steps with differences, on the message with stochastic
+        rounding.
         """
         plan, copy, chunks = param.route.plan, _resident(param), (param.chunk,)
         codecs = [hop.codec for hop in plan.refresh_hops()]
@@ -333,7 +337,7 @@ class Weights:
 
 
 def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[tuple[list[Parameter], Bound | None]]:
-    """The messages of an unshard, one for each type and route, and their parameters; None if the copies are whole."""
+    """Returns the messages of an unshard, one per dtype and route, with their parameters. None: the copies are whole."""
     kinds = [(same, same[0].route) for same in alike(params, lambda param: (str(param.dtype), param.route.number))]
     return [
         (same, None if route.plan.whole_copies else _bound(collectives, route.programs.unshard, same))
@@ -351,7 +355,7 @@ def _resident(param: Parameter) -> torch.Tensor:
 
 
 def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
-    """The refreshes of parameters, each once."""
+    """Returns the refreshes of parameters, each once."""
     return [chain for chain in dict.fromkeys(param.refresh for param in params) if chain is not None]
 
 
