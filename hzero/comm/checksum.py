@@ -1,7 +1,8 @@
-"""Addresses of messages: what tells a message from the same bytes elsewhere or at another time, and their comparison.
+"""Addresses of messages, which distinguish equal bytes sent elsewhere or at another time, and the comparison of checksums.
 
-The number of a message on its lane, its sender and its receiver are added to the checksums of its bytes, which codecs make
-(docs/payload_format.md). So a message in the place of another one is seen, too, even if its checksum comes with it.
+An address combines the number of a message on its lane, its sender and its receiver. It is added to the checksum of the
+message's bytes, which codecs compute (docs/payload_format.md). A message in the place of another one is therefore detected, even
+if it arrives with its checksum.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from hzero.codecs.reference import trailers
 from hzero.comm.peers import HopError
 
 _MASK = 2**64 - 1
-#: Senders that an error names one by one.
+#: Maximum number of senders that an error lists.
 _NAMED = 4
-#: Factors of a message's number, its sender and its receiver.
+#: Factors for a message's number, its sender and its receiver.
 _NUMBER, _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
 
 def addresses(
     number: int, senders: Sequence[int], receivers: Sequence[int], device: torch.device | None = None
 ) -> torch.Tensor:
-    """The address of each part of a message, int64 ``[parts, 1]``, without a host wait.
+    """Returns the address of each part of a message, int64 ``[parts, 1]``, without a host wait.
 
     Args:
-        number: Of the message on its lane.
-        senders: Coordinates in the tier group: one, or 0, 1, .. of the parts.
-        receivers: The same; 0 where all peers get the same.
-        device: Of the result.
+        number: Number of the message on its lane.
+        senders: Coordinates in the tier group: one for all parts, or 0, 1, .. for the parts.
+        receivers: The same; 0 if all peers receive the same part.
+        device: Device of the result.
     """
     base = number * _NUMBER + senders[0] * _SENDER + receivers[0] * _RECEIVER
     step = (_SENDER if len(senders) > 1 else 0) + (_RECEIVER if len(receivers) > 1 else 0)
@@ -40,12 +41,12 @@ def addresses(
 
 
 def addressed(message: torch.Tensor, address: torch.Tensor, *, checked: bool) -> torch.Tensor:
-    """A message whose parts are followed by checksums with an address.
+    """Returns a message with an addressed checksum behind each part.
 
     Args:
-        message: uint8 ``[parts * b]``, or, changed in place, ``[parts * (b + 16)]``.
-        address: Of `addresses`.
-        checked: Whether the message has the checksums of its bytes.
+        message: uint8 ``[parts * b]``. With ``checked``, uint8 ``[parts * (b + 16)]``, changed in place.
+        address: Result of `addresses`.
+        checked: Whether the message already has the checksums of its bytes.
     """
     if checked:
         trailers(message, len(address)).add_(address)
@@ -56,12 +57,12 @@ def addressed(message: torch.Tensor, address: torch.Tensor, *, checked: bool) ->
 
 
 class Arrived(NamedTuple):
-    """A message with checksums that what decodes it adds up.
+    """A message whose checksums are added up while it is decoded.
 
     Attributes:
         message: uint8 ``[parts * (b + 16)]``.
-        parts: One of each sender.
-        compare: Takes the checksums of the bytes that have come, int64 ``[parts]``.
+        parts: Number of parts, one per sender.
+        compare: Receives the checksums of the arrived bytes, int64 ``[parts]``.
     """
 
     message: torch.Tensor
@@ -70,14 +71,14 @@ class Arrived(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The checksums of one collective, of the messages of all peers.
+    """The checksums of one collective, for the messages of all peers.
 
     Attributes:
-        sent: What the senders say, int64 ``[k, 2]``.
-        arrived: What the messages have here, int64 ``[k, 2]``.
+        sent: Checksums from the senders, int64 ``[k, 2]``.
+        arrived: Checksums computed here, int64 ``[k, 2]``.
         ranks: The senders.
-        number: Of the messages on their lane.
-        what: Describes the collective.
+        number: Number of the messages on their lane.
+        what: Returns a description of the collective.
     """
 
     sent: torch.Tensor
@@ -90,7 +91,7 @@ class Comparison(NamedTuple):
         """Waits for the device and compares.
 
         Raises:
-            HopError: Some differ.
+            HopError: At least one checksum differs.
         """
         if torch.equal(self.sent, self.arrived):
             return
@@ -103,7 +104,7 @@ class Comparison(NamedTuple):
         more = [f"and from {len(wrong) - _NAMED} others"] if len(wrong) > _NAMED else []
         raise HopError(
             f"{self.what()}: message {self.number} of this lane arrived changed {'; '.join([*named, *more])}. No step "
-            "was taken with it; look at the links between these ranks, and at the libraries that drive them"
+            "used it; check the links between these ranks and their network libraries"
         )
 
 
@@ -112,5 +113,5 @@ def _hex(checksum: list[int]) -> str:
 
 
 def _signed(number: int) -> int:
-    """A number modulo 2**64 as int64 has it."""
+    """Converts a number to int64 modulo 2**64."""
     return (number + 2**63) % 2**64 - 2**63

@@ -1,6 +1,6 @@
-"""Communication hook of DistributedDataParallel: gradients are averaged tier by tier, each with its codec."""
+"""DDP communication hook: averages gradients tier by tier, each with its codec."""
 
-# Annotations are no strings here: DDP compares those of a hook.
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 
 import itertools
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from hzero.comm.lanes import Chain
 
 
 class DdpState:
-    """The state of `ddp_hook`: a communicator, and the residuals of error feedback.
+    """State of `ddp_hook`: a communicator and the residuals of error feedback.
 
     Args:
-        config: As for `Communicator`.
-        group: The process group of the DDP module (its ``process_group``); None takes the world.
-        timeout: As for `Communicator`.
+        config: As in `Communicator`.
+        group: The process group of the DDP module (its ``process_group``); None is the world.
+        timeout: As in `Communicator`.
 
     Attributes:
-        communicator: Sends the gradients; its ``wire_log`` counts them, by role ``all_reduce``.
+        communicator: Sends the gradients; its ``wire_log`` counts them with role ``all_reduce``.
 
     Raises:
-        ConfigError: As `Communicator`.
+        ConfigError: As in `Communicator`.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class DdpState:
         timeout: timedelta | None = None,
     ) -> None:
         self.communicator = Communicator(config, group, timeout=timeout, uses=("sums", "copies"))
-        # Never used twice: hops of a bucket may be under way when another one is laid anew.
+        # A number is never reused: hops of a former bucket may be in flight when DDP rebuilds its buckets.
         self._numbers = itertools.count()
-        self._keys = WeakIdKeyDictionary()  # of parameters, the key of their bucket
+        self._keys = WeakIdKeyDictionary()  # the bucket's key, by parameter
         self._layouts: dict[int, tuple[int, ...]] = {}
 
     def key(self, bucket: dist.GradBucket) -> int:
-        """The key of a bucket's residuals, also where several modules have one state.
+        """Returns the key for a bucket's residuals, also if several modules share one state.
 
-        DDP lays its buckets anew after the first step. Residuals of all former buckets are then dropped: they belong to other
-        elements.
+        DDP rebuilds its buckets after the first step. The residuals of all former buckets are then dropped, since they belong to
+        other elements.
         """
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
@@ -68,19 +68,19 @@ class DdpState:
 def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients: ``model.register_comm_hook(state, hzero.comm.ddp_hook)``.
 
-    The bucket is summed over the tiers from the innermost outwards, each in its codec, and the mean goes back the same way.
-    Backward goes on meanwhile. All ranks end with the same bits. With codec ``none`` the result is that of DDP up to the
-    order of additions, which are made in float32.
+    The bucket is summed over the tiers from the innermost outwards, each with its codec. The mean returns the same way,
+    overlapped with backward. All ranks get the same bits. With codec ``none``, the result differs from DDP only by the order of
+    additions, which use float32.
 
     Args:
         state: Settings and residuals.
-        bucket: Gradients of float32, bfloat16 or float16.
+        bucket: Gradients in float32, bfloat16 or float16.
 
     Returns:
-        The averaged bucket, as DDP waits for it. A peer that does not come is an error of backward that names it.
+        A future of the averaged bucket, for DDP. If a peer does not arrive, backward raises an error that names it.
 
     Raises:
-        TypeError: Gradients of another type, or sparse ones; a state that is no `DdpState`.
+        TypeError: The gradients have another dtype or are sparse, or ``state`` is no `DdpState`.
     """
     if not isinstance(state, DdpState):
         raise TypeError(f"ddp_hook: state: found {type(state).__name__}, expected an hzero.comm.DdpState")
@@ -96,11 +96,11 @@ def _future(
     streams = communicator.streams
     if streams is None:
         ended = torch.futures.Future(devices=[device] if device.type != "cpu" else None)
-        # An error has to be raised in a callback: DDP takes that of `set_exception` for a result.
+        # The error must be raised in a callback: DDP would use the value of `set_exception` as a result.
         result = ended.then(lambda _: chain.wait())
         chain.add_done_callback(lambda: ended.set_result(None))
         return result
-    # All work has been enqueued. The future remembers the stream on which it gets its value, and DDP waits for that stream.
+    # All work has been enqueued. The future records the current stream when it gets its value, and DDP waits for that stream.
     with streams.on(None, results=True):
         averaged = torch.futures.Future[torch.Tensor](devices=[device])
         averaged.set_result(chain.wait())

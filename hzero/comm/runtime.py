@@ -1,7 +1,6 @@
 """Runtime: executes the programs of buckets, one collective per tier with that tier's codec.
 
-The tiers are those of MI250X machines in arXiv 2501.04266; hops that sum and quantise again follow ZeRO++
-(arXiv 2306.10209).
+The tiers follow arXiv 2501.04266 on MI250X machines. Hops that sum and quantise again follow ZeRO++ (arXiv 2306.10209).
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from hzero.plan.shards import ShardPlan
 
 T = TypeVar("T")
 
-#: Comparisons of a device that have not been looked at yet, at most.
+#: Maximum number of checksum comparisons that wait on a device.
 _UNREAD = 256
-#: Bound programs that are kept; those of messages of changing sizes, such as text, are many.
+#: Number of bound programs in the cache. Messages whose sizes change, such as text, need many.
 _BOUND = 4096
-#: Buffers of one size that a device has not passed yet before one of them is taken again, which serialises their programs.
+#: Number of busy buffers of one size at which the arena reuses one, although that serialises two programs.
 _BEHIND = 4
-#: Largest buffer that waits for another program where nothing else needs it. Memory that waits is missing in a layer's
+#: Largest idle buffer, in bytes, that CPU keeps, and that a device keeps when it needs a new one. Idle memory is missing for
 #: activations, and to allocate a large buffer takes less time than to fill it.
 _SMALL = 1 << 14
 _SIZE = operator.attrgetter("size")
@@ -54,14 +53,14 @@ class Bucket:
     """Description of the tensors that a chain moves.
 
     Attributes:
-        keys: One stable number per tensor, by which residuals are kept.
-        chunks: Elements of one shard of each tensor: its size over the world, rounded up.
-        dtype: Type of the decoded elements; also their type on the wire under codec ``none``.
-        role: The kind of state; of a `Communicator`'s messages the operation.
-        channel: First part of the names of its lanes.
-        direction: Last part, of a message from rank to rank; "" for none.
-        name: Describes the tensors in messages; "" takes role and keys.
-        owned: Elements of this rank's shard of each tensor, without padding; of parameters.
+        keys: One stable number per tensor; residuals are stored by key.
+        chunks: Elements of one shard of each tensor: its size divided by the world size, rounded up.
+        dtype: Dtype of the decoded elements; also their dtype on the wire with codec ``none``.
+        role: The kind of state; for messages of a `Communicator`, the operation.
+        channel: First part of the lane names.
+        direction: Last part of the lane name of a point-to-point message; otherwise "".
+        name: Description of the tensors for messages; "" uses role and keys.
+        owned: Elements of this rank's shard of each tensor, without padding; only for parameters.
     """
 
     keys: tuple[int, ...]
@@ -80,12 +79,12 @@ class Bucket:
 
 
 def seed_of(count: int, rank: int = 0) -> int:
-    """The seed of a run; of a rank where ranks round in different ways, so that the errors of a sum do not add up."""
+    """Returns the seed of a run. Pass ``rank`` where ranks must round differently, so that the errors of a sum do not add up."""
     return (count * 1_000_003 + rank) & _SEED
 
 
 def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """Cuts ``(item, elements)`` pairs into lists of at most ``limit`` elements, at least one item each."""
+    """Groups ``(item, elements)`` pairs into lists of at most ``limit`` elements, with at least one item each."""
     bucket: list[T] = []
     filled = 0
     for item, elements in items:
@@ -104,24 +103,24 @@ def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
 class Collectives:
     """Gathers, reductions and moves that cross one tier at a time.
 
-    All take a `Bucket`: several tensors, each cut into one shard per rank, which travel as one message. What a program lists
-    is done step by step: tensors are encoded, the message crosses a tier, and is decoded, summed or encoded again. `bind`
-    makes a program ready for a bucket. Its runs submit the collectives to the `Lanes`. The chains of several buckets
-    overlap, since tiers use different links.
+    Every operation uses a `Bucket`: several tensors, each cut into one shard per rank, that travel in one message. A program
+    lists the steps: encode the tensors, send the message over a tier, then decode, sum or encode again. `bind` prepares a
+    program for a bucket. Each run submits its collectives to the `Lanes`. Chains of several buckets overlap, since tiers use
+    different links.
 
-    Every rank decodes the bytes that all others decode, its own shards included, so all hold the same bits. Sums are made in
-    float32, in the order of peers.
+    Every rank decodes the same bytes, including its shards, so all ranks get the same bits. Sums are computed in float32, in the
+    order of peers.
 
-    Nothing here averages, accumulates or keeps a copy between calls, except the residuals of error feedback.
+    This class does not average, accumulate or keep copies between calls. It keeps only the residuals of error feedback.
 
     Args:
         plan: The shard plan of this rank.
         peers: The ranks of every lane, see `hzero.comm.peers.peers_of`.
         wire_log: Counts every hop of a program.
-        lanes: Run the hops; None makes some.
-        roles: The channel of each role of buckets; None: the bucket says it.
-        library_sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements.
-            Otherwise they are made here, in float32 and in peer order, and rounded once.
+        lanes: Lanes that run the hops; None makes new ones.
+        roles: Channel of each bucket role. A role that is missing uses the channel of the bucket.
+        library_sums: Whether the library may compute sums with codec ``none``, in its order and in the dtype of the elements.
+            Otherwise this class computes them in float32, in the order of peers, and rounds once.
     """
 
     def __init__(
@@ -138,16 +137,16 @@ class Collectives:
         self.feedback = ErrorFeedback()
         self.arena = Arena(self.lanes.streams)
         self._roles = roles or {}
-        #: A program, ready for a bucket; the same object for the same ones.
+        #: Prepares a program for a bucket; the same arguments return the same object.
         self.bind: Callable[[Program, Bucket], Bound] = functools.lru_cache(_BOUND)(partial(Bound, self))
         self._unread: list[Comparison] = []
 
     def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
-        """A collective over the ranks of a lane, to be started any number of times; arguments as of `Collective`."""
+        """Returns a collective over the ranks of a lane, which can start any number of times; arguments as in `Collective`."""
         return Collective(self, lane, kind, size, what, **how)
 
     def of_step(self, step: Cross, bucket: Bucket, size: int, **how: Any) -> Collective:
-        """The collective of a program's step for a message of so many bytes, which the wire log counts."""
+        """Returns the collective of a program step, for a message of ``size`` bytes. The wire log counts it."""
         tier = step.tiers[0]
         peers = float(self.receives(step)) if step.kind == "broadcast" else step.received
         elements = step.rows * sum(bucket.chunks)
@@ -163,25 +162,25 @@ class Collectives:
         return self.prepare(self.lane(bucket, tier), step.kind, size, what, dtype=bucket.dtype, **how)
 
     def receives(self, step: Cross) -> bool:
-        """Whether this rank sends nothing in a step."""
+        """Whether this rank only receives in a step."""
         coordinate = getattr(self.plan.grid.coordinates(self.plan.rank), step.tiers[0])
         return step.kind == "receive" or (step.kind == "broadcast" and step.root != coordinate)
 
     def lane(self, bucket: Bucket, tier: Tier) -> Lane:
-        """The lane of a bucket's hops on a tier."""
+        """Returns the lane of a bucket's hops on a tier."""
         channel = self._roles.get(bucket.role, bucket.channel)
         return (channel, tier, bucket.direction) if bucket.direction else (channel, tier)
 
     def used(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, whose memory is kept until the current stream of an asynchronous device has passed this point."""
+        """Returns ``tensor``. On a device, keeps its memory until the current stream has passed this point."""
         if self.lanes.streams is not None:
             self.lanes.streams.used(tensor)
         return tensor
 
-    # ---- what arrives changed -----------------------------------------------------------------------------------
+    # ---- checksums --------------------------------------------------------------------------------------------
 
     def compare(self, comparison: Comparison) -> None:
-        """Compares checksums: at once, or in `verify` on an asynchronous device, where the host would have to wait."""
+        """Compares checksums: immediately, or in `verify` on an asynchronous device, where the host would have to wait."""
         if self.lanes.streams is None:
             comparison.check()
             return
@@ -190,10 +189,10 @@ class Collectives:
             self.verify()
 
     def verify(self) -> None:
-        """On an asynchronous device: waits for all that has arrived until now, and looks whether it has arrived whole.
+        """On an asynchronous device: waits for all messages so far, and compares their checksums.
 
         Raises:
-            HopError: A message arrived changed.
+            HopError: A message arrived corrupted.
         """
         unread, self._unread = self._unread, []
         if not unread or self.lanes.streams is None:
@@ -212,14 +211,14 @@ class Collectives:
 
 
 class Call(NamedTuple):
-    """What one run brings.
+    """Arguments of one run.
 
     Attributes:
-        seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
-        first_seed: Seed of what is encoded before the first hop; None takes the same.
+        seed: Seed of stochastic rounding. It must be the same on all ranks if copies are encoded again.
+        first_seed: Seed of encodings before the first hop; None uses ``seed``.
         scale: Loss scale of gradients; residuals are converted to it.
-        into: Called when everything has arrived. Gives the tensors, like the result, that the last step writes, or adds to if
-            it is a sum or a `Decode` that adds. If it is or gives None, new ones are made.
+        into: Called when everything has arrived. Returns the tensors that the last step writes, or adds to if it is a sum or an
+            adding `Decode`. They have the shapes of the result. If ``into`` is or returns None, the step makes new ones.
     """
 
     seed: int = 0
@@ -229,17 +228,17 @@ class Call(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step of a bound program, without a collective or with one.
+    """One step of a bound program, with or without a collective.
 
     Attributes:
-        room: What the result needs of the arena: bytes of a message, tensors, or None.
-        run: Without a collective: takes the value, the room for the result (None: it makes its own), and what ``takes`` says;
-            returns the result.
-        takes: 1: ``run`` takes a seed; 2: also the loss scale.
-        salt: Added to seeds: each hop rounds by chance in its own way, and all ranks that hold copies in the same one.
-        last: Whether the result is the caller's.
-        collective: Takes the value; its result lies in the room.
-        in_place: Whether what arrives lies where the message did.
+        room: Arena space for the result: bytes of a message, tensors, or None.
+        run: Without a collective: receives the value, the space for the result (None: it makes its own) and the arguments that
+            ``takes`` selects; returns the result.
+        takes: 1: ``run`` receives a seed; 2: a seed and the loss scale.
+        salt: Added to seeds. Each hop then rounds differently, and all ranks with the same copy round in the same way.
+        last: Whether the result belongs to the caller.
+        collective: Receives the value and writes its result into the space.
+        in_place: Whether the result overwrites the message.
     """
 
     room: int | FlatTensors | None
@@ -252,24 +251,24 @@ class _Step(NamedTuple):
 
 
 class Bound:
-    """A program of one bucket, ready to run again: layouts, descriptors, lanes, labels and counts are found once.
+    """A program prepared for one bucket: layouts, descriptors, lanes, labels and counts are computed once.
 
-    A second run allocates only the tensors, or the message, that it leaves, and large messages on CPUs.
+    A second run allocates only the tensors or the message that it returns, and large messages on CPU.
 
     Args:
-        collectives: Run it.
+        collectives: The collectives that run the program.
         program: The steps.
-        bucket: The tensors; ``bucket.dtype`` is the type of hops with codec ``none``.
+        bucket: The tensors; ``bucket.dtype`` is the dtype of hops with codec ``none``.
 
     Attributes:
         bucket: As given.
-        lanes: Those of its hops.
+        lanes: Lanes of the program's hops.
     """
 
     def __init__(self, collectives: Collectives, program: Program, bucket: Bucket) -> None:
         self._collectives, self._program, self.bucket = collectives, program, bucket
         self.lanes = [collectives.lane(bucket, cross.tiers[0]) for cross in program.crossings]
-        self._ready: tuple[torch.dtype | None, list[_Step]] = None, []  # for the type of what a run begins with
+        self._ready: tuple[torch.dtype | None, list[_Step]] = None, []  # steps by input dtype
 
     def run(
         self,
@@ -282,10 +281,11 @@ class Bound:
         """Starts the program.
 
         Args:
-            read: Gives what the first step takes: a uint8 message, or flat tensors whose missing elements count as zero.
-            then: Makes the result of what the last step leaves: a uint8 message, or flat tensors. None: that is the result.
-            after: Chains that make what ``read`` reads.
-            call: As of `Call`.
+            read: Returns the input of the first step: a uint8 message, or flat tensors whose missing elements count as zero.
+            then: Computes the result from the output of the last step: a uint8 message, or flat tensors. None returns that
+                output.
+            after: Chains that compute the tensors that ``read`` reads.
+            call: As in `Call`.
 
         Returns:
             A chain with the result of ``then``.
@@ -293,19 +293,19 @@ class Bound:
         return self._collectives.lanes.submit(self.steps(read, then, Call(**call)), self.lanes, after)
 
     def steps(self, read: Callable[[], Any], then: Callable[[Any], Any] | None, call: Call) -> Steps[Any]:
-        """Runs the steps, as `Lanes` resume it. What lies in the arena goes back once the next step has read it."""
+        """Runs the steps as a generator that `Lanes` resume. A buffer returns to the arena once the next step has read it."""
         value, arena, streams = read(), self._collectives.arena, self._collectives.lanes.streams
-        del read  # it may hold what has been read
+        del read  # it may keep the input alive
         first = value if isinstance(value, torch.Tensor) else value[0]
         (dtype, steps), device = self._ready, first.device
-        if dtype is not first.dtype:  # other threads may run it too
+        if dtype is not first.dtype:  # another thread may have changed it
             steps = self._prepared(first.dtype, device)
             self._ready = first.dtype, steps
         if streams is not None:
             list(map(streams.used, [value] if first is value else value))
         del first
         seed = call.seed if call.first_seed is None else call.first_seed
-        held: Room | None = None  # where the value lies
+        held: Room | None = None  # buffer of the value
         crossed = False
         for step in steps:
             if step.collective is not None and not crossed:
@@ -317,7 +317,7 @@ class Bound:
                 pending = step.collective.start(value, out)
                 yield pending
                 value = pending.wait(kept=held is not None and room is not None)
-                del pending  # and what was sent
+                del pending  # frees the message
                 if step.in_place:
                     continue
             else:
@@ -337,7 +337,7 @@ class Bound:
     # ---- steps, made ready --------------------------------------------------------------------------------------
 
     def _prepared(self, dtype: torch.dtype, device: torch.device) -> list[_Step]:
-        """The steps for inputs of a type."""
+        """Returns the steps for inputs of a dtype."""
         steps, ready = self._program.steps, list[_Step]()
         checked = self._program.checked if self._collectives.plan.checksum else lambda _: (0, 0)
         makers: dict[Any, Callable[..., list[_Step]]] = {
@@ -373,7 +373,7 @@ class Bound:
         codec = Codec.from_config(step.codec)
         made: list[_Step] = []
         encoded = bucket.dtype if step.codec.traits.exact else dtype
-        if step.codec.traits.plain and dtype != encoded == torch.bfloat16:  # the same records: cast as they are encoded
+        if step.codec.traits.plain and dtype != encoded == torch.bfloat16:  # the same records, cast while encoding
             codec, encoded = Codec(RecordFormat.of("bf16")), dtype
         if order.table is not None:
             made.append(_Step(None, partial(self._in_table, _rows_of(order.table, device)[0])))
@@ -391,7 +391,7 @@ class Bound:
         return [*made, _Step(encode.bytes, with_residuals, 2) if adds else _Step(encode.bytes, encode, 1)]
 
     def _in_table(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
-        """Tensors whose shards lie in the order of a table's rows."""
+        """Reorders shards by the rows of a table."""
         padded = (
             torch.nn.functional.pad(tensor, (0, len(rows) * chunk - tensor.numel()))
             for tensor, chunk in zip(tensors, self.bucket.chunks)
@@ -450,7 +450,7 @@ class Bound:
 
 
 def _compared(run: Callable[..., Any], arrived: Arrived, *arguments: Any) -> Any:
-    """The result of a call that adds up the checksums of the message that it reads."""
+    """Calls ``run`` on a message with checksums, and compares the checksums that it has added up."""
     sums = arrived.message.new_zeros(arrived.parts, dtype=torch.int64)
     made = run(arrived.message, *arguments, sums)
     arrived.compare(sums)
@@ -458,7 +458,7 @@ def _compared(run: Callable[..., Any], arrived: Arrived, *arguments: Any) -> Any
 
 
 def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
-    """Tensors in another type; one without all of its shards is shorter."""
+    """Converts tensors to another dtype; a tensor without all of its shards is shorter."""
     made = [room[: tensor.numel()] for room, tensor in zip(out, tensors)]
     torch._foreach_copy_(made, list(tensors))
     return made
@@ -466,8 +466,8 @@ def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -
 
 @functools.lru_cache(maxsize=64)
 def _rows_of(table: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shard of every row, and row of every shard."""
-    rows = torch.tensor(table)  # on the host: other lanes' streams, which do not wait for this one's, read them too
+    """Returns the shard of every row, and the row of every shard."""
+    rows = torch.tensor(table)  # computed on the host: streams of other lanes do not wait for this one
     return rows.to(device), rows.argsort().to(device)
 
 
@@ -479,13 +479,13 @@ def _described(step: Cross, bucket: Bucket) -> str:
 
 
 class _Cut:
-    """A collective of messages without a fixed size: the largest number of bytes is exchanged first, and the host waits.
+    """A collective of messages without a fixed size. It first exchanges the largest size, for which the host waits.
 
     Args:
-        collectives: Run it.
+        collectives: The collectives that run it.
         bucket: The tensors.
-        step: The collective.
-        device: Where the message lies.
+        step: The program step.
+        device: Device of the message.
     """
 
     def __init__(self, collectives: Collectives, bucket: Bucket, step: Cross, device: torch.device) -> None:
@@ -497,25 +497,25 @@ class _Cut:
         self._row_bytes = step.message_bytes(bucket.chunks, bucket.dtype.itemsize) // step.rows
 
     def start(self, message: torch.Tensor, _: torch.Tensor | None) -> Pending:
-        """Sends the longest part of any rank, and the parts of the message, filled up with zeros."""
+        """Exchanges the length of the longest part on any rank, then the parts, padded with zeros to that length."""
         step, bucket, what = self._step, self._bucket, _described(self._step, self._bucket)
         lane = self._collectives.lane(bucket, step.tiers[0])
         receives = self._collectives.receives(step)
         used = [] if receives else self._codec.cut(message, self._parts, self._row_bytes)
-        told = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
-        asks: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
-        asking = self._collectives.prepare(lane, asks, told.numel(), f"{what} (lengths)", root=step.root)
-        length = int(asking.start(told).wait().view(torch.int64).max())
+        longest = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
+        kind: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
+        lengths = self._collectives.prepare(lane, kind, longest.numel(), f"{what} (lengths)", root=step.root)
+        length = int(lengths.start(longest).wait().view(torch.int64).max())
         sent = message.new_zeros(self._parts, length)
         for place, part in zip(sent, used):
             place[: part.numel()] = part
         return self._collectives.of_step(step, bucket, sent.numel(), then=self._whole).start(sent.view(-1))
 
     def _whole(self, arrived: torch.Tensor) -> Any:
-        """The message with records of their full size.
+        """Returns the message with records of their full size.
 
         Raises:
-            HopError: Bytes that the codec does not write.
+            HopError: The message has bytes that the codec does not write.
         """
         try:
             return self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
@@ -525,39 +525,38 @@ class _Cut:
 
 @dataclass(eq=False)
 class Collective:
-    """A collective over the k ranks of a lane, with all that does not change from one start to the next.
+    """A collective over the k ranks of a lane, with everything that stays the same between starts.
 
-    ``all_gather`` brings uint8 ``[b]`` of every rank to ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part i
-    of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
-    for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
+    ``all_gather`` collects uint8 ``[b]`` of every rank into ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part
+    i of ``[k * b]`` to rank i; part i of the output comes from rank i. ``reduce_scatter`` returns this rank's part of the sum,
+    ``[b]``. ``broadcast`` fills ``[b]`` with the bytes of one rank, ``send`` and ``receive`` with the bytes of a peer.
 
-    With checksums each part is followed by 16 bytes. Then sums are made here, in float32, since a library that sums on its
-    way has no message to check. On gloo and MPI they are always made here (`TorchWires.library_sums` is False).
+    With checksums, each part ends with 16 extra bytes. Sums are then computed here, in float32, because a library that sums on
+    the way has no message to check. On gloo and MPI, sums are always computed here (`TorchWires.library_sums` is False).
 
-    Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
-    with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles
-    the messages that a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message
-    to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
+    An all-gather has three algorithms. ``library`` is the library's: mostly a ring in NCCL and RCCL, whose latency grows with k.
+    ``doubling`` is recursive doubling for any k, by Bruck et al. (IEEE TPDS 8(11), 1997). Every round doubles the messages of a
+    rank, so ceil(log2 k) rounds suffice. ``pairs`` is one round, in which every rank sends its message to each peer. PCCL (arXiv
+    2504.18658) measures on Frontier at which sizes the latency of rings dominates.
 
     Attributes:
-        collectives: Have the lane.
+        collectives: The collectives with the lane.
         lane: The lane.
         kind: The collective, the same on all ranks.
         size: Bytes of the message.
-        what: Describes the message, for errors.
-        algorithm: Of an all-gather, the same on all ranks.
-        root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
-        dtype: Type of the elements that are summed.
-        counts: What the wire log counts of each start; None: nothing.
-        then: Makes the result of what has arrived; None: that is the result.
-        written: Whether messages come with the checksums of their bytes, if they have some.
-        read: Whether what takes the result compares them: that is an `Arrived`.
-        uneven: Of an all-to-all without checksums: bytes for each rank, and from each; None: parts are equal.
+        what: Description of the message, for errors.
+        algorithm: Algorithm of an all-gather, the same on all ranks.
+        root: Coordinate of the broadcasting rank; for a send or receive, the peer's rank in the group.
+        dtype: Dtype of summed elements.
+        counts: Entry that the wire log adds for each start; None is not counted.
+        then: Computes the result from the output; None returns the output.
+        written: Whether messages already contain the checksums of their bytes.
+        read: Whether the consumer of the result compares checksums; the result is then an `Arrived`.
+        uneven: For an all-to-all without checksums: bytes for each rank, and bytes from each rank. None: equal parts.
         peers: The ranks of the lane.
-        output_bytes: Bytes of the buffer that it fills; 0 where it fills the message itself.
+        output_bytes: Bytes of the output buffer; 0 if the collective overwrites the message.
         checksum: Whether its messages have checksums.
-        finish: Makes the result of the bytes that have arrived and the number of the message on its lane. None: they are the
-            result.
+        finish: Computes the result from the output and the message's number on its lane; None returns the output.
     """
 
     collectives: Collectives
@@ -607,17 +606,17 @@ class Collective:
         """Starts the collective.
 
         Args:
-            message: uint8, contiguous; of a rank that only receives, what is filled.
-            output: uint8 ``[output_bytes]``, which belongs to the collective until its result has been read; None makes one.
+            message: uint8, contiguous. On a rank that only receives, the buffer to fill.
+            output: uint8 ``[output_bytes]``. It belongs to the collective until its result has been read. None makes one.
 
         Returns:
-            The collective; of several rounds the last one, once the others have ended.
+            The collective in flight. If it has several rounds, the last round, after the others have ended.
 
         Raises:
-            HopError: It cannot be started, since peers are gone.
+            HopError: It cannot start because peers are gone.
         """
         log, peers, began = self.collectives.wire_log, self.peers, None
-        if self.counts is not None:  # a hop that the host starts and ends is timed by its clock, wherever its memory is
+        if self.counts is not None:  # without streams, the host's clock times a hop on any device
             began = time.monotonic() if self.collectives.lanes.streams is None else log.timer(message.device)
         # With uneven rows nothing may arrive: an empty output of its own, not the message.
         if output is None and (self.output_bytes or self.uneven):
@@ -630,13 +629,13 @@ class Collective:
                     message = addressed(message, address, checked=self.written)
                 output = message if output is None else output
                 return Pending(self, self._start(output, message), (message, output), began)
-        except HopError:  # of a round
+        except HopError:  # from a round of `_doubling`
             raise
-        except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
+        except RuntimeError as error:  # gloo closed the pair after a message did not arrive
             raise MissingPeerError.of(f"{self} cannot start: ", error) from error
 
     def _starter(self) -> Callable[[torch.Tensor, torch.Tensor], Work]:
-        """What starts the messages, of an output and a message."""
+        """Returns the function that starts the messages, given an output and a message."""
         wires = self.peers.wires
         if self.kind == "broadcast":
             return lambda output, _: wires.broadcast(output, self.root)
@@ -654,10 +653,11 @@ class Collective:
         return wires.all_gather if self.kind == "all_gather" else wires.all_to_all  # type: ignore[no-any-return]
 
     def _doubling(self, output: torch.Tensor, message: torch.Tensor) -> Work:
-        """Makes all rounds but the last one, which it starts. Rank i then holds the messages of i, i + 1, .. (modulo k).
+        """Runs all rounds except the last, which it starts. Rank i then has the messages of i, i + 1, .. (modulo k).
 
-        It has those of the ranks i to i + distance - 1 in the first rows of what it holds. In a round it sends them, or as many
-        as are missing, to rank i - distance, and receives as many from rank i + distance in the rows that follow.
+        Before a round, the first rows of its buffer hold the messages of ranks i to i + distance - 1. In the round it sends
+        these rows, or as many as are missing, to rank i - distance. It receives as many rows from rank i + distance, and stores
+        them behind.
         """
         place, ranks = self.peers.coordinate, len(self.peers.ranks)
         held = output.view(ranks, -1)
@@ -673,7 +673,7 @@ class Collective:
             distance *= 2
 
     def _finish(self, output: torch.Tensor, number: int) -> torch.Tensor | Arrived:
-        """What a message of this number on its lane has brought: in the order of coordinates, compared, and summed."""
+        """Orders the output by coordinates, compares its checksums, and sums it. ``number``: of the message on its lane."""
         peers = self.peers
         if self.algorithm == "doubling":
             output = output.view(len(peers.ranks), -1).roll(peers.coordinate, 0).view(-1)
@@ -683,7 +683,7 @@ class Collective:
             senders = range(len(peers.ranks)) if alone is None else [alone]
             parts, ranks = output.view(len(senders), -1), [peers.ranks[sender] for sender in senders]
             address = addresses(number, senders, [here if self._parts > 1 else 0], output.device)
-            sent = parts[:, -CHECKSUM_BYTES:].clone().view(torch.int64)  # the buffer will have other bytes
+            sent = parts[:, -CHECKSUM_BYTES:].clone().view(torch.int64)  # the buffer will be reused
 
             def compare(sums: torch.Tensor) -> None:
                 arrived = torch.nn.functional.pad(sums.unsqueeze(1), (0, 1)) + address
@@ -703,9 +703,9 @@ class Collective:
         return output if self.then is None else self.then(output)
 
     def _summed(self, output: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
-        """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of the elements, in place of the first ones."""
+        """Sums ``[k][n]`` over ``k`` in float32, rounds once to the elements' dtype, and overwrites the first ``n``."""
         size = self.size // len(self.peers.ranks)
-        if self._add_up is None:  # for the device of what arrives
+        if self._add_up is None:  # prepared once, for the output's device
             codec, parts = Codec.from_config(PLAIN), (len(self.peers.ranks) if sums else 0, 0)
             how: dict[str, Any] = {"dtype": self.dtype, "device": output.device, "to": codec, "parts": parts}
             self._add_up = codec.summer(len(self.peers.ranks), (size // self.dtype.itemsize,), inner=1, **how)
@@ -713,13 +713,13 @@ class Collective:
 
 
 class Pending:
-    """A collective under way, which is counted as started.
+    """A collective in flight, which is counted as started.
 
     Args:
         collective: The collective.
-        work: What is under way.
-        buffers: What it reads and fills, the output last.
-        began: When, of a hop that the wire log counts; on a device its timer.
+        work: The library's handle.
+        buffers: The buffers that it reads and writes, the output last.
+        began: Start time of a hop that the wire log counts; on a device, its timer.
     """
 
     def __init__(
@@ -734,10 +734,10 @@ class Pending:
         self._hop = hops.started
 
     def end(self) -> None:
-        """Waits for the collective; on a device the current stream does.
+        """Waits for the collective. On a device, the current stream waits.
 
         Raises:
-            HopError: The collective failed, a peer is gone or the group's timeout passed.
+            HopError: The collective failed, a peer is gone, or the group's timeout passed.
         """
         if self._work is None:
             return
@@ -756,13 +756,13 @@ class Pending:
             collective.collectives.wire_log.add(collective.counts, taken)
 
     def wait(self, kept: bool = False) -> Any:
-        """Waits as `end` does, and returns what has arrived.
+        """Waits as in `end`, and returns the result.
 
-        On a device the buffers belong to the stream of the lane, which does not wait for the collective. They live until the
-        current stream, which does, is past this point; those of the arena (``kept``) live anyway.
+        On a device, the buffers belong to the lane's stream, which does not wait for the collective. They are kept until the
+        current stream, which does wait, has passed this point. Buffers of the arena (``kept``) live longer anyway.
 
         Raises:
-            HopError: Also if a message arrived changed, and the host can look at once.
+            HopError: As in `end`, or a message arrived corrupted and the host can compare immediately.
         """
         self.end()
         collective: Collective = self.collective
@@ -779,14 +779,14 @@ class Pending:
 
 
 class FlatTensors(NamedTuple):
-    """Tensors between two steps: their type and elements."""
+    """Tensors between two steps: their dtype and their numbers of elements."""
 
     dtype: torch.dtype
     numels: list[int]
 
     @property
     def bytes(self) -> int:
-        """Their memory."""
+        """Their memory in bytes."""
         return sum(self.numels) * self.dtype.itemsize
 
 
@@ -796,9 +796,9 @@ class Room:
     Attributes:
         buffer: Its memory, uint8.
         size: Its bytes.
-        event: On a device: recorded where it was last used.
-        wanted: What it was last taken for.
-        view: A message of so many bytes in it, or flat tensors, one after the other.
+        event: On a device: recorded at its last use.
+        wanted: The size or tensors of the last `Arena.take`.
+        view: A message in the buffer, or flat tensors one after the other.
     """
 
     def __init__(self, buffer: torch.Tensor, streams: DeviceStreams | None) -> None:
@@ -808,21 +808,21 @@ class Room:
         self.view: Any = None
 
     def __del__(self) -> None:
-        # Also of an engine that nobody has closed, and of a chain that has failed: its streams may still use the memory.
+        # Streams may still use the memory of an engine that was never closed, or of a chain that failed.
         if self._streams is not None:
-            with contextlib.suppress(Exception):  # at the end of the process the device may be gone
+            with contextlib.suppress(Exception):  # at process exit the device may be gone
                 self._streams.used_by_all(self.buffer)
 
 
 class Arena:
-    """Memory of messages, which a run of a program takes step by step and leaves to the next run.
+    """Buffers for messages. A program run takes them step by step, and leaves them for the next run.
 
-    A buffer is used again at once on CPUs, where large buffers are not kept. On a device the stream that takes a buffer
-    waits for the event of its last use; until some are `_BEHIND`, a buffer that the device has passed or a new one is taken
-    instead, so that programs overlap. Before it makes a new one it frees large ones that the device has passed.
+    On CPU, a buffer can be reused immediately, and large buffers are not kept. On a device, the stream that takes a buffer waits
+    for the event of its last use. To let programs overlap, `take` prefers a buffer that the device has passed, or a new one,
+    until `_BEHIND` buffers of that size are busy. Before it makes a new buffer, it frees large ones that the device has passed.
 
     Args:
-        streams: Of the lanes; None on CPUs.
+        streams: Streams of the lanes; None on CPU.
     """
 
     def __init__(self, streams: DeviceStreams | None) -> None:
@@ -831,7 +831,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, wanted: int | FlatTensors, device: torch.device) -> Room:
-        """A buffer of at least so many bytes, or for such tensors, for the current stream."""
+        """Returns a buffer of at least ``wanted`` bytes, or for these tensors, for use on the current stream."""
         size = wanted if isinstance(wanted, int) else wanted.bytes
         streams = self._streams
         with self._lock:
@@ -857,7 +857,7 @@ class Arena:
         return room
 
     def give(self, room: Room) -> None:
-        """Takes a buffer back that the current stream has used last."""
+        """Takes back a buffer that the current stream has used last."""
         if self._streams is not None:
             room.event.record(self._streams.device.current_stream())
         elif room.size > _SMALL:
@@ -871,11 +871,11 @@ class Arena:
 
 @dataclass
 class Residual:
-    """What encodings on one tier have lost of one parameter until now.
+    """Accumulated encoding loss of one parameter on one tier.
 
     Attributes:
-        values: The loss, bfloat16, flat; updated where it lies.
-        scale: Loss scale of it.
+        values: The loss, bfloat16, flat; updated in place.
+        scale: Loss scale of the values.
     """
 
     values: torch.Tensor
@@ -885,29 +885,28 @@ class Residual:
 class ErrorFeedback:
     """Residuals in bfloat16, one per tier and parameter (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847).
 
-    A residual is at most an encoding's error, and bfloat16 loses a 256th of that. It is kept once: an encoding reads it and
-    overwrites it (as LoCo does, arXiv 2407.04480). A step that is skipped discards its gradients. Residuals that they have
-    changed start at zero again, so such a step loses at most the error of one more encoding. Residuals start at zero.
+    A residual is at most one encoding error, and bfloat16 loses a 256th of it. There is one copy: an encoding reads it and
+    overwrites it (as in LoCo, arXiv 2407.04480). A skipped step discards its gradients and resets the residuals that they
+    changed to zero. Such a step loses at most the error of one more encoding. Residuals start at zero.
     """
 
     def __init__(self) -> None:
         self._residuals: dict[tuple[str, int], Residual] = {}
-        self._changed: dict[tuple[str, int], Residual] = {}  # since the last step that is done
+        self._changed: dict[tuple[str, int], Residual] = {}  # since the last completed step
 
     def of(
         self, name: str, keys: Sequence[int], tensors: Sequence[torch.Tensor], scale: float
     ) -> tuple[list[torch.Tensor], list[float]]:
-        """The residuals to add to tensors before they are encoded, which the encoding overwrites with what it loses.
+        """Returns the residuals to add to tensors before they are encoded. The encoding overwrites them with its loss.
 
         Args:
-            name: Of the residuals, such as the tier of the hop.
-            keys: Of the tensors.
+            name: Name of the residuals, such as the tier of the hop.
+            keys: Keys of the tensors.
             tensors: Flat floating tensors.
             scale: Loss scale of ``tensors``, and so of the new residuals.
 
         Returns:
-            Tensors of as many elements as ``tensors``, and the factors to multiply them by, which convert residuals of
-            another scale.
+            Tensors with as many elements as ``tensors``, and the factors that convert their loss scale.
         """
         residuals, factors = [], []
         for key, tensor in zip(keys, tensors):
@@ -922,21 +921,21 @@ class ErrorFeedback:
         return residuals, factors
 
     def commit(self) -> None:
-        """The step is done: its residuals are added to the next gradients."""
+        """Keeps the residuals of a completed step; they are added to the next gradients."""
         self._changed.clear()
 
     def discard(self) -> None:
-        """Sets residuals to zero that gradients since the last `commit`, which were discarded, have changed."""
+        """Sets the residuals to zero that discarded gradients have changed since the last `commit`."""
         for kept in self._changed.values():
             kept.values.zero_()
         self._changed.clear()
 
     @property
     def bytes(self) -> int:
-        """Memory of the residuals on this rank."""
+        """Memory of the residuals on this rank, in bytes."""
         return sum(kept.values.nbytes for kept in self._residuals.values())
 
     def clear(self) -> None:
-        """Forgets all residuals: their weights have been replaced."""
+        """Drops all residuals, after their weights have been replaced."""
         self._residuals.clear()
         self._changed.clear()

@@ -1,4 +1,4 @@
-"""Wire log: bytes and time of every hop per role and tier, counted without synchronising the device."""
+"""Wire log: bytes and time of every hop by role and tier, counted without synchronising the device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class WireEntry:
     """Totals of all hops of one role on one tier with one codec, on this rank.
 
     Attributes:
-        role: Kind of state; of a `Communicator`'s messages the operation.
+        role: Kind of state; for messages of a `Communicator`, the operation.
         tier: Tier of the hops.
         codec: Codec of the messages.
         hops: Number of collectives.
-        elements: Elements of this rank's messages; where one rank alone sends, its peers count what they receive.
-        payload_bytes: Bytes of these messages, scales and record padding included.
+        elements: Elements of this rank's messages. If only one rank sends, its peers count the elements that they receive.
+        payload_bytes: Bytes of these messages, including scales and record padding.
         wire_bytes: Bytes that this rank received from its peers.
-        raw_bytes: ``wire_bytes`` with codec ``none`` instead of this one.
+        raw_bytes: ``wire_bytes`` if the codec were ``none``.
         seconds: Time between start and end of the hops. Hops may overlap, so the sum can exceed the wall time.
     """
 
@@ -42,11 +42,11 @@ class WireEntry:
 
 
 class HopTimer:
-    """Time of one hop: by device events on a device, by the host clock otherwise.
+    """Time of one hop: by device events on a device, by the host clock on CPU.
 
     Args:
         device: Device of the message.
-        spare: Events that no other hop needs any more, which this one takes, and gives back when they have been read.
+        spare: Idle pairs of events. The timer takes one, and returns it after the events have been read.
     """
 
     def __init__(self, device: torch.device, spare: list[tuple[torch.Event, torch.Event]] | None = None) -> None:
@@ -60,7 +60,7 @@ class HopTimer:
             self._events[0].record()
 
     def stop(self) -> None:
-        """Marks the end of the hop, once; on a device by an event, without waiting."""
+        """Marks the end of the hop, once; on a device with an event, without waiting."""
         if self._events is not None:
             self._events[1].record()
         elif self._elapsed is None:
@@ -72,7 +72,7 @@ class HopTimer:
         return self._elapsed is not None or (events is not None and events[1].query())
 
     def seconds(self) -> float:
-        """Elapsed seconds. Waits for the device where the hop has not ended."""
+        """Elapsed seconds. Waits for the device if the hop has not ended."""
         if self._events is not None:
             self._events[1].synchronize()
             self._elapsed = self._events[0].elapsed_time(self._events[1]) / 1e3
@@ -82,20 +82,20 @@ class HopTimer:
 
 
 class WireLog:
-    """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does."""
+    """Counts every hop of one stage. Reading totals may synchronise the device; counting never does."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self._spare: list[tuple[torch.Event, torch.Event]] = []
-        self._lock = threading.Lock()  # hops may end on another thread than the reader's
+        self._lock = threading.Lock()  # hops may end on other threads
 
     def timer(self, device: torch.device) -> HopTimer:
-        """A timer of a hop from now on."""
+        """Starts the timer of a hop."""
         return HopTimer(device, self._spare)
 
     def add(self, counts: WireEntry, taken: float | HopTimer) -> None:
-        """Adds one finished hop with what it counts; ``taken``: its seconds, or its timer, which is stopped here."""
+        """Adds the counts of a completed hop. ``taken``: its seconds, or its timer, which is stopped here."""
         key = counts.role, counts.tier, counts.codec
         with self._lock:
             entry = self._entries.get(key)
@@ -114,13 +114,13 @@ class WireLog:
             self._read_timers(wait=False)
 
     def _read_timers(self, *, wait: bool) -> None:
-        """Adds the times of hops that have ended, in order; or of all."""
+        """Adds the times of ended hops, in order; with ``wait``, the times of all hops."""
         while self._running and (wait or self._running[0][1].ready()):
             entry, timer = self._running.popleft()
             entry.seconds += timer.seconds()
 
     def entries(self) -> list[WireEntry]:
-        """Totals since the last `reset`, sorted by role, tier and codec; copies, safe to keep."""
+        """Totals since the last `reset`, sorted by role, tier and codec; copies that are safe to keep."""
         with self._lock:
             self._read_timers(wait=True)
             return [dataclasses.replace(entry) for _, entry in sorted(self._entries.items())]
@@ -130,7 +130,7 @@ class WireLog:
         return [dataclasses.asdict(entry) for entry in self.entries()]
 
     def wire_bytes(self, tier: Tier | None = None, role: str | None = None) -> int:
-        """Bytes that this rank received: of one tier, of one role, or of all."""
+        """Bytes that this rank received: on one tier, for one role, or in total."""
         with self._lock:
             return sum(
                 entry.wire_bytes

@@ -148,8 +148,7 @@ class Engine(Traffic):
 
     In a step, a front end calls `Weights.unshard` at every use of weights, `Gradients.accumulate` in every backward and
     `Gradients.finish` after the last one. Then it calls `before_step`, `Weights.mark_stale` for the parameters that its
-    optimizer
-    has stepped, and `after_step`.
+    optimizer has stepped, and `after_step`.
 
     Args:
         config: The block.
@@ -243,9 +242,8 @@ class Engine(Traffic):
     def state_dict(self) -> dict[str, int] | None:
         """Returns the counts from which seeds of stochastic rounding are made.
 
-        A run that resumes with the same plan then rounds gradients like an uninterrupted run. Weights are rounded differently
-        if a
-        load groups them into other messages than a step does.
+        A run that resumes with the same plan then rounds gradients like an uninterrupted run. Weights are rounded differently if
+        a load groups them into other messages than a step does.
 
         Returns:
             None if no codec rounds stochastically. The checkpoint files then stay stock.

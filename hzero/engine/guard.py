@@ -230,9 +230,8 @@ class Guard:
     def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:
         """Ratios of one round trip for the shards of one weight and one gradient over all ranks; each audit takes others.
 
-        Shards with values that are not finite are left out. If refreshes send differences, the ratio is computed for the copy
-        of the
-        weight that all ranks have: a difference alone loses far more.
+        Shards with values that are not finite are left out. If refreshes send differences, the ratio is computed for the copy of
+        the weight that all ranks have: a difference alone loses far more.
         """
         differs, refreshed = self._plan.differences > 0, self._plan.refresh_hops()
         measured = self._weights.up_to_date() if differs else list(self._weights.parameters.values())

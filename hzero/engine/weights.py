@@ -127,8 +127,7 @@ class Weights:
         """Starts to rebuild stale resident copies: the copies in ``needed`` (None: all), and a few more.
 
         Buckets of a route start in the order of keys, which is mostly the order of forward. Few run ahead of `unshard`, since
-        each one
-        uses two buffers of its message's size.
+        each one uses two buffers of its message's size.
         """
         for param in list(self.parameters.values()) if needed is None else needed:
             if param.key in self._stale:
@@ -193,8 +192,7 @@ class Weights:
         """Keeps decoded weights, or reorders a payload ``[rows][tensor][record]`` by parameter, ``[tensor][rows][record]``.
 
         An unshard of consecutive parameters then sends part of the payload without a copy. The memory is freed when all of them
-        have
-        been refreshed again.
+        have been refreshed again.
         """
         plan = params[0].route.plan
         if plan.whole_copies:
