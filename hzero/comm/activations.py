@@ -2,12 +2,11 @@
 
 Megatron-LM's pairs (arXiv 1909.08053, section 3; with sequences that are split, arXiv 2205.05198), the all-to-all of Ulysses
 (arXiv 2309.14509) and of experts, over a `Communicator`, each tier with its codec. Backward takes the codec's loss for none
-(straight through), and its own collective has the same codecs. After an all-reduce all ranks of the group have the same bits.
-So what is computed from them alone, as the gradients of parameters that each of them keeps whole, is the same bits, too.
+(straight through), and its own collective has the same codecs. After an all-reduce all ranks of the group have the same bits. So
+what is computed from them alone, as the gradients of parameters that each of them keeps whole, is the same bits, too.
 
-All ranks of the group call the same functions in the same order, with tensors of the same type and, except in
-`exchange_rows`, the same shape. Gradients of the
-second order are not defined. ``torch.compile`` leaves them out: its graph breaks there.
+All ranks of the group call the same functions in the same order, with tensors of the same type and, except in `exchange_rows`,
+the same shape. Gradients of the second order are not defined. ``torch.compile`` leaves them out: its graph breaks there.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ def copy_to(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
 def reduce_from(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     """The sum of all ranks' tensors; in backward the gradient itself.
 
-    For what leaves layers whose inputs are split: Megatron's ``reduce_from_tensor_model_parallel_region``, its function g.
-    The error of an element is that of `Communicator.all_reduce`. Arguments and errors as of `copy_to`.
+    For what leaves layers whose inputs are split: Megatron's ``reduce_from_tensor_model_parallel_region``, its function g. The
+    error of an element is that of `Communicator.all_reduce`. Arguments and errors as of `copy_to`.
     """
     return _pair(tensor, group, Communicator.all_reduce, lambda _, gradient: gradient)
 
@@ -120,10 +119,9 @@ def reduce_scatter_to(tensor: torch.Tensor, group: Communicator, dim: int) -> to
 def exchange(tensor: torch.Tensor, group: Communicator, split: int, gather: int) -> torch.Tensor:
     """Part i along one dimension goes to rank i, and what comes from all ranks is laid one after the other along another one.
 
-    In Ulysses a rank that has some tokens of all heads, ``[batch, length / ranks, heads, size]``, gets all tokens of some
-    heads, ``[batch, length, heads / ranks, size]``, by ``split=2, gather=1``. Experts' tokens, grouped by the rank of the
-    expert, go there by ``split=0, gather=0``. Backward is the way back. The error of an element is that of
-    `Communicator.all_to_all`.
+    In Ulysses a rank that has some tokens of all heads, ``[batch, length / ranks, heads, size]``, gets all tokens of some heads,
+    ``[batch, length, heads / ranks, size]``, by ``split=2, gather=1``. Experts' tokens, grouped by the rank of the expert, go
+    there by ``split=0, gather=0``. Backward is the way back. The error of an element is that of `Communicator.all_to_all`.
 
     Args:
         tensor: float32, bfloat16 or float16, of the same shape on all ranks.

@@ -126,12 +126,12 @@ class Communicator:
 
     Most machines have three tiers: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``. An operation
     crosses them one after the other: gathers and broadcasts from the outermost inwards, sums and all-to-alls from the innermost
-    outwards. On each it sends payloads in the codec of that tier; where two tiers have one codec a payload that is only
-    copied passes unchanged. All ranks decode the same bytes, the owner of a tensor too, so they end with the same bits.
+    outwards. On each it sends payloads in the codec of that tier; where two tiers have one codec a payload that is only copied
+    passes unchanged. All ranks decode the same bytes, the owner of a tensor too, so they end with the same bits.
 
-    Sums are made in float32, in the order of the ranks of a tier group, tier by tier; a narrow type is never summed. With
-    codec ``none`` or ``mpc`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the
-    library, nor on when messages arrive, and differs from another order of additions by rounding alone.
+    Sums are made in float32, in the order of the ranks of a tier group, tier by tier; a narrow type is never summed. With codec
+    ``none`` or ``mpc`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the library, nor on
+    when messages arrive, and differs from another order of additions by rounding alone.
 
     Every operation returns its result, and changes no argument. With ``async_op=True`` it returns a handle at once, whose
     ``wait()`` gives the result (`Chain`). The arguments have been read then, except on a GPU, where ``wait_read()`` makes the
@@ -604,9 +604,8 @@ def for_dimension(
 ) -> Communicator:
     """A communicator for the activations of one parallel dimension, with the codecs of ``codecs.tensor`` and so on.
 
-    Make it before the engine, and give it to `hzero.comm.activations`. An engine with the stage that is built after it
-    counts its hops in its own wire log, under the dimension's name. Its ranks keep their places in the world's
-    grid.
+    Make it before the engine, and give it to `hzero.comm.activations`. An engine with the stage that is built after it counts
+    its hops in its own wire log, under the dimension's name. Its ranks keep their places in the world's grid.
 
     Args:
         dimension: ``tensor``, ``sequence`` or ``expert``; an engine of a ``PipelineModule`` makes those of ``pipeline`` and

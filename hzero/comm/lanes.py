@@ -1,7 +1,7 @@
-"""Lanes: what runs the hops of all chains, each tier's one after the other.
+"""Lanes: run the hops of all chains, one after the other on each tier.
 
-A lane is a thread on CPUs and a stream on an accelerator. It takes the hops of the chains that use it in the order in which
-they were submitted, which is the same on all ranks. So ranks that submit alike start the collectives of a communicator alike.
+A lane is a thread on CPU and a stream on an accelerator. It runs the hops of its chains in the order of submission, which is the
+same on all ranks. So all ranks start the collectives of a communicator in the same order.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
-#: What a chain runs. It yields None when it has read its inputs, then each hop (`hzero.comm.runtime.Pending`) when it has started
-#: it; of a hop of several rounds the last one. It is resumed when the hop has ended, and returns the chain's result.
+#: Generator of a chain. It yields None after reading its inputs, then each hop (`hzero.comm.runtime.Pending`) after starting it;
+#: for a hop of several rounds, the last round. It is resumed when the hop has ended, and returns the chain's result.
 Steps: TypeAlias = Generator[Any, None, T]
-#: How long hops under way may take to end after an exception, whose peers may never come, in seconds.
+#: Maximum wait for hops in flight after an exception, in seconds: their peers may never arrive.
 _AFTER_ERROR_S = 3.0
 
 
 class DeviceStreams:
-    """At most six streams of high priority, since a device has few hardware queues, and one per direction of messages.
+    """At most six high-priority streams, since a device has few hardware queues, and one stream per message direction.
 
-    Codec kernels before a hop run on the stream of its tier, those of results on streams of their own: so the next message
-    is encoded while a hop is under way. From the third tier on, tiers share a stream. Under the order ``strict``
-    collectives have a stream, and all results share one.
+    Codec kernels before a hop run on the stream of its tier; kernels for results run on other streams. The next message is thus
+    encoded while a hop is in flight. From the third tier on, tiers share a stream. With order ``strict``, all collectives share
+    one stream, and all results share one.
 
     Args:
-        device: Makes streams and events: ``torch.cuda``, or an accelerator of DeepSpeed.
-        order: As for `Lanes`.
+        device: Makes streams and events: ``torch.cuda`` or a DeepSpeed accelerator.
+        order: As in `Lanes`.
     """
 
     def __init__(self, device: Any, order: CollectiveOrder = "lanes") -> None:
@@ -56,7 +56,7 @@ class DeviceStreams:
         self._tiers: dict[Tier | None, int] = {}
 
     def on(self, lane: Lane | None, *, results: bool = False) -> AbstractContextManager[Any]:
-        """Makes the stream of a lane current, or that of its results."""
+        """Makes the stream of a lane, or the stream for its results, current."""
         if lane is not None and len(lane) > 2:
             return self._on(lane)
         number = min(self._tiers.setdefault(lane and lane[1], len(self._tiers)), 2)
@@ -68,7 +68,7 @@ class DeviceStreams:
         return self.device.stream(self._streams[key])  # type: ignore[no-any-return]
 
     def collective(self, start: Callable[..., Any]) -> Work:
-        """Starts a collective behind all others, and on their stream."""
+        """Starts a collective after all earlier ones, on their common stream."""
         before = self.event()
         with self._on("collectives"):
             self.wait(before)
@@ -76,7 +76,7 @@ class DeviceStreams:
             return SimpleNamespace(wait=partial(self.wait, self.event()))
 
     def event(self) -> Any:
-        """An event recorded on the current stream."""
+        """Returns an event recorded on the current stream."""
         event = self.device.Event()
         event.record(self.device.current_stream())
         return event
@@ -86,7 +86,7 @@ class DeviceStreams:
         self.device.current_stream().wait_event(event)
 
     def join(self) -> None:
-        """Makes the current stream wait for all that the lanes have been given."""
+        """Makes the current stream wait for everything that was submitted to the lanes."""
         for stream in self._streams.values():
             self.device.current_stream().wait_stream(stream)
 
@@ -102,19 +102,19 @@ class DeviceStreams:
 
 @contextlib.contextmanager
 def host_steps(device: int) -> Iterator[None]:
-    """Around a part of a chain on a GPU whose hops the host starts and ends, as those over MPI, which knows no streams.
+    """Wraps a part of a chain on a GPU whose hops the host starts and ends, such as over MPI, which has no streams.
 
-    Inputs may come from any stream and results go to any, so the host waits before the part for the device and after it for
-    the part. It has not run on a GPU, and costs the overlap of encoding with compute.
+    Inputs may come from any stream, and any stream may read results. So the host waits for the device before the part, and for
+    the part after it. This has not run on a GPU. It prevents the overlap of encoding with compute.
     """
-    torch.cuda.set_device(device)  # of this thread, which may be a lane's
+    torch.cuda.set_device(device)  # per thread, and lanes have their own
     torch.cuda.synchronize()
     yield
     torch.cuda.current_stream().synchronize()
 
 
 class Chain(Generic[T]):
-    """The hops of one bucket behind one handle; made by `Lanes.submit`.
+    """The hops of one bucket; made by `Lanes.submit`.
 
     Attributes:
         lanes: Lanes of the hops.
@@ -123,7 +123,7 @@ class Chain(Generic[T]):
     def __init__(self, run_by: Lanes, steps: Steps[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]]) -> None:
         self.lanes = lanes
         self._run_by, self._steps, self._after = run_by, steps, after
-        self._ended: float = 0  # hops that have; infinite when the result is there, or an error
+        self._ended: float = 0  # ended hops; infinite once there is a result or an error
         self._changed = threading.Condition()
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -133,21 +133,21 @@ class Chain(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the result is there, or an error. On a device: whether all work has been enqueued."""
+        """Whether there is a result or an error. On a device: whether all work has been enqueued."""
         return self._ended == math.inf
 
     @torch.compiler.disable
     def wait(self) -> T:
-        """Returns the chain's result when it is there; may be called again.
+        """Waits for the result and returns it; may be called again.
 
-        On a device the host does not wait: the current stream does.
+        On a device, the current stream waits, not the host.
 
         Raises:
-            HopError: A hop of this chain, or of one that it waits for, failed.
+            HopError: A hop of this chain, or of a chain that it depends on, failed.
         """
         streams = self._run_by.streams
         if streams is None and self._ended < math.inf:
-            with record_function("hzero: wait"), self._changed:  # a call less on the way of a gather
+            with record_function("hzero: wait"), self._changed:  # inlined: every gather waits here
                 self._changed.wait_for(lambda: self._ended == math.inf)
         if self._error is not None:
             raise self._error
@@ -159,14 +159,14 @@ class Chain(Generic[T]):
         return result  # type: ignore[no-any-return]
 
     def take(self) -> T:
-        """The result, for the only chain that comes after this one; it is not kept."""
+        """Returns the result and drops it. Only for the single chain that depends on this one."""
         result, self._result = self._result, None
         return result  # type: ignore[return-value]
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once `wait` would return or raise at once, on any thread; now if it is so already.
+        """Calls ``callback`` on any thread once `wait` would not block; immediately if that is already so.
 
-        A lane does not go on meanwhile, so it must not wait for another chain.
+        The lane is blocked during the call, so ``callback`` must not wait for another chain.
         """
         with self._changed:
             if not self.done:
@@ -176,14 +176,14 @@ class Chain(Generic[T]):
 
     @torch.compiler.disable
     def wait_read(self) -> None:
-        """On a device: makes the current stream wait until the chain has read its inputs, which may then be overwritten."""
+        """On a device: makes the current stream wait until the chain has read its inputs. They may then be overwritten."""
         if self._read is not None:
             self._run_by.streams.wait(self._read)  # type: ignore[union-attr]
 
     def _resume(self) -> Any:
-        """Goes on to the next hop and starts it; None where inputs have been read, or the result is there.
+        """Runs the generator to its next hop, which it starts. Returns None after reading inputs, and at the end.
 
-        At first it waits for the chains that make its inputs, and reads these.
+        The first call waits for the chains that compute the inputs.
         """
         after, self._after = self._after, ()
         for other in after:
@@ -198,7 +198,7 @@ class Chain(Generic[T]):
             return None
 
     def _pass(self, hops: float, result: T | None = None, error: BaseException | None = None) -> None:
-        """So many hops have ended, or all that the chain does."""
+        """Records that ``hops`` hops have ended; infinite: the whole chain has."""
         with self._changed:
             self._result, self._error, self._ended = result, error, hops
             self._changed.notify_all()
@@ -206,7 +206,7 @@ class Chain(Generic[T]):
             callback()
 
     def _await(self, hops: float) -> None:
-        """Waits until as many hops have ended, or the whole chain has."""
+        """Waits until ``hops`` hops have ended, or the whole chain has."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended >= hops)
 
@@ -214,32 +214,32 @@ class Chain(Generic[T]):
 class Lanes:
     """Runs the hops of chains.
 
-    A chain takes its places on the lanes of its hops when it is submitted, which all ranks do alike. So the places have one
-    order on all ranks. A hop comes behind the one before it in its chain, and behind the chains that its chain reads. So the
-    first hop that has not ended can always go on, and no rank waits for ever.
+    A chain takes its place on each of its lanes when it is submitted. All ranks submit chains in the same order, so the places
+    have one order on all ranks. A hop runs after the previous hop of its chain, and after the chains that its chain reads. The
+    first hop that has not ended can therefore always run, and no rank waits forever.
 
-    On CPUs a chain reads its inputs where it is submitted, or on its first lane's thread if it comes after others. Each hop, and
-    what is computed before it, runs on the thread of its lane, once the chain's hop before it has ended. The last hop's lane
-    makes the result, after it has started its next hop if that can start.
+    On CPU, a chain reads its inputs in `submit`, or on the thread of its first lane if it depends on other chains. Each hop, and
+    the computation before it, runs on the thread of its lane after the chain's previous hop. The lane of the last hop computes
+    the result. If its next hop can start, it starts that one first.
 
-    On a device all of a chain is enqueued when it is submitted. The stream of a hop's lane waits for the chain's hop before it.
-    So it encodes the next chain's message while its own hop is under way. Results have streams of their own.
+    On a device, `submit` enqueues the whole chain. The stream of a hop's lane waits for the chain's previous hop. It can thus
+    encode the next chain's message while its hop is in flight. Results use other streams.
 
-    On a device whose hops MPI carries, lanes are threads, since only the host starts and ends such hops.
+    On a device with transport MPI, lanes are threads, since only the host can start and end such hops.
 
-    Where lanes are threads, of the order ``lanes``, the roles of a stage have lanes and communicators of their own (`apart`): a
-    gather that is needed now shares a link with a reduction, and does not wait behind it. A device has few hardware queues.
+    If lanes are threads with order ``lanes``, each role of a stage has separate lanes and communicators (`apart`). An urgent
+    gather then shares a link with a reduction instead of waiting for it. A device has too few hardware queues for this.
 
     Args:
         streams: Streams of a device; None for threads.
-        around: Made and entered around each part of a chain, where ``streams`` is None.
-        order: ``strict`` runs one hop at a time, over all lanes; ``lanes`` one of each lane.
+        around: Makes a context for each part of a chain; only without ``streams``.
+        order: ``strict`` runs one hop at a time over all lanes, ``lanes`` one hop per lane.
 
     Attributes:
         streams: As above.
         order: As above.
-        kind: What carries the hops, in words.
-        failures: Chains that have failed.
+        kind: Name of the device and transport.
+        failures: Number of failed chains.
     """
 
     def __init__(
@@ -257,20 +257,20 @@ class Lanes:
 
     @property
     def apart(self) -> bool:
-        """Whether roles have lanes of their own."""
+        """Whether each role has separate lanes."""
         return self.streams is None and self.order == "lanes"
 
     def submit(self, steps: Steps[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
         """Starts a chain. All ranks of a lane submit its chains in the same order.
 
         Args:
-            steps: Read their inputs, start a hop on each of ``lanes``, in this order, and make the result. They may run on
+            steps: Reads its inputs, starts a hop on each of ``lanes``, in this order, and computes the result. It may run on
                 another thread.
             lanes: Lanes of the hops.
             after: Chains whose results this one reads.
 
         Returns:
-            The chain. Its inputs are read on this call, except where it comes after others.
+            The chain. This call has read its inputs, unless ``after`` has chains.
         """
         chain = Chain(self, steps, lanes, after)
         interrupt: BaseException | None = None
@@ -284,7 +284,7 @@ class Lanes:
                         chain._resume()
                         if not lanes:
                             chain._resume()
-                except BaseException as error:  # its lanes will know of it
+                except BaseException as error:  # its lanes raise it to the waiters
                     interrupt = self._fail(chain, error)
             with self._changed:
                 if lanes or not chain.done:
@@ -297,7 +297,7 @@ class Lanes:
         return chain
 
     def _fail(self, chain: Chain[Any], error: BaseException) -> BaseException | None:
-        """Keeps the error for whoever waits for the chain, which all ranks do at the same point; gives an interrupt back."""
+        """Stores the error for waiters of the chain, so that all ranks raise at the same point. Returns an interrupt."""
         if not chain.done:
             self.failures += 1
             chain._pass(math.inf, error=error)
@@ -306,32 +306,32 @@ class Lanes:
     # ---- threads ------------------------------------------------------------------------------------------------
 
     def _jobs_of(self, lane: Lane | None) -> queue.SimpleQueue[Any]:
-        """Makes a lane."""
+        """Makes the queue and the thread of a lane."""
         jobs = self._jobs[lane] = queue.SimpleQueue()
         name = f"hzero {' '.join(lane)}" if lane else "hzero"
         threading.Thread(target=self._serve, args=(jobs,), name=name, daemon=True).start()
         return jobs
 
     def _serve(self, jobs: queue.SimpleQueue[Any]) -> None:
-        """Runs a lane's hops. The next one starts, if it can at once, before the result of the last is made: links stay busy."""
-        torch.set_grad_enabled(False)  # of this thread
+        """Runs a lane's hops. To keep links busy, it starts a ready next hop before it computes the result of the last one."""
+        torch.set_grad_enabled(False)  # per thread
         ended: Iterator[None] = iter(())
         while True:
             if jobs.empty():
                 next(ended, None)
             chain, index, lane = jobs.get()
             waits = chain._ended < index or any(other._ended < math.inf for other in chain._after)
-            if waits:  # maybe for that result
+            if waits:  # possibly for the pending result
                 next(ended, None)
             hop = self._run(chain, index, lane)
-            del chain  # its result is not this lane's to keep
+            del chain  # or the lane would keep its result alive
             next(hop, None)
             next(ended, None)
             next(hop, None)
             ended = hop
 
     def _run(self, chain: Chain[Any], index: int, lane: Lane | None) -> Iterator[None]:
-        """Starts a hop of a chain, ends it, and makes the result if it is the last; yields in between."""
+        """Starts a hop of a chain, ends it, and computes the result if it is the last hop; yields in between."""
         last, started = index + 1 >= len(chain.lanes), False
         if chain._ended < index:
             chain._await(index)
@@ -342,12 +342,12 @@ class Lanes:
                     if chain._after:
                         chain._resume()
                     pending = chain._resume()
-                assert (pending is None) == (lane is None), "it has as many hops as it has announced"
+                assert (pending is None) == (lane is None), "a chain starts one hop on each of its lanes"
                 if pending is not None:
                     started = True
                     yield
                     pending.end()
-                    del pending  # what was sent is not needed any more
+                    del pending  # frees the message
                     if last:
                         yield
                         with self._around():
@@ -368,7 +368,7 @@ class Lanes:
     # ---- streams ------------------------------------------------------------------------------------------------
 
     def _enqueue(self, chain: Chain[Any], streams: DeviceStreams) -> BaseException | None:
-        """Enqueues all of a chain."""
+        """Enqueues the whole chain."""
         lanes, started, before = chain.lanes, 0, streams.event()
         try:
             with streams.on(lanes[0] if lanes else None, results=not lanes), lasting():
@@ -394,7 +394,7 @@ class Lanes:
         return None
 
     def before_others(self) -> None:
-        """Before collectives of others: under ``strict`` a device's current stream waits for all hops submitted so far.
+        """Call before collectives outside the lanes. With ``strict``, a device's current stream waits for all submitted hops.
 
         All ranks call it between the same chains.
         """
@@ -409,9 +409,9 @@ class Lanes:
             self.streams.join()
 
     def drain(self) -> None:
-        """Waits for all chains in flight, which all ranks must do, since a hop needs its peers. Raises the error of one.
+        """Waits for all chains in flight. All ranks must call it, since a hop needs its peers. Raises the error of a chain.
 
-        On a device the current stream waits: memory that is freed afterwards is used again behind them.
+        On a device, the current stream waits. Memory that is freed afterwards is reused only after the chains.
         """
         self.join()
         while under_way := [chain for chain in list(self._running) if not chain.done]:
@@ -419,19 +419,19 @@ class Lanes:
                 chain.wait()
 
     def end(self, within_s: float | None) -> bool:
-        """On CPUs: waits until no chain is under way, whatever becomes of them. Gives up after a time, if there is one.
+        """On CPU: waits until no chain is in flight, whether chains succeed or fail. None waits without a limit.
 
         Returns:
-            Whether all have ended.
+            Whether all chains have ended in time.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, within_s)
 
 
 def lasting() -> AbstractContextManager[Any]:
-    """Inside, tensors are made that outlive an evaluation under `torch.inference_mode`: backward can save them later."""
+    """Context in which tensors outlive an evaluation under `torch.inference_mode`, so that backward can save them later."""
     if not torch.is_inference_mode_enabled():
-        return torch.no_grad()  # this is called at every module
+        return torch.no_grad()  # the usual case, without a stack: every module calls this
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
@@ -444,16 +444,16 @@ _of_world: tuple[Any, Lanes] | None = None
 
 
 def shared_lanes(device: Any = None, transport: TransportName = "torch", order: CollectiveOrder | None = None) -> Lanes:
-    """The lanes of this process, for as long as torch.distributed's world lives: its engines share communicators.
+    """Returns the lanes of this process, one set per world of torch.distributed: engines share communicators.
 
     Args:
-        device: An asynchronous device, whose memory hops carry: ``torch.cuda``, or an accelerator of DeepSpeed. None: CPUs.
-        transport: What carries them.
-        order: As for `Lanes`; None takes that of lanes that are there. New ones are strict on ROCm: RCCL can deadlock with
-            several communicators in flight (ROCm/rccl#2191).
+        device: An asynchronous device whose memory hops carry: ``torch.cuda`` or a DeepSpeed accelerator. None: CPU.
+        transport: Transport of the messages.
+        order: As in `Lanes`; None accepts the order of existing lanes. New lanes are strict on ROCm, since RCCL can deadlock
+            with several communicators in flight (ROCm/rccl#2191).
 
     Raises:
-        ConfigError: The lanes are there, and for other hops or in another order; or MPI cannot be used any more.
+        ConfigError: Lanes exist with another device, transport or order. Or MPI is no longer usable.
     """
     global _of_world
     if transport == "mpi":
@@ -476,16 +476,16 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
     if found.kind != kind:
         raise ConfigError(f"transport: found hops of {kind} and of {found.kind} in one process; expected one kind")
     if order not in (None, found.order):
-        raise ConfigError(f"order: found {order!r}, expected {found.order!r}, which hops of this process already have")
+        raise ConfigError(f"order: found {order!r}, expected {found.order!r}, the order of this process's earlier hops")
     return found
 
 
 @functools.cache
 def _end_with_process() -> None:
-    """From now on no hop outlives its process group or the interpreter.
+    """Ensures that no hop outlives its process group or the interpreter.
 
-    A thread of gloo that reports a hop's end while the interpreter ends aborts the process. A script may end inside an
-    accumulation window, and an exception anywhere.
+    If a gloo thread reports the end of a hop during interpreter shutdown, the process aborts. A script may end inside an
+    accumulation window, and an exception may occur anywhere.
     """
     stock, process = dist.destroy_process_group, os.getpid()
 
@@ -496,9 +496,9 @@ def _end_with_process() -> None:
         stock(group)
 
     def at_exit() -> None:
-        if os.getpid() != process:  # a fork, which has no hops of its own
+        if os.getpid() != process:  # a forked process has no hops
             return
-        failed = hasattr(sys, "last_type")  # Python has printed an exception that nobody has caught
+        failed = hasattr(sys, "last_type")  # set after an uncaught exception
         if not _end_hops(after_error=failed) and failed:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -509,5 +509,5 @@ def _end_with_process() -> None:
 
 
 def _end_hops(after_error: bool) -> bool:
-    """Waits for the hops under way: for as long as hops may take, since peers may be late, or shortly after an error."""
+    """Waits for hops in flight: without a limit, since peers may be late, or shortly after an error."""
     return _of_world is None or _of_world[1].end(_AFTER_ERROR_S if after_error else None)

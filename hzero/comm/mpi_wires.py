@@ -1,7 +1,7 @@
 """MPI wires: messages as bytes over a communicator of MPI, in host memory or where the MPI library reads it, in a GPU's.
 
-MPI sums nothing here, announces nothing, and moves messages on only while somebody asks: `MpiWork.wait` does. None of its
-calls that could wait without end is made where a rank could not give up.
+MPI sums nothing here, announces nothing, and moves messages on only while somebody asks: `MpiWork.wait` does. None of its calls
+that could wait without end is made where a rank could not give up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peers: the ranks of each lane, what carries messages between them, and who is to blame if one does not come."""
+"""Peers: the ranks of each lane, their transport, and the error that names a rank that does not arrive."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class LaneHops:
-    """Hops of this rank on one lane, counted where they start and where they have been waited for.
+    """Hops of this rank on one lane, counted at their start and after their wait.
 
     Attributes:
-        name: Of the lane and its ranks, the same on all of them.
-        ranks: Of the world.
-        timeout_s: Longest wait for one hop.
-        started: Hops that this rank has started; the same on all ranks once all have come.
-        ended: Those that it has waited for. On a device a wait does not block, so this says little there.
-        since: When the last one started.
-        size: Its bytes.
-        what: Describes it.
-        passed: Says whether the device is past it; None: a wait says so.
+        name: Name of the lane and its ranks, the same on all of them.
+        ranks: World ranks.
+        timeout_s: Maximum wait for one hop, in seconds.
+        started: Hops that this rank has started; the same on all ranks once all have arrived.
+        ended: Hops that it has waited for. On a device, a wait does not block, so this number says little.
+        since: Start time of the last hop.
+        size: Bytes of the last hop.
+        what: Returns a description of the last hop.
+        passed: Returns whether the device has passed the last hop; None: only a wait shows it.
     """
 
     name: str
@@ -52,8 +52,8 @@ class LaneHops:
     def waited_s(self) -> float:
         """Seconds since the start of the last hop, or 0 if it has ended."""
         waited_s, waits = time.monotonic() - self.since, self.started > self.ended
-        if self.passed is not None and not waits and waited_s > self.timeout_s / 2:  # earlier it may capture a graph
-            with contextlib.suppress(RuntimeError):  # of a device that has failed
+        if self.passed is not None and not waits and waited_s > self.timeout_s / 2:  # earlier, a graph may be captured
+            with contextlib.suppress(RuntimeError):  # the device has failed
                 waits = not self.passed()
         return waited_s if waits else 0.0
 
@@ -63,9 +63,9 @@ class Peers:
     """The ranks of a lane.
 
     Attributes:
-        wires: What carries their messages: `TorchWires`, or `hzero.comm.mpi_wires.MpiWires` with the same methods.
-        ranks: Of the world, in the order of coordinates.
-        coordinate: That of this rank.
+        wires: Transport of their messages: `TorchWires`, or `hzero.comm.mpi_wires.MpiWires` with the same methods.
+        ranks: World ranks in the order of coordinates.
+        coordinate: Coordinate of this rank.
         hops: Counts the hops of the lane.
         messages: Messages with checksums so far, the same on all ranks.
     """
@@ -78,7 +78,7 @@ class Peers:
 
     @classmethod
     def of(cls, lane: Lane, wires: Any, ranks: Sequence[int], timeout: timedelta) -> Peers:
-        """The peers of a lane. All users of a lane in this process count its hops together."""
+        """Returns the peers of a lane. All users of a lane in this process share its hop counts."""
         name = f"{' '.join(lane)} {zlib.crc32(repr([*ranks]).encode())}"
         hops = shared_watchdog().lanes.setdefault(name, LaneHops(name, ranks, timeout.total_seconds()))
         return cls(wires, ranks, ranks.index(dist.get_rank()), hops)
@@ -93,17 +93,17 @@ def peers_of(
     backend: str | None = None,
     streams: DeviceStreams | None = None,
 ) -> dict[Lane, Peers]:
-    """The peers of this rank: for each channel one group of each tier, innermost first; none for a tier of size 1.
+    """Returns the peers of this rank: for each channel, one group per tier, innermost first; none for a tier of size 1.
 
-    Every rank makes only its own groups, so the number of calls and the memory do not depend on the size of the world.
+    Every rank makes only its groups. The number of calls and the memory do not depend on the world size.
 
     Args:
-        plan: The shard plan of this rank; it says which transport.
-        timeout: Longest wait for one hop; None takes the world's timeout.
-        channels: Names of what has communicators of its own.
-        ranks: Rank in the world of each rank of the plan; None where they are the same.
-        backend: Of process groups; None takes the world's.
-        streams: Order collectives on a device.
+        plan: The shard plan of this rank, which also sets the transport.
+        timeout: Maximum wait for one hop; None uses the world's timeout.
+        channels: Names with separate communicators.
+        ranks: World rank of each rank of the plan; None if they are the same.
+        backend: Backend of process groups; None uses the world's.
+        streams: Streams that order collectives on a device.
     """
     timeout, made = timeout or world_timeout(), dict[Lane, Peers]()
     for tier in plan.grid.crossed:
@@ -123,19 +123,19 @@ def wires_of(
     backend: str | None = None,
     streams: DeviceStreams | None = None,
 ) -> Any:
-    """The wires of a lane between ranks of the world, in this order; made at the first call. All its ranks must call alike.
+    """Returns the wires of a lane for ``ranks``, in this order; made at the first call. All its ranks must make the same call.
 
     Args:
-        transport: ``torch`` makes a process group, ``mpi`` a communicator of MPI.
-        lane: What they are for.
-        ranks: Of the world.
-        timeout: Longest wait for one collective.
-        backend: Of a process group; None takes the world's.
-        streams: Order collectives on a device.
+        transport: ``torch`` makes a process group, ``mpi`` an MPI communicator.
+        lane: Name of the communicator.
+        ranks: World ranks.
+        timeout: Maximum wait for one collective.
+        backend: Backend of a process group; None uses the world's.
+        streams: Streams that order collectives on a device.
 
     Raises:
         ConfigError: MPI cannot be used.
-        MissingPeerError: Not all ranks have come to make a communicator of MPI.
+        MissingPeerError: Not all ranks arrived to make an MPI communicator.
     """
     if transport == "mpi":
         from hzero.comm.mpi_wires import communicator_of
@@ -147,19 +147,19 @@ def wires_of(
 
 
 def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
-    """A name for new lanes, which ends with the most chains that have failed on a rank: none is used again after a failure.
+    """Returns a name for new lanes that is not reused after a failure: it ends with the largest failure count of a rank.
 
-    A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
-    Collective over the ranks.
+    If one rank failed alone, its peers may have started a hop that it has not. On the same lane, its next hop would be paired
+    with that one. Collective over the ranks.
 
     Args:
-        name: How it begins.
-        failures: Failed chains of this rank.
-        group: Of the ranks.
-        ranks: Of the world.
+        name: Prefix of the name.
+        failures: Number of failed chains on this rank.
+        group: Process group of the ranks.
+        ranks: World ranks.
 
     Raises:
-        HopError: A rank does not answer.
+        HopError: A rank does not respond.
     """
     every = [failures] * len(ranks)
     try:
@@ -175,23 +175,23 @@ def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks
 
 
 class HopError(PlainError):
-    """A hop failed, or a message arrived changed. It names the collective, its payload, tier and ranks."""
+    """A hop failed, or a message arrived corrupted. The message names the collective, its payload, tier and ranks."""
 
 
 class MissingPeerError(HopError, PeerError):
-    """A collective failed or timed out since peers are gone or late. The message also says who did not come."""
+    """A collective failed or timed out because peers are gone or late. The message also names them."""
 
     @classmethod
     def of(
         cls, what: str, error: Exception | None = None, lane: LaneHops | None = None, number: int = 0
     ) -> MissingPeerError:
-        """The error of a collective that has failed.
+        """Returns the error for a failed collective.
 
         Args:
-            what: The collective, how it ended, and a colon, before who is missing.
-            error: What the library says of it.
-            lane: As for `Watchdog.missing`.
-            number: As for `Watchdog.missing`.
+            what: Description of the collective and how it ended, with a colon at the end; the missing ranks follow.
+            error: Error of the library.
+            lane: As in `Watchdog.missing`.
+            number: As in `Watchdog.missing`.
         """
         ranks, text = shared_watchdog().missing(lane, number)
         said = f" ({str(error).partition(chr(10))[0]})" if error is not None else ""
@@ -200,7 +200,7 @@ class MissingPeerError(HopError, PeerError):
 
 @contextlib.contextmanager
 def blaming() -> Iterator[None]:
-    """Turns an error of a collective outside hops, such as DeepSpeed's all-reduce of the norm, into one that names who.
+    """Context that names missing ranks if a collective outside hops fails, such as DeepSpeed's all-reduce of the norm.
 
     Raises:
         MissingPeerError: A collective failed or timed out.

@@ -1,9 +1,9 @@
-"""Watchdog: when a wait fails, it names the ranks that did not come.
+"""Watchdog: names the ranks that did not arrive when a wait fails.
 
-Once a second a thread tells the store of torch.distributed where this rank is: its step, the hops that it has started on each
-lane, and the last one. The hot path only counts (`LaneHops`). A rank whose wait fails reads the records of the ranks
-that it waited for. No record says which line of code a rank is in: a thread cannot look into another one without a risk of
-crashing the process. Host and process are there, for ``py-spy dump``.
+A thread writes a record of this rank to the store of torch.distributed once per second: its step, the number of hops that it has
+started on each lane, and the last hop. The hot path only counts (`LaneHops`). A rank whose wait fails reads the records of the
+ranks that it waited for. A record has no line of code, since a thread cannot inspect another one without the risk of a crash. It
+has host and process id, for ``py-spy dump``.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from hzero.validation import NoAnswer, PeerError, hook_errors, in_time, some
 if TYPE_CHECKING:
     from hzero.comm.peers import LaneHops
 
-#: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.
+#: Minimum seconds between two records of a rank, and maximum records per second of all ranks together.
 PERIOD_S, WRITES_PER_S = 1.0, 2000
-#: Periods without a new record after which a rank counts as frozen or gone.
+#: Number of periods without a new record after which a rank counts as frozen or gone.
 _SILENT = 4
-#: How long the store may take to answer, in seconds.
+#: Maximum wait for the store, in seconds.
 _ANSWER_S = 3.0
-#: Records that one question may read: at least the first, and at most so many that all ranks together read the second.
+#: Maximum number of records that one query reads: the first number, or the second divided by the world size if that is more.
 _READ, _READ_BY_ALL = 64, 2**18
-#: Ranks to blame, as far as they are known, and the same in words.
+#: The missing ranks, if known, and a text that describes them.
 Missing: TypeAlias = tuple[Sequence[int], str]
 
 
 class Watchdog:
-    """Writes this rank's record, warns of long waits, and finds out who did not come.
+    """Writes this rank's record, warns of long waits, and finds the ranks that did not arrive.
 
-    A rank writes every second or, in worlds of more than 2,000 ranks, so seldom that all of them together write 2,000
-    records a second: every 38 s with 75,264 ranks. It counts as frozen or gone after 4 periods without a new record.
-    A question reads at most 64 records, or 2^18 divided by the ranks where that is more: those of the ranks that follow in
-    the group, so that the ranks of a large group read all of them together.
+    A rank writes every second. In worlds of more than 2,000 ranks it writes less often, so that all ranks together write 2,000
+    records per second: every 38 s with 75,264 ranks. A rank counts as frozen or gone after 4 periods without a new record. A
+    query reads at most 64 records, or 2^18 divided by the world size if that is more. It reads the ranks that follow in the
+    group, so that the ranks of a large group read all records together.
 
     Args:
         rank: This rank.
-        world_size: Ranks of the world.
-        connect: Makes a connection to the store, which nobody else uses.
+        world_size: Number of ranks in the world.
+        connect: Makes a connection to the store that no other thread uses.
 
     Attributes:
-        step: Optimizer steps that this rank has finished.
-        micro: Micro-steps that it has begun since.
-        lanes: The hops of this rank, by the name of their lane.
+        step: Optimizer steps that this rank has completed.
+        micro: Micro-steps that it has started since.
+        lanes: The hops of this rank, by lane name.
         pid: This process.
         period_s: Seconds between two records.
     """
@@ -67,16 +67,16 @@ class Watchdog:
         self._rank, self._world_size, self._world = rank, world_size, dist.group.WORLD
         self._store = functools.cache(connect)
         self.lanes: dict[str, LaneHops] = {}
-        self._error: Missing | None = None  # the first rank that has ended with an error
-        self._missing: tuple[int, Missing] = -1, ((), "")  # hops that had ended when a wait failed, and who was missing
+        self._error: Missing | None = None  # the first rank that ended with an error
+        self._missing: tuple[int, Missing] = -1, ((), "")  # ended hops when a wait failed, and the missing ranks
         self._answered, self._warned = time.monotonic(), (-1, -1)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hzero watchdog", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread that enters the interpreter at its end would abort the process
+        atexit.register(self.stop)  # a thread that runs during shutdown would abort the process
 
     def stop(self) -> None:
-        """Ends the thread; the last record stays in the store."""
+        """Stops the thread; the last record stays in the store."""
         self._stopped.set()
         self._thread.join(_ANSWER_S)
 
@@ -87,7 +87,7 @@ class Watchdog:
                 late = [lane for lane in list(self.lanes.values()) if lane.waited_s() > lane.timeout_s / 2]
                 if late and self._warned != (self.step, self.micro):
                     self._warned = self.step, self.micro
-                    # This thread must go on writing, or others would take the rank for frozen.
+                    # This thread must keep writing, or other ranks would consider this one frozen.
                     threading.Thread(target=self._warn, args=(late[0], late[0].started), daemon=True).start()
                 self._stopped.wait(self.period_s)
 
@@ -107,7 +107,7 @@ class Watchdog:
             "missing": self._missing[1] if self._missing[0] == self._ended() else None,  # None: no wait has failed
         }
         self._store().set(f"hzero rank {self._rank}", json.dumps(record))
-        if self._error is None:  # read now: the store may go with that rank
+        if self._error is None:  # read now: the store may end with that rank
             self._error = json.loads(self._store().compare_set("hzero error", "", "null"))
         self._answered = time.monotonic()
 
@@ -119,32 +119,32 @@ class Watchdog:
         return sum(lane.ended for lane in list(self.lanes.values()))
 
     def tell(self, error: BaseException) -> None:
-        """Tells all ranks that this one ends with an error; the first that is no other rank's fault counts."""
+        """Reports to all ranks that this one ends with an error. The first error that no other rank caused counts."""
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        told = json.dumps(((self._rank,), f"{self._who()}, which has ended with {what}"))
+        report = json.dumps(((self._rank,), f"{self._who()}, which has ended with {what}"))
         with contextlib.suppress(NoAnswer, RuntimeError):
             if not isinstance(error, PeerError):
-                in_time(lambda: self._store().compare_set("hzero error", "null", told), _ANSWER_S)
-        if self._rank == 0:  # the store may go with this rank, and others still read it
+                in_time(lambda: self._store().compare_set("hzero error", "null", report), _ANSWER_S)
+        if self._rank == 0:  # the store may end with this rank while others read it
             time.sleep(2 * self.period_s)
 
     def missing(self, lane: LaneHops | None = None, number: int = 0) -> Missing:
-        """Who did not come to a collective that has failed or timed out.
+        """Finds the ranks that did not arrive at a collective that failed or timed out.
 
-        A rank that has ended with an error of its own is to blame. Else one that has written nothing for several periods.
-        Else those that others blame which have given up. Else those that are behind. The answer takes about as long as a
-        rank's silence has to last, or twice as long.
+        A rank that ended with an error of its own is to blame. Otherwise, a rank without a record for several periods.
+        Otherwise, a rank that is blamed by ranks which have given up. Otherwise, a rank that is behind. The answer takes one to
+        two times as long as a rank must be silent to count as gone.
 
         Args:
-            lane: Of the hop; None for a collective outside hops.
-            number: Of the hop on its lane.
+            lane: Lane of the hop; None for a collective outside hops.
+            number: Number of the hop on its lane.
         """
         failed, found = self._missing
-        if failed != self._ended():  # else hops on several lanes have failed for one reason
-            self._missing = self._ended(), ((), "")  # others read that this rank asks too
+        if failed != self._ended():  # else hops on several lanes failed for one reason
+            self._missing = self._ended(), ((), "")  # tells others that this rank has given up
             found = self._find(lane, number)
         if lane is not None:
-            lane.ended, lane.passed = lane.started, None  # nobody waits for it any more
+            lane.ended, lane.passed = lane.started, None  # no wait follows
         self._missing = self._ended(), found
         with contextlib.suppress(NoAnswer, RuntimeError):  # before this rank ends
             in_time(self._write, _ANSWER_S)
@@ -160,9 +160,9 @@ class Watchdog:
         return ranks, f"waited for {text}" if ranks else "no rank that it asked is missing; others may name one"
 
     def _compare(self, lane: LaneHops | None, number: int) -> Missing:
-        """Compares this rank with those that are in the same collective, until somebody is to blame.
+        """Compares this rank's record with the records of its peers in the collective, until a rank is to blame.
 
-        No clock of another host is used: a rank is silent if its record does not change while this rank looks.
+        No clock of another host is used. A rank is silent if its record does not change during this call.
         """
         self._write()
         store, group = self._store(), range(self._world_size) if lane is None else lane.ranks
@@ -184,7 +184,7 @@ class Watchdog:
 
 
 def _judged(records: dict[int, Any], silent: set[int], lane: LaneHops | None, number: int, last: bool) -> Missing:
-    """Whom the records show to be missing; ``last``: also ranks that wait, and may still answer whom they blame."""
+    """Finds missing ranks from the records. ``last`` also counts ranks that wait and may yet report whom they blame."""
     unequal, gone, blamed, behind = dict[int, str](), dict[int, str](), dict[int, str](), dict[int, str]()
     for rank, record in records.items():
         if record is None:
@@ -210,7 +210,7 @@ _of_world: tuple[Any, Watchdog] | None = None
 
 
 def shared_watchdog() -> Watchdog:
-    """The watchdog of this process, for as long as torch.distributed's world lives; started by the first call."""
+    """Returns the watchdog of this process, one per world of torch.distributed; the first call starts it."""
     global _of_world
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
         hook_errors()
@@ -219,6 +219,6 @@ def shared_watchdog() -> Watchdog:
 
 
 def tell(error: BaseException) -> None:
-    """Tells the other ranks, if there is a world, that this one ends with an error."""
+    """Reports to the other ranks, if there is a world, that this one ends with an error."""
     if _of_world is not None and _of_world[0] is dist.group.WORLD and _of_world[1].pid == os.getpid():  # no fork
         _of_world[1].tell(error)

@@ -1,4 +1,4 @@
-"""Wires: what carries the messages of one group of ranks, how torch.distributed does it, and its process groups."""
+"""Wires: the message transport of one group of ranks, its implementation on torch.distributed, and process groups."""
 
 from __future__ import annotations
 
@@ -21,39 +21,41 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from hzero.config import Tier
 
 T = TypeVar("T")
-#: The channel of a stage's lanes.
+#: Channel of a stage's lanes.
 STAGE = "stage"
-#: A communicator: the group of one tier, of the stage or for one use of a `Communicator`. Messages from rank to rank have one
-#: more part, their direction.
+#: Name of a communicator: channel and tier, for a stage or one use of a `Communicator`. Point-to-point messages add a third
+#: part, their direction.
 Lane: TypeAlias = tuple[str, Tier] | tuple[str, Tier, str]
-#: Messages under way: ``wait()`` waits for them, and raises RuntimeError where one failed or the group's timeout passed.
+#: Messages in flight. ``wait()`` waits for them, and raises RuntimeError if one failed or the group's timeout passed.
 Work: TypeAlias = Any
-#: Functions of torch.distributed: torch 2.13 has other names, and warns of these.
+#: Functions of torch.distributed. torch 2.13 renames them, and warns of the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _STOCK = getattr(dist, _REDUCE_SCATTER)
 
 
 class DisagreementError(RuntimeError):
-    """A message of another size has come than this rank expects; whoever waits makes a `HopError` of it."""
+    """A message has another size than this rank expects; `Pending.end` turns it into a `HopError`."""
 
 
 class TorchWires:
-    """A process group of torch.distributed, on which nobody else sends; k is the number of its ranks, i the place of one.
+    """A process group of torch.distributed that only its lane uses; k is its size, i the position of one rank.
 
     Buffers are contiguous and belong to the work until it has ended.
 
     Args:
         group: The group.
-        timeout: Longest wait for a message from rank to rank; collectives have the group's own.
-        in_order: Starts a collective behind those before it, see `hzero.comm.lanes.DeviceStreams.collective`; None: at once.
+        timeout: Maximum wait for a point-to-point message; collectives use the timeout of the group.
+        in_order: Starts a collective after all earlier ones, see `hzero.comm.lanes.DeviceStreams.collective`. None starts it
+            immediately.
 
     Attributes:
-        all_gather: Sends uint8 ``[b]`` of every rank to ``[k * b]``; takes the output and the message.
-        all_to_all: Sends part i of uint8 ``[k * b]`` to rank i; part i of the output comes from it. Parts may be uneven, though
-            not over MPI: it then takes the bytes from each rank and those for each.
+        all_gather: Sends uint8 ``[b]`` of every rank to ``[k * b]``; arguments are the output and the message.
+        all_to_all: Sends part i of uint8 ``[k * b]`` to rank i; part i of the output comes from rank i. For uneven parts (not
+            over MPI), two more arguments give the bytes from each rank and for each rank.
         reduce_scatter: Sums floating ``[k * n]`` to ``[n]``.
-        library_sums: Whether `reduce_scatter` may be used. gloo's sends twice the bytes and never says that it has ended.
+        library_sums: Whether `reduce_scatter` may be used. gloo's sends twice the bytes, and its handle never reports
+            completion.
     """
 
     def __init__(
@@ -64,27 +66,27 @@ class TorchWires:
     ) -> None:
         self._group, self._timeout, self._in_order = group, timeout, in_order
         self.all_gather = self._starts(getattr(dist, _ALL_GATHER))
-        # NCCL and RCCL send to the rank d places ahead while they receive from the one d places behind, for one distance after
-        # the other, on as many channels as they have (`ncclP2pSchedule` in src/init.cc of NVIDIA/nccl 2.30.7 and of
-        # ROCm/rocm-systems, projects/rccl; in ROCm/rccl 2.20 and 2.21 the order that init.cc gives `p2pSendOrder`). So no NIC
-        # receives from all ranks at a time, and this module shifts nothing. gloo shifts too, and starts all messages at once.
+        # NCCL and RCCL send to the rank d positions ahead while they receive from the rank d positions behind, for one distance
+        # after the other, on all their channels (`ncclP2pSchedule` in src/init.cc of NVIDIA/nccl 2.30.7 and of
+        # ROCm/rocm-systems, projects/rccl; in ROCm/rccl 2.20 and 2.21 the order that init.cc stores in `p2pSendOrder`). So no
+        # NIC receives from all ranks at once, and this module needs no shift. gloo shifts too, but starts all messages at once.
         self.all_to_all = self._starts(dist.all_to_all_single)
         self.reduce_scatter = self._starts(getattr(dist, _REDUCE_SCATTER))
         self.library_sums = dist.get_backend(group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
 
     def _starts(self, function: Callable[..., Any]) -> Callable[..., Work]:
-        """Starts a collective of torch.distributed, which has no function of ours on its way where it starts at once."""
+        """Returns a function that starts a collective of torch.distributed. Without an order, it adds no Python call."""
         start, in_order = partial(function, group=self._group), self._in_order
         return partial(start, async_op=True) if in_order is None else lambda *args: in_order(partial(start, *args))
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
-        """The whole message goes to one rank, and as many bytes come from one; all ranks exchange at the same time.
+        """Sends the whole message to ``target`` and receives as many bytes from ``source``; all ranks exchange at the same time.
 
-        No other rank gets a message. An all-to-all with empty parts sends one to every rank: torch skips none
-        (`_nccl_should_send_recv` in its nccl.cpp), and NCCL and RCCL, like gloo, send messages of no bytes.
+        No other rank gets a message. An all-to-all with empty parts would send one to every rank: torch skips none
+        (`_nccl_should_send_recv` in its nccl.cpp), and NCCL, RCCL and gloo send messages of zero bytes.
         """
         to, back = self._rank(target), self._rank(source)
-        limit = (self._timeout,) if message.is_cpu else ()  # a send or receive of gloo takes it when it is waited for
+        limit = (self._timeout,) if message.is_cpu else ()  # gloo applies a send's or receive's timeout in wait()
 
         def start(group: dist.ProcessGroup, async_op: bool) -> Work:
             pair = [dist.P2POp(dist.isend, message, to, group), dist.P2POp(dist.irecv, output, back, group)]
@@ -95,13 +97,13 @@ class TorchWires:
         return self._starts(start)()
 
     def broadcast(self, message: torch.Tensor, root: int) -> Work:
-        """uint8 ``[b]`` of one rank into all others'."""
+        """Copies uint8 ``[b]`` from one rank to all others."""
         return self._starts(dist.broadcast)(message, self._rank(root))
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
-        """A message to one rank or from it. Those of one direction between two ranks arrive in order."""
+        """Sends a message to one rank, or receives one. Messages of one direction between two ranks arrive in order."""
         work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group)
-        # A send or receive of gloo takes its timeout when it is waited for.
+        # gloo applies the timeout of a send or receive in wait().
         return SimpleNamespace(wait=partial(work.wait, self._timeout)) if message.is_cpu else work
 
     def _rank(self, place: int) -> int:
@@ -117,17 +119,17 @@ _groups: tuple[Any, dict[Any, dist.ProcessGroup]] = None, {}  # of a world
 def process_group(
     lane: Lane, ranks: Sequence[int], timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The group of ``ranks``, in this order; made at the first call. All its ranks must call alike.
+    """Returns the group of ``ranks``, in this order; made at the first call. All its ranks must make the same call.
 
-    The engines of this process share it for as long as torch.distributed's world lives. With ``use_local_synchronization``
-    torch names a group after its ranks: a group made after one of the same ranks was destroyed finds that one's keys in the
-    store, and hangs.
+    Engines of this process share the group for the lifetime of torch.distributed's world. With ``use_local_synchronization``,
+    torch names a group after its ranks. If a group of the same ranks was destroyed, a new one would find the old keys in the
+    store and hang.
 
     Args:
-        lane: What it is for.
-        ranks: Of the world.
-        timeout: Longest wait for one collective.
-        backend: None: the world's.
+        lane: Name of the communicator.
+        ranks: World ranks.
+        timeout: Maximum wait for one collective.
+        backend: None uses the world's backend.
     """
     global _groups
     if _groups[0] is not dist.group.WORLD:
@@ -143,7 +145,7 @@ def process_group(
                 backend=backend,
                 pg_options=_nccl_options(backend, timeout),
                 use_local_synchronization=True,
-                group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
+                group_desc=f"hzero {lane[0]} {lane[1]}",  # shown in messages of torch's watchdog
                 **in_order,
             )
     return made[key]
@@ -157,25 +159,25 @@ def world_timeout() -> timedelta:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Timeout of a process group."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # not every torch exposes them
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # not exposed by every torch
     return options._timeout if options is not None else default_pg_timeout
 
 
 def connection_to_store() -> Callable[[], Any]:
-    """Makes connections to the world's store that no other thread uses."""
+    """Returns a function that makes connections to the world's store, which no other thread uses."""
     store = c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return lambda: store
-    host, port = store.host, store.port  # a clone of the store would keep the server of rank 0 alive
-    # Worlds that torchrun starts again share its agent's store.
+    host, port = store.host, store.port  # a clone would keep rank 0's server alive
+    # A world that torchrun restarts uses the same store of its agent.
     prefix = f"hzero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     return lambda: dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
 
 
 def limit_waits() -> None:
-    """Gives the world's timeout to all groups of this rank that have one of torch's, such as those that DeepSpeed makes."""
+    """Sets the world's timeout on all groups of this rank with torch's default timeout, such as DeepSpeed's."""
     timeout, stock = world_timeout(), (default_pg_timeout, default_pg_nccl_timeout)
     if timeout in stock:
         return
@@ -186,18 +188,18 @@ def limit_waits() -> None:
 
 @contextlib.contextmanager
 def _apart(key: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, a new group is named after its key, needs nothing of ranks outside it, and on gloo no thread of its own.
+    """Context in which a new group is named after its key, needs no rank outside it, and has no gloo thread of its own.
 
-    torch names a group after its ranks and the number of groups that this rank has made. Ranks that are in groups of which
-    others know nothing have made more, and would wait for each other under different names.
+    torch names a group after its ranks and the number of groups that this rank has made. Ranks that belong to more groups have a
+    higher number, so the ranks of a group would wait for each other under different names.
 
-    Where the world is bound to a device, torch splits a new communicator off the world's (``ncclCommSplit``), for which it
-    needs all ranks of the world: a group that only its ranks make would wait for ever (pytorch/pytorch#129965).
+    If the world is bound to a device, torch splits a new communicator off the world's (``ncclCommSplit``). This needs all ranks
+    of the world, so a group that only its ranks make would wait forever (pytorch/pytorch#129965).
 
-    gloo has a thread for each group that waits for its messages. Ranks that share cores lose time with every switch.
+    gloo starts one thread per group that waits for messages. Ranks that share cores lose time with every thread switch.
 
-    torch before 2.12 has no argument for the order of ranks, and sorts them with Python's ``sorted``
-    (pytorch/pytorch#176126). Inside, its module finds another function of that name.
+    torch before 2.12 has no argument for the order of ranks, and sorts them with Python's ``sorted`` (pytorch/pytorch#176126).
+    This context replaces that name in its module.
     """
     name: Any = f"hzero {hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()}"
     changes = {
@@ -218,7 +220,7 @@ def _apart(key: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _nccl_options(backend: str | None, timeout: timedelta) -> Any:
-    """Collectives run before the compute that a GPU has room for, as FSDP2's do."""
+    """Gives collectives priority over compute on a GPU, as FSDP2 does."""
     if "nccl" not in (backend or dist.get_backend_config()):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -228,22 +230,23 @@ def _nccl_options(backend: str | None, timeout: timedelta) -> Any:
 
 @functools.cache
 def _gloo_of_one_thread() -> Any:
-    """Gloo's groups on one device, and so one thread, of this process."""
+    """Returns a gloo process group class whose groups in this process share one device, and so one thread."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not dist.is_gloo_available() or "," in interface:  # several interfaces are several devices
+    if not dist.is_gloo_available() or "," in interface:  # several interfaces need several devices
         return getattr(c10d, "ProcessGroupGloo", None)
     before = set(os.listdir("/proc/self/task"))
     make: Any = dist.ProcessGroupGloo
     device = make.create_device(interface=interface) if interface else make.create_default_device()
     for thread in set(os.listdir("/proc/self/task")) - before:
-        # If it preempts a sender, which holds a lock, it spins until the sender runs again: a batch thread preempts nobody.
+        # If this thread preempts a sender that has a lock, it spins until the sender runs again. A batch thread preempts no
+        # other.
         os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
     class OneThread(dist.ProcessGroupGloo):
         # torch 2.15 has more arguments.
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            # A lane has one collective under way.
+            # A lane has one collective in flight.
             options._devices, options._timeout, options._threads = [device], timeout, 1
             super().__init__(store, rank, size, options)
 
