@@ -1,6 +1,6 @@
-"""Collectives tier by tier over torch.distributed, each tier with its codec, and their wire log.
+"""Collectives over the tiers of a machine on torch.distributed, each tier with its codec, and their wire log.
 
-`Communicator` and `ddp_hook` are for programs without a stage; the rest is what the stage is made of.
+`Communicator` and `ddp_hook` are for programs without a stage. The stage is built from the other names.
 """
 
 # ruff: noqa: F401 - imported for others

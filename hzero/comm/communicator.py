@@ -1,4 +1,4 @@
-"""Communicator: collectives of tensors over the tiers of a machine, with a codec for each tier. Needs no stage."""
+"""Communicator: collectives of tensors over the tiers of a machine, with a codec for each tier. It needs no stage."""
 
 from __future__ import annotations
 
@@ -53,33 +53,33 @@ from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
-#: What has wires of its own: sums and copies on every tier, messages from rank to rank one for the whole group.
+#: Uses with separate wires: sums and copies on every tier, messages from rank to rank once for the whole group.
 Use: TypeAlias = Literal["sums", "copies", "messages"]
 USES: tuple[Use, ...] = ("sums", "copies", "messages")
-#: The program of an operation that has nothing to send.
+#: Program of an operation that sends nothing.
 _NOTHING = Program(())
-#: What a reduction makes.
+#: Result of a reduction.
 Reduced: TypeAlias = Literal["sum", "mean"]
 
 
 class CommunicatorConfig(Frozen):
-    """What a `Communicator` sends, and over which tiers.
+    """Settings of a `Communicator`.
 
     Attributes:
-        codecs: Codec of each tier, by name or as a block with `codec` and its settings (those of a stage's `codecs`); a tier
-            that is not named has `none`. A name instead of the block is the codec of all tiers. With `mpc` sums are bit for bit
-            those of `none`.
-        gather: The same for what is copied and not summed: all-gathers, broadcasts, all-to-alls, sends, and the second half
-            of an all-reduce, which spreads the sums. By default `codecs`.
-        block_size: Elements that share a scale; a codec may have its own.
-        error_feedback: Tiers whose encoding keeps its loss (bfloat16) and adds it the next time, in reductions that have a
-            key; with the outermost tier of the machine also in the second half of an all-reduce.
+        codecs: Codec of each tier, by name or as a block with `codec` and its settings (as in a stage's `codecs`). Tiers that
+            are not named use `none`. A name instead of the block sets the codec of all tiers. With `mpc`, sums have the same
+            bits as with `none`.
+        gather: The same for copies: all-gathers, broadcasts, all-to-alls, sends, and the second half of an all-reduce, which
+            distributes the sums. The default is `codecs`.
+        block_size: Elements that share a scale; a codec may set another value.
+        error_feedback: Tiers whose encoding stores its loss (bfloat16) and adds it next time, in reductions that have a key.
+            With the outermost tier of the machine, this includes the second half of an all-reduce.
         node_all_gather: Algorithm of the all-gathers between nodes.
-        checksum: Whether every message is followed by a checksum of 16 bytes, which is compared on arrival; on GPUs in
+        checksum: Whether every message ends with a 16-byte checksum, which is compared on arrival; on GPUs in
             `Communicator.verify`.
-        transport: What carries the messages: `torch`, the backend of the process group, or `mpi`.
-        topology: Where the ranks sit: `discover`, the default, finds out; a preset's name or a file names a machine; a block
-            declares one.
+        transport: Transport of the messages: `torch`, the backend of the process group, or `mpi`.
+        topology: Places of the ranks. `discover`, the default, reads them from the machine. Or the name of a preset or file, or
+            a block that declares them.
     """
 
     codecs: TierCodecs
@@ -96,8 +96,8 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     """Reads the settings of a communicator.
 
     Args:
-        block: As the user wrote them; None: every codec is ``none`` and the topology is discovered.
-        where: Begins messages.
+        block: As the user wrote it. None: every codec is ``none`` and the topology is discovered.
+        where: Prefix of messages.
 
     Raises:
         ConfigError: An unknown key, codec or tier (with the nearest known one), or a wrong type.
@@ -126,39 +126,38 @@ class Communicator:
 
     Most machines have three tiers: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``. An operation
     crosses them one after the other: gathers and broadcasts from the outermost inwards, sums and all-to-alls from the innermost
-    outwards. On each it sends payloads in the codec of that tier; where two tiers have one codec a payload that is only copied
-    passes unchanged. All ranks decode the same bytes, the owner of a tensor too, so they end with the same bits.
+    outwards. It sends payloads in the codec of each tier. If two tiers have the same codec, a payload that is only copied passes
+    unchanged. All ranks decode the same bytes, including the owner of a tensor, so they get the same bits.
 
-    Sums are made in float32, in the order of the ranks of a tier group, tier by tier; a narrow type is never summed. With codec
-    ``none`` or ``mpc`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the library, nor on
-    when messages arrive, and differs from another order of additions by rounding alone.
+    Sums are computed in float32, tier by tier, in the order of the ranks of a tier group; a narrow dtype is never summed. With
+    codec ``none`` or ``mpc``, a sum is rounded to the tensor's dtype once per tier. The result depends neither on the library
+    nor on the order of arrival. It differs from another order of additions only by rounding.
 
-    Every operation returns its result, and changes no argument. With ``async_op=True`` it returns a handle at once, whose
-    ``wait()`` gives the result (`Chain`). The arguments have been read then, except on a GPU, where ``wait_read()`` makes the
-    current stream wait until they have been. All ranks call the same operations in the same order, with tensors of the same
-    shape and type, except `send` and `recv`, which the two ranks alone call. A wait ends with an error after the group's
-    timeout, which names the ranks that did not come; the operations of this group that follow it fail too.
+    Every operation returns its result and changes no argument. With ``async_op=True`` it immediately returns a `Chain`, whose
+    ``wait()`` returns the result. On CPU, the arguments have then been read. On a GPU, ``wait_read()`` makes the current stream
+    wait until they have been read. All ranks call the same operations in the same order, with tensors of the same shape and
+    dtype. Only `send` and `recv` are called by two ranks alone. After the group's timeout, a wait raises an error that names the
+    missing ranks. Later operations of this group then fail too.
 
     Args:
-        config: The settings, as a block (`CommunicatorConfig`); None: every codec is ``none``, and the topology is
-            discovered.
-        group: The process group; None takes the world. With a smaller group and a topology that is discovered, all ranks of
-            the world must make a communicator at the same point.
-        timeout: Longest wait for one hop; None takes that of the group.
-        role: What it carries, for the wire log and the names of its lanes; None: the wire log has each operation by its name.
-        grid: Where the ranks of the group sit, in the group's own numbers; None takes the topology of ``config``.
-        uses: What has process groups: ``sums`` (`reduce_scatter`, `all_to_all`), ``copies`` (`all_gather`, `broadcast`), of
-            which `all_reduce` takes both, and ``messages`` (`send`, `recv`).
+        config: The settings, as a block (`CommunicatorConfig`). None: every codec is ``none``, and the topology is discovered.
+        group: The process group; None is the world. For a smaller group with a discovered topology, all ranks of the world must
+            make a communicator at the same point.
+        timeout: Maximum wait for one hop; None uses the group's timeout.
+        role: Role in the wire log and in lane names. None: the wire log lists each operation by its name.
+        grid: Places of the group's ranks, in the group's numbering; None uses the topology of ``config``.
+        uses: Uses that need process groups: ``sums`` (`reduce_scatter`, `all_to_all`), ``copies`` (`all_gather`, `broadcast`)
+            and ``messages`` (`send`, `recv`). `all_reduce` needs ``sums`` and ``copies``.
 
     Attributes:
         config: The settings.
-        plan: Tiers and hops, in the group's own rank numbers: weights stand for what is copied, gradients for sums.
-        role: What it carries; None if nobody has said.
-        streams: Streams of the lanes on a GPU; None on CPUs.
-        adopted: Whether an engine counts its hops in a wire log of its own.
+        plan: Tiers and hops, in the group's rank numbers. Its weights are the copies, its gradients the sums.
+        role: As given.
+        streams: Streams of the lanes on a GPU; None on CPU.
+        adopted: Whether an engine counts the hops in its wire log.
 
     Raises:
-        ConfigError: A wrong key, or ranks that do not fill the tiers evenly.
+        ConfigError: A key is wrong, or the ranks do not fill the tiers evenly.
     """
 
     def __init__(
@@ -217,15 +216,15 @@ class Communicator:
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
         self._copying = self._again = gather_program(self.plan, copying) if copying else _NOTHING
         if copying and copying[0].tier in settings.error_feedback and not copying[0].codec.traits.exact:
-            # The second half of an all-reduce encodes once more, what this rank owns of the sums.
+            # The second half of an all-reduce encodes again: this rank's part of the sums.
             self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
-        plan = self.plan  # the programs of this group are made once; they do not keep it alive
+        plan = self.plan  # the cached programs do not keep this group alive
         self._program = functools.cache(lambda make, *peers: make(plan, *peers) if copying else _NOTHING)
         self._calls = self._sent = 0
 
     @property
     def wire_log(self) -> WireLog:
-        """Bytes, codec and time of every hop that has ended, by operation, or by `role`, and tier. Another one may be set."""
+        """Bytes, codec and time of every completed hop, by tier and by operation or `role`. You may set another wire log."""
         return self._collectives.wire_log
 
     @wire_log.setter
@@ -238,19 +237,19 @@ class Communicator:
     def all_reduce(
         self, tensor: torch.Tensor, op: Reduced = "sum", *, key: int | None = None, async_op: bool = False
     ) -> Any:
-        """The sum, or the mean, of all ranks' tensors: a reduce-scatter over the tiers, then an all-gather back.
+        """Returns the sum or mean of all ranks' tensors: a reduce-scatter over the tiers, then an all-gather back.
 
-        With codec ``none`` it differs from another order of additions by rounding alone; the error of other codecs is at most
-        the sum of their `Codec.error_bound` over the hops, for the sum of all ranks' magnitudes.
+        With codec ``none``, the result differs from another order of additions only by rounding. With other codecs, the error is
+        at most the sum of their `Codec.error_bound` over the hops, for the sum of all ranks' magnitudes.
 
         Args:
             tensor: float32, bfloat16 or float16, of any shape.
             op: ``sum`` or ``mean``.
-            key: Names the tensor from call to call, for its error feedback; needed where that is on, without effect else.
-            async_op: Whether to return a handle.
+            key: Identifies the tensor across calls, for error feedback. Required if error feedback is on; otherwise ignored.
+            async_op: Whether to return a `Chain`.
 
         Returns:
-            A tensor like ``tensor``; with ``async_op`` a `Chain` of it.
+            A tensor like ``tensor``; with ``async_op``, a `Chain` of it.
         """
         flat, then = self._flat("all_reduce", tensor), self._shaped(tensor.dtype, tensor.shape)
         self._check_sum("all_reduce", op, key)
@@ -268,7 +267,7 @@ class Communicator:
     def reduce_scatter(
         self, tensor: torch.Tensor, op: Reduced = "sum", *, key: int | None = None, async_op: bool = False
     ) -> Any:
-        """This rank's part of the sum, or of the mean, of all ranks' tensors.
+        """Returns this rank's part of the sum or mean of all ranks' tensors.
 
         Args:
             tensor: float32, bfloat16 or float16, whose first dimension is a multiple of the group's size.
@@ -277,7 +276,7 @@ class Communicator:
             async_op: As in `all_reduce`.
 
         Returns:
-            Part r of the first dimension on rank r; with ``async_op`` a `Chain` of it.
+            Part r of the first dimension on rank r; with ``async_op``, a `Chain` of it.
         """
         flat = self._flat("reduce_scatter", tensor)
         self._check_sum("reduce_scatter", op, key)
@@ -288,9 +287,9 @@ class Communicator:
     def _reduce(
         self, bucket: Bucket, flat: torch.Tensor, op: str, seed: int, then: Callable[[torch.Tensor], Any], **how: Any
     ) -> Any:
-        """`_run` of a reduction, which ends with ``then`` of this rank's shard, float32."""
+        """Runs a reduction; ``then`` receives this rank's shard, float32."""
         world, averaged = self.plan.grid.world_size, then
-        if op == "mean" and flat.dtype == torch.float16:  # whose sums may overflow where they travel
+        if op == "mean" and flat.dtype == torch.float16:  # or the sums may overflow on the wire
             flat = flat / world
         elif op == "mean":
             averaged = lambda shard: then(shard.div_(world))  # noqa: E731
@@ -298,21 +297,21 @@ class Communicator:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The residuals of error feedback: `ErrorFeedback.clear` when what they belong to has changed."""
+        """The residuals of error feedback. Call `ErrorFeedback.clear` after their tensors have been replaced."""
         return self._collectives.feedback
 
     # ---- copies ----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
     def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-        """All ranks' tensors, one after the other in the order of ranks. With codec ``none`` bit for bit.
+        """Returns all ranks' tensors, concatenated in the order of ranks. Exact with codec ``none``.
 
         Args:
             tensor: float32, bfloat16 or float16, of any shape.
             async_op: As in `all_reduce`.
 
         Returns:
-            A tensor with the group's size times as large a first dimension; with ``async_op`` a `Chain` of it.
+            A tensor whose first dimension is longer by a factor of the group's size; with ``async_op``, a `Chain` of it.
         """
         flat, (rows, *rest) = self._flat("all_gather", tensor), tensor.shape or (1,)
         bucket = self._bucket("all_gather", tensor, flat.numel(), "copies")
@@ -322,7 +321,7 @@ class Communicator:
 
     @torch.compiler.disable
     def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-        """Part i of every rank's tensor goes to rank i. With codec ``none`` bit for bit.
+        """Sends part i of every rank's tensor to rank i. Exact with codec ``none``.
 
         Args:
             tensor: float32, bfloat16 or float16, whose first dimension is a multiple of the group's size. Part i of it is for
@@ -330,7 +329,7 @@ class Communicator:
             async_op: As in `all_reduce`.
 
         Returns:
-            A tensor like ``tensor``, whose part i is of rank i; with ``async_op`` a `Chain` of it.
+            A tensor like ``tensor``, whose part i comes from rank i; with ``async_op``, a `Chain` of it.
         """
         flat, part = self._flat("all_to_all", tensor), self._part("all_to_all", tensor)
         bucket = self._bucket("all_to_all", tensor, math.prod(part), "sums")
@@ -339,15 +338,15 @@ class Communicator:
 
     @torch.compiler.disable
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
-        """The tensor of one rank. With codec ``none`` bit for bit.
+        """Returns the tensor of one rank. Exact with codec ``none``.
 
         Args:
-            tensor: float32, bfloat16 or float16, of any shape; on other ranks than ``src`` only shape and type count.
+            tensor: float32, bfloat16 or float16, of any shape. On ranks other than ``src``, only shape and dtype are used.
             src: Rank of the group.
             async_op: As in `all_reduce`.
 
         Returns:
-            The tensor, on ``src`` too as the others decode it; with ``async_op`` a `Chain` of it.
+            The decoded tensor, on ``src`` too; with ``async_op``, a `Chain` of it.
         """
         flat = self._flat("broadcast", tensor)
         self._check_rank("broadcast: src", src)
@@ -361,37 +360,36 @@ class Communicator:
 
     @torch.compiler.disable
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Any:
-        """Sends a tensor to one rank, in the codec of the outermost tier between the two.
+        """Sends a tensor to one rank, with the codec of the outermost tier between the two.
 
-        Messages of one rank to another arrive in order; those of communicators with other roles pass each other. On NCCL and
-        RCCL the order of sends and receives of two ranks must not make each wait for the other, as with
-        ``torch.distributed.isend``.
+        Messages from one rank to another arrive in order. Communicators with other roles are independent. On NCCL and RCCL, two
+        ranks must not order their sends and receives so that each waits for the other, as with ``torch.distributed.isend``.
 
         Args:
             tensor: float32, bfloat16 or float16, of any shape.
-            dst: Rank of the group, another one than this.
+            dst: Another rank of the group.
             async_op: As in `all_reduce`.
 
         Returns:
-            None; with ``async_op`` a `Chain` of it.
+            None; with ``async_op``, a `Chain` of None.
         """
         flat = self._flat("send", tensor)
         program, bucket = self._message("send", tensor, "dst", dst)
-        self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
+        self._sent += 1  # apart from `_calls`, which must be equal on all ranks
         seed = seed_of(self._sent, self.plan.rank + 1)
         return self._run(bucket, program, flat, lambda _: None, seed=seed, async_op=async_op)
 
     @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
-        """Receives what a rank has sent with `send`.
+        """Receives a tensor that another rank sends with `send`.
 
         Args:
-            tensor: A tensor of the shape and type that were sent; its values are neither read nor changed.
-            src: Rank of the group, another one than this.
+            tensor: A tensor of the sent shape and dtype; its values are neither read nor changed.
+            src: Another rank of the group.
             async_op: As in `all_reduce`.
 
         Returns:
-            The tensor; with ``async_op`` a `Chain` of it.
+            The tensor; with ``async_op``, a `Chain` of it.
         """
         flat = self._flat("recv", tensor)
         program, bucket = self._message("recv", tensor, "src", src)
@@ -399,7 +397,7 @@ class Communicator:
         return self._run(bucket, program, flat, then, read=_room(program, bucket, flat), async_op=async_op)
 
     def _message(self, operation: str, tensor: torch.Tensor, argument: str, peer: int) -> tuple[Program, Bucket]:
-        """The program of a message, and its bucket. Each direction has a lane: in a ring all ranks send before they receive."""
+        """Returns a message's program and bucket. Each direction has a lane: in a ring, all ranks send before they receive."""
         self._check_rank(f"{operation}: {argument}", peer)
         ways = {"dst": (self.plan.rank, int(peer)), "src": (int(peer), self.plan.rank)}
         source, target = ways[argument]
@@ -416,16 +414,16 @@ class Communicator:
 
     @torch.compiler.disable
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """How many rows each rank is about to send to this one, over the group that the communicator was made for.
+        """Exchanges how many rows each rank is about to send to each other rank of the group.
 
         Args:
-            counts: Integers ``[ranks, ...]``: row i is for rank i, such as the tokens for each of its experts.
+            counts: Integers ``[ranks, ...]``: row i is for rank i, such as the number of tokens for each of its experts.
 
         Returns:
-            A tensor like ``counts``, whose row i is of rank i.
+            A tensor like ``counts``, whose row i comes from rank i.
 
         Raises:
-            ValueError: Another first dimension.
+            ValueError: The first dimension is no multiple of the group's size.
         """
         self._part("exchange_counts", counts)
         received = torch.empty_like(counts, memory_format=torch.contiguous_format)
@@ -434,15 +432,15 @@ class Communicator:
 
     @torch.compiler.disable
     def exchange_rows(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Rows go to the ranks that they are for, and come from all ranks: an all-to-all with uneven parts.
+        """Sends rows to their ranks, and receives rows from all ranks: an all-to-all with uneven parts.
 
-        A row crosses one tier, the outermost between the two ranks, in its codec of ``gather``, with scales of its own. Rows
-        that stay on this rank are copied. The first call makes one process group for each tier.
+        A row crosses only the outermost tier between the two ranks, with that tier's codec in ``gather`` and with separate
+        scales. Rows that stay on this rank are copied. The first call makes one process group per tier.
 
         Args:
-            tensor: float32, bfloat16 or float16 ``[rows, ...]``; those for rank 0 first, then for rank 1, and so on.
-            sent: Rows for each rank. `exchange_counts` tells the other ranks.
-            received: Rows from each rank.
+            tensor: float32, bfloat16 or float16 ``[rows, ...]``; rows for rank 0 first, then for rank 1, and so on.
+            sent: Number of rows for each rank. Other ranks get it from `exchange_counts`.
+            received: Number of rows from each rank.
 
         Returns:
             ``[sum(received), ...]``, rows from rank 0 first.
@@ -477,7 +475,7 @@ class Communicator:
 
     @functools.cached_property
     def _row_lanes(self) -> list[tuple[Lane, list[int], list[int]]]:
-        """Lanes of rows, innermost tier first, with the ranks inside the tier and those that rows cross it to. Collective."""
+        """Lanes for rows, innermost tier first: lane, ranks of its group, and peers that rows reach on it. Collective."""
         grid, rank, config = self.plan.grid, self.plan.rank, self.config
         sizeless = [config.gather[tier].codec for tier in grid.crossed if not config.gather[tier].traits.fixed]
         if sizeless or config.checksum or config.transport == "mpi":
@@ -496,10 +494,10 @@ class Communicator:
     # ---- common ----------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """On a GPU: compares all checksums until now, and waits for them.
+        """On a GPU: waits for all messages so far, and compares their checksums.
 
         Raises:
-            HopError: A message arrived changed.
+            HopError: A message arrived corrupted.
         """
         self._collectives.verify()
 
@@ -524,27 +522,27 @@ class Communicator:
         async_op: bool = True,
         **how: Any,
     ) -> Any:
-        """Starts a program that ends with ``then`` of its only tensor; returns its chain, or waits for it."""
+        """Starts a program whose single tensor ``then`` converts. Returns its chain, or waits for it."""
         read = read or (lambda: [flat])
-        if not program.steps or not flat.numel():  # nothing has to be sent
+        if not program.steps or not flat.numel():  # nothing to send
             program, read = _NOTHING, lambda: [self._collectives.used(flat).clone()]
         chain = self._collectives.bind(program, bucket).run(read, lambda tensors: then(tensors[0]), **how)
         return chain if async_op else chain.wait()
 
     def _shaped(self, dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Makes the result of an operation of the elements that it leaves, which may be float32, and more than there are."""
+        """Returns a function that converts the output elements, which may be float32 and padded, to the result."""
         numel = math.prod(shape)
         return lambda flat: flat.to(dtype)[:numel].view(shape)
 
     def _seeds(self) -> tuple[int, int]:
-        """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
+        """Seeds of stochastic rounding: one common to all ranks, and one for this rank, so that errors do not add up."""
         self._calls += 1
         return seed_of(self._calls), seed_of(self._calls, self.plan.rank + 1)
 
     # ---- arguments -------------------------------------------------------------------------------------------
 
     def _flat(self, operation: str, tensor: Any) -> torch.Tensor:
-        """The tensor as one contiguous row, without gradient."""
+        """Returns the tensor as one contiguous row, without gradient."""
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOAT_DTYPES or tensor.layout != torch.strided:
             found = type(tensor).__name__
             if isinstance(tensor, torch.Tensor):
@@ -553,10 +551,10 @@ class Communicator:
         if tensor.device.type != self._device:
             possible = f"possible with the backend of this group: {self._device}"
             raise ValueError(f"{operation}: tensor: found on {tensor.device}, {possible}")
-        return tensor.detach().reshape(-1).contiguous()  # of an expanded tensor reshape makes a view
+        return tensor.detach().reshape(-1).contiguous()  # reshape of an expanded tensor is a view
 
     def _part(self, operation: str, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The shape of one rank's part. Raises ValueError where the first dimension is no multiple of the ranks."""
+        """Returns the shape of one rank's part. Raises ValueError if the first dimension is no multiple of the ranks."""
         ranks, (rows, *rest) = self.plan.grid.world_size, tensor.shape or (0,)
         if tensor.dim() == 0 or rows % ranks:
             raise ValueError(
@@ -566,7 +564,7 @@ class Communicator:
         return (rows // ranks, *rest)
 
     def _check_sum(self, operation: str, op: str, key: int | None) -> None:
-        """Raises ValueError for an unknown sum, or one without a key where tiers have error feedback."""
+        """Raises ValueError for an unknown sum, or for a sum without a key if tiers have error feedback."""
         if op not in ("sum", "mean"):
             raise one_of(f"{operation}: op", op, ("sum", "mean"))
         if key is None and self.config.error_feedback:
@@ -576,21 +574,21 @@ class Communicator:
             )
 
     def _check_rank(self, argument: str, rank: int) -> None:
-        """Raises ValueError for what is no rank of this group."""
+        """Raises ValueError if ``rank`` is no rank of this group."""
         ranks = self.plan.grid.world_size
         if rank not in range(ranks):
             raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
 
 
 def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Makes the buffer of a message that another rank sends."""
+    """Returns a function that allocates the buffer for a message from another rank."""
     size = program.crossings[0].message_bytes(bucket.chunks, bucket.dtype.itemsize)
     return lambda: like.new_empty(size, dtype=torch.uint8)
 
 
 # ---- parallel dimensions of a model ---------------------------------------------------------------------------------
 
-#: Those that live, which the next engine asks; see `in_use`.
+#: Communicators in use, for the next engine; see `in_use`.
 _MADE: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -602,21 +600,20 @@ def for_dimension(
     grid: Grid | None = None,
     uses: Collection[Use] = USES,
 ) -> Communicator:
-    """A communicator for the activations of one parallel dimension, with the codecs of ``codecs.tensor`` and so on.
+    """Returns a communicator for activations of one parallel dimension, with the codecs of ``codecs.tensor`` and so on.
 
-    Make it before the engine, and give it to `hzero.comm.activations`. An engine with the stage that is built after it counts
-    its hops in its own wire log, under the dimension's name. Its ranks keep their places in the world's grid.
+    Make it before the engine, and pass it to `hzero.comm.activations`. An engine with the stage that is built later counts its
+    hops in its wire log, under the dimension's name. Its ranks keep their places in the world's grid. A wait uses the world's
+    timeout, since new groups do not inherit it.
 
     Args:
-        dimension: ``tensor``, ``sequence`` or ``expert``; an engine of a ``PipelineModule`` makes those of ``pipeline`` and
-            ``optimizer`` itself.
-        config: A DeepSpeed configuration, as for ``deepspeed.initialize``. One without block has no codecs.
-        group: The ranks that share the dimension; None takes the world.
-        grid: Of the world; None takes the block's topology. Where that is discovered, all ranks of the world call this at the
-            same point.
-        uses: As for a `Communicator`.
-
-    A wait lasts as long as the world's timeout allows: groups that others make do not inherit it.
+        dimension: ``tensor``, ``sequence`` or ``expert``. An engine of a ``PipelineModule`` makes the communicators of
+            ``pipeline`` and ``optimizer`` itself.
+        config: A DeepSpeed configuration, as for ``deepspeed.initialize``. Without a block there are no codecs.
+        group: The ranks that share the dimension; None is the world.
+        grid: Grid of the world; None uses the block's topology. If that is discovered, all ranks of the world must call this at
+            the same point.
+        uses: As in `Communicator`.
 
     Raises:
         ConfigError: The configuration cannot be read, its block is wrong, or the group fills the tiers unevenly.
@@ -644,5 +641,5 @@ def for_dimension(
 
 
 def in_use() -> list[Communicator]:
-    """The communicators that `for_dimension` has made and somebody still holds."""
+    """Returns the communicators from `for_dimension` that are still in use."""
     return list(_MADE)

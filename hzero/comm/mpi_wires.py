@@ -1,7 +1,7 @@
-"""MPI wires: messages as bytes over a communicator of MPI, in host memory or where the MPI library reads it, in a GPU's.
+"""MPI wires: messages as bytes over an MPI communicator, in host memory or, if the MPI library can access it, GPU memory.
 
-MPI sums nothing here, announces nothing, and moves messages on only while somebody asks: `MpiWork.wait` does. None of its calls
-that could wait without end is made where a rank could not give up.
+MPI computes no sums here. It makes progress only during its calls, so `MpiWork.wait` polls. This module makes no MPI call that
+could block without limit, unless the rank can give up.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from hzero.comm.peers import MissingPeerError
 from hzero.comm.wires import DisagreementError, Lane
 from hzero.validation import ConfigError, NoAnswer, in_time, some
 
-#: Starts one message, and the bytes that have to arrive; None where it is sent.
+#: Function that starts one message, and the bytes to receive; None for a sent message.
 _Post: TypeAlias = tuple[Callable[[], Any], int | None]
-#: Messages of one collective under way at a time, sent and received, and bytes of one at most. A lane has one collective
-#: under way, and a rank at most 6 lanes of a stage and 6 of each parallel dimension, so it stays below 500 messages: Cray
-#: MPICH faults with about 1,000 of a GPU's.
+#: Maximum messages of one collective in flight (sent and received), and maximum bytes of one. A lane has one collective in
+#: flight, and a rank has at most 6 lanes for a stage and 6 for each parallel dimension, so fewer than 500 messages are in
+#: flight. Cray MPICH fails with about 1,000 messages from GPU memory.
 MESSAGES, MESSAGE_BYTES = 16, 16 << 20
-#: Longest time between two looks that counts as waiting, in seconds: a process that was stopped has not looked for its peers.
+#: Maximum seconds between two polls that count as waiting: a stopped process has not polled for its peers.
 _UNSEEN_S = 1.0
-#: Looks at which the core is only offered to others; then the first and the longest sleep, in seconds.
+#: Number of polls that only yield the core; then the first and the maximum sleep, in seconds.
 _YIELDS, _FIRST_S, _LONGEST_S = 10, 2e-5, 1e-3
-#: The tag of all messages, and the tags for making communicators: MPI guarantees 32,767.
+#: Tag of all messages, and number of tags for making communicators: MPI guarantees 32,767.
 _TAG, _TAGS = 0x485A, 32749
 
 
 def import_mpi() -> Any:
-    """mpi4py's ``MPI``. The first import initialises MPI, which waits for all ranks, as its end does.
+    """Returns mpi4py's ``MPI``. The first import initialises MPI, which waits for all ranks, as does its finalisation.
 
     Raises:
-        ConfigError: It cannot be imported, or finds no MPI library.
+        ConfigError: mpi4py cannot be imported, or finds no MPI library.
     """
     try:
         from mpi4py import MPI
@@ -58,36 +58,36 @@ def import_mpi() -> Any:
 
 @cache
 def gpu_aware() -> bool:
-    """Whether the MPI library says that it reads and writes the memory of this torch's GPUs."""
+    """Whether the MPI library reports that it can access the memory of this torch's GPUs."""
     mpi = import_mpi()
     if "CRAY MPICH" in mpi.Get_library_version().upper():
         return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     found = ctypes.CDLL(mpi.__file__)
-    names = ("rocm", "hip") if torch.version.hip else ("cuda",)  # ROCm is rocm in Open MPI and hip in MPICH
-    asks = (getattr(found, f"MPIX_Query_{name}_support", None) for name in names)
-    return any(ask() for ask in asks if ask is not None)
+    names = ("rocm", "hip") if torch.version.hip else ("cuda",)  # named rocm in Open MPI, hip in MPICH
+    queries = (getattr(found, f"MPIX_Query_{name}_support", None) for name in names)
+    return any(query() for query in queries if query is not None)
 
 
 @cache
 def abort_at_exit() -> None:
-    """From now on the process ends by ending the MPI job: MPI_Finalize would wait for ranks that do not come."""
+    """From now on, process exit aborts the MPI job: MPI_Finalize would wait for ranks that do not arrive."""
     atexit.register(_abort)
 
 
 def _abort() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    time.sleep(1.0)  # the first to abort ends the others, which may be saying why as well
+    time.sleep(1.0)  # the first abort ends other ranks, which may be printing their error
     import_mpi().COMM_WORLD.Abort(2)
 
 
 class MpiWork:
-    """Messages under way.
+    """Messages in flight.
 
     Args:
         wires: Their communicator.
-        posts: Start one message each; a message is started when fewer than `MESSAGES` are under way.
-        kept: Buffers, which live until all messages have ended.
+        posts: Functions that start one message each. A message is started while fewer than `MESSAGES` are in flight.
+        kept: Buffers to keep until all messages have ended.
     """
 
     def __init__(self, wires: MpiWires, posts: Iterable[_Post], kept: Sequence[torch.Tensor]) -> None:
@@ -98,15 +98,15 @@ class MpiWork:
         self._error: RuntimeError | None = wires.broken
         if self._error is None:
             for device in {tensor.device for tensor in kept if tensor.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()  # MPI knows no streams
+                torch.cuda.current_stream(device).synchronize()  # MPI has no streams
             wires.under_way.add(self)
             self._call(self._post)
 
     def wait(self) -> None:
-        """Moves messages on until all have ended.
+        """Polls until all messages have ended.
 
         Raises:
-            RuntimeError: MPI says so, or they have not ended within the timeout; the communicator is not used again.
+            RuntimeError: MPI reports an error, or the timeout has passed. The communicator is then not used again.
         """
         looks, looked = 0, time.monotonic()
         while self._requests and self._error is None:
@@ -119,9 +119,9 @@ class MpiWork:
             if now - self._started > self._wires.timeout_s:
                 self._fail(RuntimeError(f"MPI: not all messages have ended within {self._wires.timeout_s:g} s"))
             looks += 1
-            if looks <= _YIELDS:  # a short message arrives within microseconds, and a sleep takes fifty at least
+            if looks <= _YIELDS:  # a short message takes microseconds, a sleep at least fifty
                 os.sched_yield()
-            else:  # a rank that looks all the time takes its core from those that it waits for
+            else:  # busy polling would take the core from peers
                 time.sleep(min(_FIRST_S * (looks - _YIELDS), _LONGEST_S))
         if self._error is not None:
             raise self._error
@@ -134,12 +134,12 @@ class MpiWork:
         return True
 
     def _look(self) -> bool:
-        """Whether messages have ended since the last look; starts the next ones."""
+        """Polls once and starts the next messages. Returns whether messages have ended since the last poll."""
         mpi = self._wires.mpi
         statuses = [mpi.Status() for _ in self._requests]
         try:
             ended = mpi.Request.Testsome(self._requests, statuses)
-        except mpi.Exception:  # says no more than that a status has the error
+        except mpi.Exception:  # only says that a status has the error
             codes = [status.Get_error() for status in statuses]
             code = next((code for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)), None)
             if code is None:
@@ -155,7 +155,7 @@ class MpiWork:
         return bool(ended) and self._post()
 
     def _call(self, act: Callable[[], bool]) -> bool:
-        """What a function returns; an error of MPI or of the messages is kept."""
+        """Returns the result of ``act``; stores an error of MPI or of the messages."""
         try:
             return act()
         except DisagreementError as error:
@@ -175,25 +175,25 @@ class MpiWork:
         )
 
     def _fail(self, error: RuntimeError) -> None:
-        """Gives up: peers may not have, so nothing fits together any more, on any communicator of this process."""
+        """Gives up all communicators of this process: peers may continue, so later messages would not match."""
         MpiWires.broken = self._error = error
         abort_at_exit()
 
 
 class MpiWires:
-    """A communicator of MPI with the methods of `hzero.comm.wires.TorchWires`.
+    """An MPI communicator with the methods of `hzero.comm.wires.TorchWires`.
 
-    All-to-alls are pairwise exchanges of this class, and so are all-gathers but those of short messages between many ranks,
-    which MPI does in fewer rounds. Message i of every rank goes to the rank i places behind it, so at any time a rank has as many
-    messages to send as to receive, and those with the lowest i can always end.
+    This class implements all-to-alls as pairwise exchanges. All-gathers too, except short messages between many ranks, for which
+    MPI needs fewer rounds. Message i of every rank goes to the rank i positions after it. A rank therefore always has as many
+    messages to send as to receive, and the messages with the lowest i can always end.
 
     Args:
         mpi: mpi4py's ``MPI``.
-        comm: The communicator, which nobody else uses.
-        timeout_s: Longest wait for one collective or message.
+        comm: The communicator, used only here.
+        timeout_s: Maximum wait for one collective or message, in seconds.
 
     Attributes:
-        broken: Why no communicator of this process can send any more; None while all is well.
+        broken: The reason why no communicator of this process can send; None if they can.
         under_way: Work that has not ended, whose buffers MPI may still use.
     """
 
@@ -246,16 +246,16 @@ class MpiWires:
             yield partial(start, self._buffer(segment), peer, _TAG), None if sends else segment.nbytes
 
     def _buffer(self, tensor: torch.Tensor) -> list[Any]:
-        """Address and size, which are all that MPI takes of what DLPack says, of a host's memory as of a GPU's."""
+        """Address and size of a tensor in host or GPU memory; MPI needs nothing else from DLPack."""
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self.mpi.BYTE]
 
 
 def _segments(message: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Messages of at most `MESSAGE_BYTES`; none of an empty one."""
+    """Splits a message into parts of at most `MESSAGE_BYTES`; none for an empty message."""
     return message.view(-1).split(MESSAGE_BYTES) if message.numel() else ()
 
 
-#: The communicators of this process, which live as long as it.
+#: Communicators of this process, kept until its end.
 made: dict[tuple[Lane, tuple[int, ...], timedelta], MpiWires] = {}
 
 
@@ -264,21 +264,21 @@ def check_usable() -> None:
     if MpiWires.broken is not None:
         raise ConfigError(
             f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
-            "send what others no longer expect; start the ranks again"
+            "send messages that no rank expects; restart the ranks"
         )
 
 
 def communicator_of(lane: Lane, ranks: Sequence[int], timeout: timedelta) -> MpiWires:
-    """The communicator of ``ranks``, in this order; made at the first call. All its ranks must call alike.
+    """Returns the communicator of ``ranks``, in this order; made at the first call. All its ranks must make the same call.
 
     Args:
-        lane: What it is for.
-        ranks: Of the world.
-        timeout: Longest wait for one collective or message, and for all ranks to come.
+        lane: Name of the communicator.
+        ranks: World ranks.
+        timeout: Maximum wait for one collective or message, and for all ranks to arrive.
 
     Raises:
         ConfigError: MPI cannot be used, or a wait of this process has failed.
-        MissingPeerError: Not all ranks have come within the timeout.
+        MissingPeerError: Not all ranks arrived within the timeout.
     """
     check_usable()
     key = (lane, tuple(ranks), timeout)
@@ -298,10 +298,10 @@ def communicator_of(lane: Lane, ranks: Sequence[int], timeout: timedelta) -> Mpi
 
 
 def world_of_mpi() -> Any:
-    """MPI's world, once it is known to be torch.distributed's.
+    """Returns MPI's world, after checking that it equals torch.distributed's.
 
     Raises:
-        ConfigError: It is not, or mpi4py or the MPI library cannot do what is needed.
+        ConfigError: It does not, or mpi4py or the MPI library lacks a required feature.
     """
     mpi = import_mpi()
     world, where = mpi.COMM_WORLD, "transport: found 'mpi'"
@@ -316,7 +316,7 @@ def world_of_mpi() -> Any:
     if "nccl" in dist.get_backend_config() and not gpu_aware():
         library = " ".join(mpi.Get_library_version().split("\n")[0].split())
         raise ConfigError(
-            f"{where} on GPUs, but this MPI library does not say that it reads their memory ({library}; on Cray MPICH "
+            f"{where} on GPUs, but this MPI library does not report that it can access their memory ({library}; on Cray MPICH "
             "MPICH_GPU_SUPPORT_ENABLED=1); possible without: 'torch'"
         )
     return world

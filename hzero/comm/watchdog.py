@@ -141,7 +141,7 @@ class Watchdog:
         """
         failed, found = self._missing
         if failed != self._ended():  # else hops on several lanes failed for one reason
-            self._missing = self._ended(), ((), "")  # tells others that this rank has given up
+            self._missing = self._ended(), ((), "")  # shows others that this rank has given up
             found = self._find(lane, number)
         if lane is not None:
             lane.ended, lane.passed = lane.started, None  # no wait follows
