@@ -1,8 +1,8 @@
-"""Backends: prepared calls of compiled kernels, and the choice among them for a device.
+"""Backends: prepared calls of compiled kernels, and the choice of a backend for a device.
 
-A call is prepared once for a bucket layout: it has the ``hz_bucket`` of hip_kernels/bucket.h, the argument of every kernel,
-complete but for addresses, counts of elements and the seed. On a CPU and on a device only the launch differs
-(`hzero.codecs.launchers`). What has no compiled code (`hzero.codecs.formats.Traits.compiled`) stays with the reference.
+A call is prepared once for a bucket layout. It contains the ``hz_bucket`` of hip_kernels/bucket.h, the argument of every kernel,
+which is complete except for addresses, element counts and the seed. CPU and device differ only in the launch
+(`hzero.codecs.launchers`). Codecs without compiled code (`hzero.codecs.formats.Traits.compiled`) use the reference.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, Devic
 from hzero.codecs.reference import NAMES, Adds, Run
 from hzero.validation import ConfigError, is_rank_0, one_of
 
-#: Environment variable that forces a backend for the devices that it serves (``reference`` serves all). Where it is not
-#: set, and for other devices, the fastest that works is used.
+#: Environment variable that forces a backend for its devices (``reference`` is for all). Without it, and for other devices, the
+#: fastest working backend is used.
 VARIABLE = "HZERO_BACKEND"
 BACKENDS = ("reference", "host", "hip", "cuda")
 
-#: The bytes of a bucket without their names, which numpy would list whenever an address is asked for.
+#: A bucket as bytes without field names: numpy would list the fields on every access to its address.
 _BYTES = np.dtype((np.void, BUCKET.itemsize))
 
 logger = logging.getLogger("hzero")
@@ -41,13 +41,13 @@ logger = logging.getLogger("hzero")
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of one kind of device.
+    """The backend for one kind of device.
 
     Attributes:
         name: One of `BACKENDS`.
-        backend: Has the functions of `hzero.codecs.reference` that prepare calls.
+        backend: Object with the functions of `hzero.codecs.reference` that prepare calls.
         why: The reason, on one line.
-        fallback: Whether a faster one is expected here and missing.
+        fallback: Whether a faster backend is expected here and missing.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Choice:
 
 @functools.cache
 def choice(kind: str) -> Choice:
-    """The backend for tensors of a kind of device. Warns, on rank 0, if it falls back to the reference.
+    """Returns the backend for tensors on a kind of device. On rank 0, warns if it falls back to the reference.
 
     Args:
-        kind: ``cpu`` or ``cuda`` (which torch calls AMD GPUs too).
+        kind: ``cpu`` or ``cuda`` (torch's name for AMD GPUs too).
 
     Raises:
-        ConfigError: ``HZERO_BACKEND`` names no backend, or one that serves this kind and does not work.
+        ConfigError: ``HZERO_BACKEND`` is unknown, or names a backend for this kind that does not work.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted not in BACKENDS:
@@ -72,7 +72,7 @@ def choice(kind: str) -> Choice:
     if wanted in ("hip", "cuda") and not getattr(torch.version, wanted):
         raise ConfigError(f"{VARIABLE}: {wanted} cannot be used: this torch, {torch.__version__}, is not built for it")
     if wanted == "reference":
-        return Choice("reference", reference, f"{VARIABLE} asks for it")
+        return Choice("reference", reference, f"set by {VARIABLE}")
     own = "host" if kind == "cpu" else ("hip" if torch.version.hip else "cuda")
     try:
         if kind == "cpu":
@@ -90,7 +90,7 @@ def choice(kind: str) -> Choice:
 
 @contextlib.contextmanager
 def reference_instead() -> Iterator[None]:
-    """Inside, the reference computes everything: for comparisons in one process."""
+    """Context in which the reference computes everything, for comparisons in one process."""
     _reference_only.append(True)
     try:
         yield
@@ -102,7 +102,7 @@ _reference_only: list[bool] = []
 
 
 def of(device: torch.device) -> Any:
-    """The backend in use for a device."""
+    """Returns the backend in use for a device."""
     if _reference_only or device.type not in ("cpu", "cuda"):
         return reference
     return choice(device.type).backend
@@ -112,37 +112,37 @@ def of(device: torch.device) -> Any:
 
 
 class KernelBackend:
-    """The calls of `hzero.codecs.reference` by kernels.
+    """Prepares the calls of `hzero.codecs.reference` with kernels.
 
     Args:
-        launcher: Starts the kernels.
+        launcher: Launches the kernels.
     """
 
     def __init__(self, launcher: HostLibrary | DeviceKernels) -> None:
         self.launcher = launcher
 
     def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
-        """Encodes a bucket; kernels for records of elements add nothing to them."""
+        """Encodes a bucket. The kernels for codecs without a reference module support no ``adds``."""
         if not self._has(fmt) or (adds and not fmt.traits.reference):
             return reference.encoder(rows, fmt, dtype, adds)
         fields = {"": (), "base": ("residual",), "residuals": ("residual", "left")}[adds]
         return Launch(self.launcher, "encode", rows, fmt, dtype, ("data", "numel", *fields), adds=adds)
 
     def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
-        """Decodes a message into tensors in shard order, or sums its pieces in float32 in their order; or adds it to them."""
+        """Decodes a message into tensors in shard order, or sums its pieces in float32 in their order. Can add to the tensors."""
         if not self._has(fmt) or not (fmt.traits.fixed if sums else fmt.traits.codes or not add):
             return reference.decoder(rows, fmt, dtype, add, sums)
         fields = ("data", "residual") if add else ("data",)
         return Launch(self.launcher, "decode_sum" if sums else "decode", rows, fmt, dtype, fields).decode
 
     def recoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
-        """Sums and encodes in one kernel if blocks agree, or elements; None if they do not."""
+        """Sums and encodes in one kernel if both formats have the same blocks or elements."""
         if not (self._has(fmt) and self._has(out) and (fmt.alike(out) or (fmt == out and not fmt.traits.reference))):
             return reference.recoder(rows, fmt, dtype, summed, out)
         return Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, summed=summed).recode
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
-        """Of bytes that no kernel has in its registers; the library has a function for it, devices take the reference."""
+        """Checksums of bytes outside a codec kernel: a library function on CPU, the reference on devices."""
         sums: torch.Tensor = getattr(self.launcher, "checksums", reference.checksums)(parts)
         return sums
 
@@ -151,7 +151,7 @@ class KernelBackend:
 
 
 def _kernel(operator: str, fmt: RecordFormat, dtype: torch.dtype, out: RecordFormat | None) -> str:
-    """The name of a kernel. Bfloat16 elements have the same records in codec ``bf16`` as in ``none``."""
+    """Returns the name of a kernel. Bfloat16 elements have the same records in codecs ``bf16`` and ``none``."""
     if fmt.traits.reference:
         of_type = {"decode_sum": "", "decode_sum_encode": f"_{out and out.codec}"}.get(operator, f"_{NAMES[dtype]}")
         return f"{operator}_{fmt.codec}{of_type}"
@@ -162,7 +162,7 @@ def _kernel(operator: str, fmt: RecordFormat, dtype: torch.dtype, out: RecordFor
 
 
 def _sums_of(message: torch.Tensor | None, rows: Rows | None, *sums: torch.Tensor) -> list[int]:
-    """Where the checksums of a message go, if it has some: address and step. They start at zero if it is written."""
+    """Address and step of a message's checksums; zeros if it has none. Checksums of a written message start at zero."""
     if message is None or rows is None or not rows.parts:
         return [0, 0]
     found = sums[0] if sums else reference.trailers(message, rows.parts).zero_()[:, 0]
@@ -170,18 +170,18 @@ def _sums_of(message: torch.Tensor | None, rows: Rows | None, *sums: torch.Tenso
 
 
 class Launch:
-    """A kernel on buckets of one layout, for any addresses, any number of times and on any thread.
+    """A kernel call for one bucket layout, with any addresses, any number of times and on any thread.
 
     Args:
-        launcher: Starts the kernel.
-        operator: Beginning of the kernel's name: encode, decode, decode_sum or decode_sum_encode.
+        launcher: Launches the kernel.
+        operator: Prefix of the kernel's name: encode, decode, decode_sum or decode_sum_encode.
         rows: Rows of the payload.
-        fmt: Its format.
-        dtype: Type of the elements; only its size and range matter.
-        fields: What a call fills in for each tensor: addresses, and the elements at the first one.
-        adds: What is added before encoding.
-        out: Format of a second payload, to write, or None.
-        summed: Its rows.
+        fmt: Format of the payload.
+        dtype: Dtype of the elements; only its size and range matter.
+        fields: Fields that a call sets for each tensor: addresses, and the number of elements at the first one.
+        adds: Operand that is added before encoding.
+        out: Format of a second payload to write, or None.
+        summed: Rows of the second payload.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Launch:
             places = [BUCKET.fields[name][1] for name in ("payload", "out_payload")]  # type: ignore[index]
             for name in ("checks", "out_checks"):
                 first_sum: int = BUCKET.fields[name][1]  # type: ignore[index]
-                places += [first_sum, first_sum + 8]  # and the step
+                places += [first_sum, first_sum + 8]  # address and step
             start: int = BUCKET.fields["tensor"][1]  # type: ignore[index]
             for field in fields:
                 offset = start + TENSOR.fields[field][1]  # type: ignore[index]
@@ -218,7 +218,7 @@ class Launch:
             self._buckets.append((words, np.array(places) // 8, some, int(bucket["workgroups"])))
 
     def _bucket(self, some: list[int]) -> np.ndarray:
-        """The structure of some of the tensors; on a device also how its threads share the work."""
+        """Returns the structure for some tensors. On a device, it also defines how threads share the work."""
         rows, fmt, out, bucket = self._rows, self._fmt, self._out, np.zeros((), BUCKET)
         encodes, sums = self._operator == "encode", "sum" in self._operator
         layout = layout_of(rows.chunks, fmt, self._dtype.itemsize)
@@ -231,7 +231,7 @@ class Launch:
         bucket["rotation"], bucket["rate"], bucket["dimension"] = fmt.rotation, fmt.rate, fmt.dimension
         bucket["stochastic"], bucket["difference"] = self._stochastic, self._adds == "base"
         if fmt.traits.codes:
-            # Sums are float32, whatever was encoded.
+            # Sums are float32 for every encoded dtype.
             bucket["limit"] = (out or fmt).scale_limit("fp32" if sums or self._adds else NAMES[self._dtype])
         bucket["axes"] = len(rows.sizes)
         bucket["sizes"][: len(rows.sizes)], bucket["strides"][: len(rows.sizes)] = rows.sizes, rows.strides
@@ -267,9 +267,9 @@ class Launch:
 
     @staticmethod
     def _share(bucket: np.ndarray, tensor: np.ndarray, together: int) -> None:
-        """How the workgroups of a device share the rows of all tensors.
+        """Assigns workgroups of a device to the rows of all tensors.
 
-        A block has a power of two of threads, for 16 elements each; blocks follow each other, those of all rows.
+        A block has a power of two of threads, one for 16 elements. Blocks of all rows follow each other.
         """
         first = 0
         bucket["first_group"] = 2**32 - 1
@@ -278,13 +278,13 @@ class Launch:
             one["lanes_shift"], one["by_blocks"] = lanes.bit_length() - 1, divisor(int(one["blocks"]))
             bucket["first_group"][index] = first
             blocks = int(one["blocks"]) * int(bucket["rows"])
-            if blocks > 2**31 - THREADS:  # which a divisor divides
+            if blocks > 2**31 - THREADS:  # limit of `divisor`
                 raise ValueError(f"sizes: found {blocks:,} blocks of a tensor, expected at most 2**31 - {THREADS}")
             first += -(-blocks * lanes // THREADS)
         bucket["workgroups"] = first
 
     def decode(self, payload: torch.Tensor, tensors: Sequence[torch.Tensor], *checksums: torch.Tensor) -> None:
-        """Decodes or sums a message into tensors, or onto them."""
+        """Decodes or sums a message into tensors, or adds to them."""
         self(payload, tensors, added=tensors, checksums=checksums)
 
     def recode(self, payload: torch.Tensor, message: torch.Tensor, seed: int = 0, *checksums: torch.Tensor) -> None:
@@ -301,16 +301,16 @@ class Launch:
         out_payload: torch.Tensor | None = None,
         checksums: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Starts the kernel.
+        """Launches the kernel.
 
         Args:
             payload: uint8 payload to read or write.
-            tensors: The source, or the output of decoding; none where a sum is encoded again.
-            seed: Of stochastic rounding.
-            added: Tensors to add, like ``tensors``; new residuals go where the old ones are.
+            tensors: The source, or the output of decoding; none if a sum is encoded again.
+            seed: Seed of stochastic rounding.
+            added: Tensors to add, like ``tensors``. New residuals overwrite them.
             factors: Factors of residuals.
             out_payload: A second payload, to write.
-            checksums: One tensor, to which the checksums of the payload are added if it is read.
+            checksums: One tensor, to which the checksums of a read payload are added.
         """
         messages = [payload.data_ptr(), 0 if out_payload is None else out_payload.data_ptr()]
         messages += _sums_of(payload, self._rows, *checksums) + _sums_of(out_payload, self._summed)

@@ -1,7 +1,7 @@
-"""Codec: turns shards into a payload and back, with the settings of one tier.
+"""Codec: encodes shards into a payload and decodes them, with the settings of one tier.
 
-`Codec.encoder`, `decoder` and `summer` prepare calls on one bucket layout; whoever calls often keeps them. `Codec.encode` and
-`Codec.decode` prepare, or reuse, such a call and make its outputs. Formats: docs/payload_format.md.
+`Codec.encoder`, `decoder` and `summer` prepare calls for one bucket layout; frequent callers keep them. `Codec.encode` and
+`Codec.decode` prepare such a call, or reuse one, and allocate its outputs. Formats: docs/payload_format.md.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hzero.codecs.formats import ALIGNMENT, FIXED, RecordFormat, Rows
 from hzero.codecs.reference import NAMES, Adds
 from hzero.config import CodecConfig
 
-#: Types that codecs take.
+#: Dtypes that codecs encode.
 FLOAT_DTYPES = tuple(NAMES)
-#: Addresses below are looked at: freed memory starts at 0, so that one is an offset in it.
+#: Tensors with an address below this get a storage check: freed storage starts at 0, so their address is an offset.
 _LOW = 2**40
 
 
 class Codec(NamedTuple):
-    """A payload format and how to round into it.
+    """A payload format and its rounding.
 
     Attributes:
-        format: Layout of its records, and how codes are rounded.
+        format: Layout of the records, and the rounding of codes.
     """
 
     format: RecordFormat
@@ -35,24 +35,25 @@ class Codec(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_config(config: CodecConfig) -> Codec:
-        """The codec of one tier and role."""
+        """Returns the codec of one tier and role."""
         return Codec(config.format._replace(stochastic=config.rounding == "stochastic"))
 
     def error_bound(self, block_absmax: float, dtype: torch.dtype = torch.float32) -> float:
-        """Largest absolute error of one round trip of a finite element.
+        """Returns the largest absolute error of one round trip of a finite element.
 
         Args:
             block_absmax: Largest magnitude in the element's block, or of the element itself if the codec has no blocks.
-            dtype: Target type; also the source type, unless that is wider and nothing exceeds the range of ``dtype``.
+            dtype: Target dtype. It is also the source dtype, unless the source is wider and no element exceeds the range of
+                ``dtype``.
 
         Returns:
-            The bound, in the unit of the elements; infinity where a decoded element may overflow.
-            docs/payload_format.md derives it.
+            The bound, in the unit of the elements; infinity if a decoded element may overflow. docs/payload_format.md derives
+            it.
         """
         return self.format.error_bound(block_absmax, NAMES[dtype])
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
-        """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is that of the decoded type."""
+        """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is the item size of the decoded dtype."""
         return self.format.message_bytes(chunks, rows, itemsize)
 
     # ---- prepared calls ---------------------------------------------------------------------------------------------
@@ -70,15 +71,15 @@ class Codec(NamedTuple):
 
         Args:
             chunks: Elements of one shard of each tensor.
-            dtype: Type of the tensors; codec ``none``: also uint8, bytes of any type.
-            device: Of the tensors.
-            layout: The rows of the message, its pieces and its parts: the other arguments of `Rows.of`.
-            adds: ``residuals`` encodes ``source + factor * residual``, product and sum rounded to float32 each, and keeps the
-                loss; ``base`` encodes ``source - base``, a float32 difference rounded once.
+            dtype: Dtype of the tensors; for codec ``none`` also uint8, for bytes of any dtype.
+            device: Device of the tensors.
+            layout: Rows, pieces and parts of the message: the other arguments of `Rows.of`.
+            adds: ``residuals`` encodes ``source + factor * residual``, with product and sum each rounded to float32, and stores
+                the loss. ``base`` encodes ``source - base``, a float32 difference that is rounded once.
 
         Raises:
-            TypeError: A dtype that cannot be encoded, named.
-            ValueError: Rows that do not fit, named.
+            TypeError: The dtype cannot be encoded.
+            ValueError: The rows do not fit.
         """
         return _encoder(self.format, Rows.of(chunks, **layout), dtype, adds, backends.of(device))
 
@@ -95,10 +96,10 @@ class Codec(NamedTuple):
 
         Args:
             chunks: As encoded.
-            dtype: Type to decode to; for codec ``none`` the type that was encoded.
-            device: Of the messages.
+            dtype: Dtype to decode to; for codec ``none``, the encoded dtype.
+            device: Device of the messages.
             layout: As encoded.
-            add: Whether decoded values are added, in float32, to what is in the tensors, and each sum rounded once.
+            add: Whether decoded values are added, in float32, to the values in the output tensors. Each sum is rounded once.
         """
         return _decoder(self.format, Rows.of(chunks, **layout), dtype, add, backends.of(device))
 
@@ -121,16 +122,16 @@ class Codec(NamedTuple):
             peers: Number of messages, one after the other.
             chunks: As encoded.
             inner: Rows of each message.
-            dtype: Type that codec ``none`` encoded; for the others any floating type.
-            device: Of the messages.
-            to: Codec to encode the sums in, rows in order: the bits of its ``encode``; None gives the sums. Codec ``none`` takes
-                them rounded once to ``dtype``.
-            outer: Pieces of that message.
-            add: Whether the messages are added one by one, or, rotated, as one sum, to sums that exist.
-            parts: Parts with a checksum: as many as peers, or 0; and those of the message of the sums.
+            dtype: Dtype that codec ``none`` encoded; for other codecs, any floating dtype.
+            device: Device of the messages.
+            to: Codec for the sums, with the same bits as its ``encode``, rows in order; None returns the sums. Codec ``none``
+                encodes the sums rounded once to ``dtype``.
+            outer: Pieces of the message of sums.
+            add: Whether to add to existing sums: the messages one by one, or as one sum if they are rotated.
+            parts: Parts with a checksum in the input (as many as peers, or 0), and in the message of sums.
 
         Returns:
-            A `Decoder`, or with ``to`` a `Recoder`.
+            A `Decoder`; with ``to``, a `Recoder`.
         """
         rows = Rows.of(chunks, (peers, inner), outer=peers, parts=parts[0])
         if to is None:
@@ -143,14 +144,14 @@ class Codec(NamedTuple):
     def encode(
         self, source: Sequence[torch.Tensor], chunks: Sequence[int], *, seed: int = 0, **layout: Any
     ) -> torch.Tensor:
-        """Encodes a bucket into one message, by default of one row; see `encoder` and `Encoder`."""
+        """Encodes a bucket into one message, by default with one row; see `encoder` and `Encoder`."""
         layout = {"sizes": (1,), **layout}
         return self.encoder(chunks, source[0].dtype, source[0].device, **layout)(source, seed=seed)
 
     def decode(
         self, payload: torch.Tensor, chunks: Sequence[int], *, dtype: torch.dtype, **layout: Any
     ) -> list[torch.Tensor]:
-        """Decodes one message, by default of as many rows as it holds; see `decoder` and `Decoder`."""
+        """Decodes one message, by default with all rows that it contains; see `decoder` and `Decoder`."""
         row = self.message_bytes(chunks, 1, dtype.itemsize)
         layout = {"sizes": (max(payload.numel() // row, 1) if row else layout.get("outer", 1),), **layout}
         tensors: list[torch.Tensor] = self.decoder(chunks, dtype, payload.device, **layout)(payload)
@@ -161,7 +162,7 @@ class Codec(NamedTuple):
 
 
 class Encoder:
-    """Encodes buckets of one layout, any number of times; `Codec.encoder` makes it.
+    """Encodes buckets of one layout, any number of times; made by `Codec.encoder`.
 
     Attributes:
         bytes: Size of the message.
@@ -189,21 +190,21 @@ class Encoder:
         """Encodes one bucket.
 
         Args:
-            source: Contiguous tensors of the dtype and device, each of at most ``rows * chunk`` elements, shards in order;
-                missing elements are encoded as zero.
-            out: uint8 ``[bytes]`` to write, at a multiple of 16 bytes; None makes it.
+            source: Contiguous tensors with the prepared dtype and device, at most ``rows * chunk`` elements each, shards in
+                order. Missing elements are encoded as zero.
+            out: uint8 ``[bytes]`` to write, at an address that is a multiple of 16; None makes it.
             seed: Seed of stochastic rounding.
-            added: The base, of the sources' dtype, or the residuals, float32 or bfloat16; of as many elements as the sources.
-                Residuals are overwritten by the sums minus what the message decodes to, zero in blocks that are not finite.
-                With a rotation it is the difference of the rotated numbers, rotated back.
-            factors: One for each residual.
+            added: The base, in the sources' dtype, or the residuals, float32 or bfloat16, with as many elements as the sources.
+                Residuals are overwritten by the sums minus their decoded values, and by zero in blocks that are not finite. With
+                a rotation, the difference is computed for rotated numbers and then rotated back.
+            factors: One factor per residual.
 
         Returns:
             The message.
 
         Raises:
-            TypeError: A dtype or device that does not fit, named.
-            ValueError: Sizes that do not fit, named.
+            TypeError: A dtype or device does not fit.
+            ValueError: A size does not fit.
         """
         device, numels = source[0].device, [tensor.numel() for tensor in source]
         if len(source) != len(self._most):
@@ -228,7 +229,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes messages of one layout, or the sum of their pieces, any number of times; `Codec.decoder` and `summer` make it.
+    """Decodes messages of one layout, or the sum of their pieces, any number of times; made by `Codec.decoder` and `summer`.
 
     Attributes:
         bytes: Size of the message.
@@ -250,12 +251,12 @@ class Decoder:
 
         Args:
             payload: uint8 ``[bytes]``, at any address.
-            out: Contiguous tensors of the dtype, of sums float32, ``[rows * chunk]`` elements each, no two of which overlap: to
-                write, or to add to. None makes them.
-            checksums: If the message has some, int64 ``[parts]``, to which those of its bytes are added.
+            out: Contiguous tensors to write or to add to, with the prepared dtype (float32 for sums) and ``rows * chunk``
+                elements each. They must not overlap. None makes them.
+            checksums: For a message with checksums: int64 ``[parts]``, to which the checksums of its bytes are added.
 
         Returns:
-            The tensors, flat if they are made here, shards in order.
+            The tensors, shards in order; new ones are flat.
 
         Raises:
             TypeError: As in `Encoder`.
@@ -271,10 +272,10 @@ class Decoder:
 
 
 class Recoder:
-    """Sums the pieces of messages of one layout and encodes the sums, any number of times; `Codec.summer` makes it.
+    """Sums the pieces of messages of one layout and encodes the sums, any number of times; made by `Codec.summer`.
 
     Attributes:
-        bytes: Size of the message that it gives.
+        bytes: Size of the message that it returns.
     """
 
     def __init__(
@@ -302,10 +303,10 @@ class Recoder:
             payload: uint8, the messages one after the other.
             out: uint8 ``[bytes]``; None makes it.
             seed: Seed of stochastic rounding.
-            checksums: As of `Decoder`.
+            checksums: As in `Decoder`.
 
         Returns:
-            The message of the sums.
+            The message of sums.
         """
         payload = _read(payload, self._arriving, self._what)
         out = _written(payload, out, self.bytes)
@@ -313,7 +314,7 @@ class Recoder:
         return out
 
 
-# A bucket comes back in every step: its calls are prepared once.
+# A bucket recurs in every step, so its calls are prepared once.
 _encoder = functools.lru_cache(maxsize=4096)(Encoder)
 _decoder = functools.lru_cache(maxsize=4096)(Decoder)
 _recoder = functools.lru_cache(maxsize=4096)(Recoder)
@@ -323,12 +324,12 @@ _recoder = functools.lru_cache(maxsize=4096)(Recoder)
 
 
 def checksums(parts: torch.Tensor) -> torch.Tensor:
-    """Checksums of bytes (docs/payload_format.md), int64 ``[parts]`` of uint8 ``[parts, bytes]``, contiguous but for its rows."""
+    """Checksums of bytes (docs/payload_format.md): int64 ``[parts]`` for uint8 ``[parts, bytes]`` with contiguous rows."""
     sums: torch.Tensor = backends.of(parts.device).checksums(parts)
     return sums
 
 
-# ---- checks: one line, the argument first. Kernels read and write the addresses that they are given ------------------
+# ---- checks: kernels read and write any address, so arguments are checked here ------------------------------------------
 
 
 def _check_dtype(dtype: torch.dtype, fmt: RecordFormat, bytes_too: bool = False) -> None:
@@ -352,7 +353,7 @@ def _check_tensors(
 
 
 def _check_storage(tensor: torch.Tensor, name: str) -> None:
-    """Refuses a tensor whose memory was freed, as sharding engines do: a kernel would read what is there now."""
+    """Raises if a tensor's memory was freed, as sharding engines do: a kernel would read other data there."""
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
     found = tensor.untyped_storage().nbytes()
     if found < needed:
@@ -374,13 +375,13 @@ def _described(rows: Rows, fmt: RecordFormat) -> str:
 
 
 def _read(payload: torch.Tensor, size: int, what: str) -> torch.Tensor:
-    """A message to read, where wide loads can."""
+    """Returns a message at an address for wide loads: a copy if it is not aligned."""
     _check_payload(payload, size, what)
     return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
 
 
 def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.Tensor:
-    """A message to write: the one that is given, or a new one."""
+    """Returns the message to write: ``out``, or a new one."""
     if out is None:
         return like.new_empty(size, dtype=torch.uint8)
     _check_payload(out, size, "to be written")

@@ -1,8 +1,8 @@
-"""Codecs as data: one table of their properties, and the bytes that a shard takes in a payload (docs/payload_format.md).
+"""Codecs as data: one table of their properties, and the bytes of a shard in a payload (docs/payload_format.md).
 
-Pure arithmetic without torch. To add a codec, give it a name, an entry of `TRAITS` with its sizes and its error bound, and a
-reference in a module of its own (`Traits.reference`); docs/architecture.md has the rest, such as settings and kernels. Nothing
-else tests a codec's name.
+Pure arithmetic without torch. To add a codec, define its name, an entry of `TRAITS` with its sizes and error bound, and a
+reference module (`Traits.reference`). docs/architecture.md lists the other steps, such as settings and kernels. No other code
+tests a codec's name.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 #: A payload format.
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "int2", "zfp", "mpc"]
 
-#: All regions of a record are rounded up to this many bytes, so that every region starts where a wide load can.
+#: Regions of a record are padded to a multiple of this many bytes, so that every region starts at an address for wide loads.
 ALIGNMENT = 16
 
-#: Bytes of the checksum of a message's part, behind it.
+#: Bytes of the checksum behind a part of a message.
 CHECKSUM_BYTES = 16
 
 #: Bytes of a block's scale, a bfloat16.
 SCALE_BYTES = 2
 
-#: Codec ``zfp``: elements of a block, and biased exponents of float32 up to which zfp's conversion to integers overflows.
+#: Codec ``zfp``: elements of a block, and the largest biased exponent of float32 at which zfp's conversion to integers
+#: overflows.
 ZFP_BLOCK, ZFP_TINY = 4, 28
 
-#: Codec ``mpc``: words of a chunk, and bytes before the bitmaps of a record.
+#: Codec ``mpc``: words of a chunk, and bytes of a record before the bitmaps.
 MPC_CHUNK, MPC_HEADER = 1024, 16
 
 
 class Float(NamedTuple):
-    """A floating type.
+    """A floating-point type.
 
     Attributes:
-        roundoff: Largest relative error of rounding a normal number to it.
+        roundoff: Largest relative error of rounding a normal number to the type.
         tiny: Largest absolute error of rounding any other number.
         largest: Largest finite number.
     """
@@ -47,7 +48,7 @@ class Float(NamedTuple):
     largest: float
 
 
-#: More than any shard's elements and any message's rows: kernels count them in 32 bits.
+#: Exclusive limit for the elements of a shard and the rows of a message: kernels count them in 32 bits.
 _MOST = 2**31
 
 FLOATS = {
@@ -62,8 +63,8 @@ class BlockCodes(NamedTuple):
 
     Attributes:
         bits: Bits of a code.
-        lowest: Lowest code that is written; the largest in magnitude.
-        highest: Highest code that is written.
+        lowest: Lowest code, which has the largest magnitude.
+        highest: Highest code.
     """
 
     bits: int
@@ -72,16 +73,15 @@ class BlockCodes(NamedTuple):
 
 
 class RecordFormat(NamedTuple):
-    """The settings that fix the records of a codec. Settings without meaning for it are 0.
+    """The settings that determine a codec's records. Settings that do not apply to the codec are 0.
 
     Attributes:
         codec: Name of the codec.
-        block_size: Elements that share a scale; those of a block of codec ``zfp`` or a chunk of codec ``mpc``; 0 for the other
-            codecs.
-        rotation: Elements that are rotated together before they are coded, a divisor of the block's; 0: none are.
-        rate: Bits of a value in codec ``zfp``.
-        dimension: Distance of the values that codec ``mpc`` subtracts.
-        stochastic: Whether codes are rounded stochastically, not to nearest even; never without scales. It changes no size.
+        block_size: Elements that share a scale; elements of a block of ``zfp`` or a chunk of ``mpc``; 0 for other codecs.
+        rotation: Elements that are rotated together before encoding, a divisor of the block size; 0 for none.
+        rate: Bits per value in codec ``zfp``.
+        dimension: Distance between the values that codec ``mpc`` subtracts.
+        stochastic: Whether codes are rounded stochastically instead of to nearest even; only with scales. It changes no size.
     """
 
     codec: CodecName
@@ -95,7 +95,7 @@ class RecordFormat(NamedTuple):
     def of(
         cls, codec: CodecName, block_size: int = 0, rotation: int = 0, stochastic: bool = False, **own: int | None
     ) -> RecordFormat:
-        """The format of valid settings: two that differ only in settings without meaning give the same format.
+        """Returns the format for valid settings. Settings that do not apply to the codec are ignored.
 
         ``own``: `Traits.settings`; None is the default.
         """
@@ -119,27 +119,27 @@ class RecordFormat(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Magnitude of the code of a block's largest element: for stochastic codes one that both signs have."""
+        """Magnitude of the code for a block's largest element; with stochastic rounding, one that both signs have."""
         return self.codes.highest if self.stochastic else -self.codes.lowest
 
     def blocks(self, numel: int) -> int:
-        """Scales of a record of ``numel`` elements; blocks of ``zfp``, chunks of ``mpc``."""
+        """Number of scales of a record of ``numel`` elements; blocks of ``zfp``, chunks of ``mpc``."""
         return -(-numel // self.block_size) if self.block_size else 0
 
     def regions(self, numel: int, itemsize: int) -> tuple[int, ...]:
-        """Bytes of the parts of a record, without the padding of each; codes come first.
+        """Bytes of the regions of a record, without padding; codes come first.
 
         Args:
             numel: Elements of the record.
-            itemsize: Size of the decoded type; only codec ``none`` depends on it.
+            itemsize: Item size of the decoded dtype; only codec ``none`` depends on it.
         """
         return self.traits.regions(self, numel, itemsize)
 
     def offsets(self, numel: int, itemsize: int) -> tuple[int, ...]:
-        """Where the parts of a record start, and its end.
+        """Start offsets of the regions of a record, and its end.
 
-        Codes and a single scale that fit in `ALIGNMENT` bytes share them, the scale last: at tens of thousands of ranks a bias
-        has one element in each record.
+        If codes and a single scale fit in `ALIGNMENT` bytes, they share these bytes, with the scale last. With tens of thousands
+        of ranks, a bias has one element per record.
         """
         sizes = self.regions(numel, itemsize)
         if self.traits.codes and self.blocks(numel) == 1 and sum(sizes) <= ALIGNMENT:
@@ -148,7 +148,7 @@ class RecordFormat(NamedTuple):
         return tuple(itertools.accumulate(padded, initial=0))
 
     def record_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the whole record, in codec ``mpc`` the most that it can use; 0 for an empty one."""
+        """Bytes of the whole record, the maximum for codec ``mpc``; 0 for an empty record."""
         return self.offsets(numel, itemsize)[-1]
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
@@ -156,11 +156,11 @@ class RecordFormat(NamedTuple):
         return rows * layout_of(tuple(chunks), self, itemsize).row_bytes
 
     def element_bytes(self, itemsize: int) -> float:
-        """Bytes of one element in a long record, scales included; of codec ``mpc`` the most."""
+        """Bytes per element in a long record, including scales; the maximum for codec ``mpc``."""
         return self.record_bytes(1 << 16, itemsize) / (1 << 16)
 
     def error_bound(self, absmax: float, to: str) -> float:
-        """Largest absolute error of one round trip, see `hzero.codecs.codec.Codec.error_bound`; ``to``: a key of `FLOATS`."""
+        """Largest absolute error of a round trip; see `hzero.codecs.codec.Codec.error_bound`. ``to`` is a key of `FLOATS`."""
         error, reach = self.traits.error(self, absmax)
         target = FLOATS[to]
         if to not in self.traits.keeps:
@@ -168,7 +168,7 @@ class RecordFormat(NamedTuple):
         return error if reach <= target.largest else math.inf
 
     def alike(self, other: RecordFormat) -> bool:
-        """Whether a block with a scale is a block of the other format too, the same numbers in it."""
+        """Whether both formats have scales and the same blocks, with the same numbers in them."""
         both_scaled = self.traits.codes is not None and other.traits.codes is not None
         return both_scaled and (self.block_size, self.rotation) == (other.block_size, other.rotation)
 
@@ -182,7 +182,7 @@ class RecordFormat(NamedTuple):
 
 
 def _mpc_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...]:
-    # Bitmaps, and the words of bit planes, of which the last chunk has as many as its groups of 32 words and one.
+    # Bitmaps and words of bit planes. The last chunk has as many words as its groups of 32 words, plus one.
     rest = -(-(numel % MPC_CHUNK) // 32) * 32
     words = numel // MPC_CHUNK * MPC_CHUNK + (min(rest + 1, MPC_CHUNK) if rest else 0)
     return (MPC_HEADER + fmt.blocks(numel) * MPC_CHUNK // 8 + 4 * words if numel else 0,)
@@ -202,7 +202,7 @@ def _zfp_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     if not absmax:
         return 0.0, 0.0
     unit = math.ldexp(1.0, math.frexp(absmax)[1] - 30)
-    # Decoded integers have 32 bits. With few planes sums may wrap, so that nothing else is known of them.
+    # Decoded integers have 32 bits. With few planes, sums may wrap, so this is the only bound.
     error = absmax + 2.0**31 * unit
     if fmt.rate >= 7:
         error = min(error, (6.25 * 2.0 ** (34 - fmt.rate) + 12) * unit)
@@ -215,7 +215,7 @@ def _block_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     size = fmt.rotation
     if not size:
         return _code_error(fmt, absmax), 0.0  # `scale_limit` keeps it in range
-    # A rotated element is a mean of magnitudes up to the same, and each decoded one a sum of `size` of them.
+    # A rotated element is a mean, with a magnitude of at most absmax. A decoded element is a sum of `size` of them.
     rotating = 1.2 * 2.0**-23 * math.log2(size) * absmax + size * 2.0**-150
     error = size * (_code_error(fmt, absmax * (1 + 2.0**-20)) + rotating)
     overflows = size * absmax + error > FLOATS["fp32"].largest  # the largest partial sum
@@ -228,12 +228,12 @@ def _code_error(fmt: RecordFormat, absmax: float) -> float:
         roundoff, tiny = 2 * roundoff, 2 * tiny
     scale = absmax / fmt.levels
     clamped = any(scale > fmt.scale_limit(name) and absmax <= kind.largest for name, kind in FLOATS.items())
-    # Largest distance of the stored scale from the exact one, and the resulting error of an element.
+    # Largest distance between stored and exact scale, and the resulting error of an element.
     drift = scale * ((2 if clamped else 1) * roundoff + 2 * single) + tiny + 2.0**-150
     step = (scale + drift) * (1.0 if fmt.stochastic else 0.5)
     cut = fmt.levels * drift
     if fmt.codes.highest < fmt.levels:
-        # int4 and int2: the sign opposite to that of the largest element has one level less.
+        # int4 and int2: the sign opposite to the largest element's has one level less.
         cut = max(cut, scale + fmt.codes.highest * drift)
     return max(step, cut) + 3 * single * absmax + 2.0**-149
 
@@ -243,27 +243,28 @@ def _code_error(fmt: RecordFormat, absmax: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What a codec is, whatever its settings.
+    """Properties of a codec that do not depend on its settings.
 
     Attributes:
         regions: See `RecordFormat.regions`.
-        error: Largest error in float32, and the largest magnitude that a decoded element reaches, by format and largest
-            magnitude in the block.
-        reference: Module of hzero.codecs that encodes and decodes its records in plain torch; "" where they are elements.
-        compiled: Where compiled code does that: nowhere, in the library for CPUs, or on devices too.
-        widens: Whether it encodes float32 only, so that 16-bit numbers are encoded as float32 numbers, which hold them.
-        keeps: Types that a decoded element is converted to without another rounding.
+        error: Largest error in float32, and the largest magnitude of a decoded element, by format and largest magnitude in the
+            block.
+        reference: Module of hzero.codecs that encodes and decodes its records in plain torch; "" if records are the elements.
+        compiled: Where compiled code exists: nowhere, in the library for CPUs, or on devices too.
+        widens: Whether it encodes float32 only. 16-bit numbers are then converted to float32 before, without loss.
+        keeps: Types to which a decoded element is converted without another rounding.
         exact: Whether every element is decoded to its original bits.
-        plain: Whether the codes are the elements themselves, which a library can sum.
-        fixed: Whether a message has a fixed size, as those of a stage have. Otherwise it may use less than its records have
-            room for.
-        codes: The integer codes of a codec whose blocks share a scale; only these codecs have the settings block size,
-            rotation and stochastic rounding.
-        block: Elements of a block of codecs without scales.
-        span: Elements that a kernel works on together, where these are no block: by whether it encodes, and the longest record.
-        between_groups: Codec that takes its place between groups of nodes where none is written: few bytes cross groups, so a
-            coarse codec saves little time there.
-        settings: The settings that only this codec has, with their defaults, see `RecordFormat`.
+        plain: Whether codes are the elements themselves, which a library can sum.
+        fixed: Whether messages have a fixed size, as a stage requires. Otherwise, a message may use less than its records'
+            space.
+        codes: The integer codes of a codec whose blocks share a scale. Only these codecs have the settings block size, rotation
+            and stochastic rounding.
+        block: Elements of a block, for codecs without scales.
+        span: Elements that a kernel processes together if they are not a block. Arguments: whether it encodes, and the longest
+            record.
+        between_groups: Codec that replaces it between groups of nodes if none is set. Few bytes cross groups, so a coarse codec
+            saves little time there.
+        settings: Settings that only this codec has, with their defaults; see `RecordFormat`.
     """
 
     regions: Callable[[RecordFormat, int, int], tuple[int, ...]]
@@ -326,7 +327,7 @@ TRAITS: dict[CodecName, Traits] = {
         reference="zfp",
         compiled="cpu",
         block=ZFP_BLOCK,
-        span=lambda encodes, longest: 64,  # whose blocks take whole words
+        span=lambda encodes, longest: 64,  # so blocks end at whole words
         settings={"rate": 16},
     ),
     "mpc": Traits(
@@ -343,25 +344,25 @@ TRAITS: dict[CodecName, Traits] = {
 }
 #: Codecs whose blocks share a scale.
 BLOCK_CODECS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.codes)
-#: Codecs that give back every bit, in messages of a fixed size.
+#: Codecs that preserve every bit, in messages of a fixed size.
 LOSSLESS: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.exact and traits.fixed)
-#: Codecs whose messages have a fixed size, as a stage needs.
+#: Codecs with messages of a fixed size, as a stage requires.
 FIXED: tuple[CodecName, ...] = tuple(name for name, traits in TRAITS.items() if traits.fixed)
 
 
-# ---- where records lie ----------------------------------------------------------------------------------------------
+# ---- record layout --------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """The shards of a bucket, and their order in a message ``[outer][tensor][inner][record]``; `of` makes it.
+    """The shards of a bucket, and their order in a message ``[outer][tensor][inner][record]``; made by `of`.
 
     Attributes:
         chunks: Elements of one shard of each tensor.
         sizes: Axes of the rows, row-major and as few as possible; the product of the first ones is ``outer``.
-        strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` holds shard
-            ``i * strides[0] + j * strides[1] + ..``.
+        strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` contains shard ``i * strides[0] + j *
+            strides[1] + ..``.
         outer: Number of pieces of the message, each ``[tensor][rows / outer][record]``.
-        parts: Number of parts of the message, of successive pieces, with a checksum behind each; 0: it has none.
+        parts: Number of parts of the message. A part consists of successive pieces and ends with a checksum. 0: no checksums.
     """
 
     chunks: tuple[int, ...]
@@ -379,10 +380,10 @@ class Rows(NamedTuple):
         outer: int = 1,
         parts: int = 0,
     ) -> Rows:
-        """The rows of these axes; without strides in shard order. Only messages of codecs with scales have checksums here.
+        """Returns the rows for these axes; without strides, in shard order.
 
         Raises:
-            ValueError: Axes that do not reach each shard once, or pieces that cut one unevenly.
+            ValueError: The axes miss or repeat a shard, or pieces divide an axis unevenly.
         """
         if not chunks or not 0 <= min(chunks) <= max(chunks) < _MOST:
             raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, each from 0 to 2**31 - 1")
@@ -390,8 +391,8 @@ class Rows(NamedTuple):
             raise ValueError(f"sizes: found {list(sizes)}, expected sizes of at least 1 with fewer than 2**31 rows")
         if strides is None:
             strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        # Sums of multiples of the strides are 0, 1, .. without gap or repetition exactly where each stride is the product
-        # of the sizes of smaller ones. Otherwise some shard would be written twice and another never.
+        # Each shard is reached once exactly if each stride is the product of the sizes with smaller strides. Otherwise, a shard
+        # would be written twice and another one never.
         reached = 1
         for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes) if size > 1):
             reached = reached * size if stride == reached else 0
@@ -422,11 +423,11 @@ class Rows(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """Rows of a piece."""
+        """Rows per piece."""
         return self.total // self.outer
 
     def message_bytes(self, fmt: RecordFormat, itemsize: int) -> int:
-        """Bytes of the message, with its checksums."""
+        """Bytes of the message, including checksums."""
         return fmt.message_bytes(self.chunks, self.total, itemsize) + CHECKSUM_BYTES * self.parts
 
 
@@ -436,9 +437,9 @@ class Layout(NamedTuple):
     Attributes:
         record_bytes: Bytes of one record of each tensor.
         record_starts: Sum of the record bytes of the preceding tensors.
-        scales_offsets: Offset of the scales inside each record.
+        scales_offsets: Offset of the scales in each record.
         row_bytes: Bytes of one row: one record of every tensor.
-        block_starts: Blocks of the preceding tensors.
+        block_starts: Number of blocks of the preceding tensors.
     """
 
     record_bytes: tuple[int, ...]
@@ -448,9 +449,9 @@ class Layout(NamedTuple):
     block_starts: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=4096)  # every hop asks for the same few buckets
+@functools.lru_cache(maxsize=4096)  # hops share few buckets
 def layout_of(chunks: tuple[int, ...], fmt: RecordFormat, itemsize: int) -> Layout:
-    """The layout of a bucket whose shards have ``chunks`` elements of ``itemsize`` bytes."""
+    """Returns the layout of a bucket whose shards have ``chunks`` elements of ``itemsize`` bytes."""
     offsets = [fmt.offsets(chunk, itemsize) for chunk in chunks]
     *starts, row_bytes = itertools.accumulate((record[-1] for record in offsets), initial=0)
     *block_starts, _ = itertools.accumulate(map(fmt.blocks, chunks), initial=0)
@@ -467,10 +468,10 @@ def layout_of(chunks: tuple[int, ...], fmt: RecordFormat, itemsize: int) -> Layo
 
 
 def chunk_numel(numel: int, world_size: int) -> int:
-    """Elements of one shard of a parameter: its size over the world, rounded up, as DeepSpeed partitions it."""
+    """Elements of one shard of a parameter: its size divided by the world size, rounded up, as in DeepSpeed."""
     return -(-numel // world_size)
 
 
 def owned_numel(numel: int, chunk: int, rank: int) -> int:
-    """Elements of a rank's shard, without the padding of the last ones, which have fewer than ``chunk`` or none."""
+    """Elements of a rank's shard without padding. The last ranks' shards have fewer than ``chunk`` elements, or none."""
     return min(max(numel - rank * chunk, 0), chunk)

@@ -1,4 +1,4 @@
-"""Launchers: start compiled kernels on one `BUCKET`, those of the host library and those of devices (hip_kernels)."""
+"""Launchers: launch compiled kernels of the host library and of devices (hip_kernels), with one `BUCKET` each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hzero.files import cache_folder, distrust, replacing
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
 VERSION, TENSORS, AXES, THREADS = 10, 38, 6, 256
 
-#: A number to divide by, see `divisor`.
+#: A prepared divisor; see `divisor`.
 DIVISOR = np.dtype([("factor", "u4"), ("shift", "u4")])
 
 TENSOR = np.dtype(
@@ -40,10 +40,10 @@ TENSOR = np.dtype(
     align=True,
 )
 
-#: Where a payload's checksums are.
+#: Place of a payload's checksums.
 CHECKS = np.dtype([("sums", "u8"), ("step", "i8"), ("pieces", "u4"), ("by_pieces", DIVISOR)], align=True)
 
-#: The whole structure.
+#: The argument of every kernel, ``hz_bucket`` of hip_kernels/bucket.h.
 BUCKET = np.dtype(
     [
         *((name, "u8") for name in ("payload", "out_payload")),
@@ -71,19 +71,19 @@ def divisor(number: int) -> tuple[int, int]:
     return -(-(1 << shift) // number), shift
 
 
-#: Folder of the compiled parts, in an installation and in a checkout that was set up.
+#: Folder of the compiled parts, in an installation and in a checkout after `make setup`.
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 LIBRARY = NATIVE / "libhzero_host.so"
 
 
 class HostLibrary:
-    """Starts kernels of the host library, on as many threads as torch was given.
+    """Launches kernels of the host library, with torch's number of threads.
 
     Args:
         path: The library.
 
     Raises:
-        OSError: It is not there, cannot be loaded, or was built for another version of hzero.
+        OSError: The library is missing, cannot be loaded, or was built for another version of hzero.
     """
 
     on_device = False
@@ -115,11 +115,11 @@ class HostLibrary:
             raise ValueError(f"instruction_set: this processor or library has no {name!r}")
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
-        """Runs a kernel to its end. Other Python threads go on meanwhile."""
+        """Runs a kernel to its end. Other Python threads run meanwhile."""
         getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
-        """As of `hzero.codecs.reference.checksums`."""
+        """As in `hzero.codecs.reference.checksums`."""
         (count, size), sums = parts.shape, parts.new_empty(len(parts), dtype=torch.int64)
         numbers = (parts.data_ptr(), count, size, parts.stride(0), sums.data_ptr())
         self._library.hz_checksums(*map(ctypes.c_uint64, numbers))
@@ -127,48 +127,48 @@ class HostLibrary:
 
 
 def _check_whole(path: Path) -> None:
-    """Raises OSError for a truncated file: loading one kills the process when it touches the missing part."""
+    """Raises OSError for a truncated file: after loading one, the process crashes when it touches the missing part."""
     with path.open("rb") as file:
         header = file.read(64)
         size = os.fstat(file.fileno()).st_size
-    if len(header) == 64 and header[:5] == b"\x7fELF\x02":  # a 64-bit ELF; the loader itself refuses all else
+    if len(header) == 64 and header[:5] == b"\x7fELF\x02":  # a 64-bit ELF; the loader rejects others
         (sections,), (width, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
         if sections + width * count > size:
-            raise OSError(f"{path} is cut short: {size} bytes of {sections + width * count}")
+            raise OSError(f"{path} is truncated: {size} bytes of {sections + width * count}")
 
 
-#: Files of the kernels: one per operator.
+#: Source files of the kernels: one per operator.
 FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
 
-#: Folders of the kernels' sources: in an installation, in a checkout.
+#: Folders of the kernel sources: in an installation, in a checkout.
 SOURCES = (NATIVE / "kernels", NATIVE.parents[1] / "hip_kernels")
 
 
 class DeviceKernels:
-    """Starts device kernels on torch's current stream, without copies and without waiting; graphs can capture them.
+    """Launches device kernels on torch's current stream, without copies or waits; graphs can capture them.
 
-    A code object built with the installation is used where it fits the device's architecture. Otherwise hiprtc or NVRTC
-    compiles the sources at first use, and the result is kept on disk.
+    A code object from the installation is used if it fits the device's architecture. Otherwise, hiprtc or NVRTC compiles the
+    sources at first use, and the result is cached on disk.
 
     Raises:
         ImportError: The kernels cannot be compiled or loaded; the message has the reason.
-        OSError: A device that the kernels do not support.
+        OSError: The kernels do not support the device.
     """
 
     on_device = True
 
     def __init__(self) -> None:
-        index = torch.cuda.current_device()  # loads and starts the runtime
+        index = torch.cuda.current_device()  # loads and initialises the runtime
         architecture = self._architecture(index)
         if torch.version.hip and not architecture.startswith("gfx9"):
             raise OSError(f"the kernels are written for gfx9 (MI50 to MI300), this is {architecture}")
         self._sources = SOURCES[0] if SOURCES[0].is_dir() else SOURCES[1]
         self._id = hash_files([*self._sources.glob("*.h"), *self._sources.glob("*.hip")])
         try:
-            # A process may have loaded a second HIP, which sees neither torch's memory nor its streams, and a bare name may
-            # find that one. So HIP's functions are looked up through torch's own extension: the loader then searches the
-            # libraries that torch is linked with, wherever they are. A HIP that was loaded for the whole process, as by
-            # LD_PRELOAD, takes calls that torch binds after that. NVIDIA's driver exists once.
+            # A process may have loaded a second HIP, which sees neither torch's memory nor its streams. A lookup by name may
+            # find that one. So HIP's functions are looked up through torch's extension: the loader then searches the libraries
+            # that torch is linked with. A HIP that was loaded for the whole process, as by LD_PRELOAD, receives torch calls that
+            # are bound later. NVIDIA's driver exists once per process.
             libraries = ctypes.CDLL(torch._C.__file__), ctypes.CDLL(None)
             places = [ctypes.cast(getattr(one, "hipModuleLoadData", 0), ctypes.c_void_p).value for one in libraries]
             if places[1] not in (None, places[0]):
@@ -176,21 +176,21 @@ class DeviceKernels:
             self._runtime = Library(torch._C.__file__, "hip") if torch.version.hip else Library("libcuda.so.1", "cu")
             self._modules(index)
         except (OSError, AttributeError, RuntimeError) as error:
-            # Without the compiler's log.
+            # First line only, without the compiler's log.
             raise ImportError(f"the kernels cannot be loaded for {architecture}: {error}".splitlines()[0]) from error
 
     def describe(self) -> str:
-        """Architecture of the current device, and where its kernels come from."""
+        """Architecture of the current device, and the origin of its kernels."""
         architecture = self._architecture(torch.cuda.current_device())
         how = "built with the installation" if self._built("encode", architecture).exists() else "compiled on first use"
         return f"kernels for {architecture}, {how}"
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
-        """Starts a kernel of a file of `FAMILIES` on the device's current stream."""
+        """Launches a kernel from a file of `FAMILIES` on the device's current stream."""
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
         stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
-        address = ctypes.c_void_p(bucket.ctypes.data)  # the call copies what is there
+        address = ctypes.c_void_p(bucket.ctypes.data)  # the call copies the structure
         name = "ModuleLaunchKernel" if torch.version.hip else "LaunchKernel"
         with contextlib.nullcontext() if index == current else torch.cuda.device(index):
             self._enter(index)
@@ -198,7 +198,7 @@ class DeviceKernels:
             self._runtime(kernel, name, handle, workgroups, 1, 1, THREADS, 1, 1, 0, stream, ctypes.byref(address), None)
 
     def _enter(self, index: int) -> None:
-        """Gives this thread the device's context if it has called nothing of CUDA yet. HIP does so itself."""
+        """Sets the device's context if this thread has not used CUDA yet. HIP does so itself."""
         context = ctypes.c_void_p()
         if not torch.version.hip:
             self._runtime("context", "CtxGetCurrent", ctypes.byref(context))
@@ -215,7 +215,7 @@ class DeviceKernels:
         return f"sm_{properties.major}{properties.minor}"
 
     def _built(self, family: str, architecture: str) -> Path:
-        """The installation's code object; its name holds the hash of these sources."""
+        """The installation's code object; its name contains the hash of these sources."""
         return NATIVE / f"{family}.{architecture}.{self._id}.hsaco"
 
     @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
@@ -226,9 +226,9 @@ class DeviceKernels:
 
     @functools.cache  # noqa: B019
     def _modules(self, index: int) -> dict[str, tuple[ctypes.c_void_p, bytes]]:
-        """Loads all families at once, so that none is compiled or loaded while a graph is captured.
+        """Loads all families at once, so that none is compiled or loaded during a graph capture.
 
-        Their code stays with them, since HIP may read it as long as a module is loaded.
+        The result keeps their code, since HIP may read it while a module is loaded.
         """
         architecture = self._architecture(index)
         modules = {}
@@ -255,7 +255,7 @@ class DeviceKernels:
             return kept.read_bytes()
         except OSError:
             code = compiled(self._compiler, source, options)
-            with contextlib.suppress(OSError):  # where the folder cannot be written, later processes compile again
+            with contextlib.suppress(OSError):  # if the folder is read-only, later processes compile again
                 kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with replacing(kept, "wb") as file:
                     file.write(code)
@@ -263,9 +263,9 @@ class DeviceKernels:
 
     @functools.cached_property
     def _compiler(self) -> Library:
-        """Hiprtc or NVRTC: torch's, one next to its runtime, or one that CuPy loads if it shares the runtime."""
+        """Hiprtc or NVRTC: torch's, or one next to its runtime, or CuPy's if that shares the runtime."""
         name = "hiprtc" if torch.version.hip else "nvrtc"
-        torchs = f"{Path(torch._C.__file__).parent}/lib/libcaffe2_nvrtc.so"  # the library through which torch compiles
+        torchs = f"{Path(torch._C.__file__).parent}/lib/libcaffe2_nvrtc.so"  # torch compiles through it
         beside = [str(path) for runtime in runtimes() for path in Path(runtime).parent.glob(f"lib{name}.so*")]
         if not beside and not loaded(f"lib{name}") and len(runtimes_with_cupy()) == 1:
             import cupy  # noqa: F401
@@ -276,15 +276,15 @@ class DeviceKernels:
 
 
 class Library:
-    """Functions of a library that begin with the same letters and give a status, zero if all went well.
+    """Functions of a library that share a prefix and return a status, zero for success.
 
     Args:
         path: The library, or one that is linked to it.
-        prefix: The letters: ``hip``, ``hiprtc``, ``cu`` or ``nvrtc``.
+        prefix: ``hip``, ``hiprtc``, ``cu`` or ``nvrtc``.
 
     Raises:
-        AttributeError: There are no such functions.
-        OSError: It cannot be loaded.
+        AttributeError: The library has no such functions.
+        OSError: The library cannot be loaded.
     """
 
     def __init__(self, path: str, prefix: str) -> None:
@@ -293,7 +293,7 @@ class Library:
         self._words.restype = ctypes.c_int if prefix == "cu" else ctypes.c_char_p
 
     def __call__(self, what: str, function: str, *arguments: Any) -> None:
-        """Calls a function, for ``what``. Raises RuntimeError with the library's words for its status."""
+        """Calls a function. Raises RuntimeError with ``what`` and the library's text if the status is not zero."""
         if status := getattr(self._library, self._prefix + function)(*arguments):
             words = ctypes.c_char_p()
             if self._prefix == "cu":
@@ -301,12 +301,12 @@ class Library:
             else:
                 words.value = self._words(status)
             if self._prefix == "hip":
-                self._library.hipGetLastError()  # forgets it, or torch's next check would raise it
+                self._library.hipGetLastError()  # clears it, or torch's next check would raise it
             raise RuntimeError(f"{what}: {self._prefix}{function}: {(words.value or b'').decode()} ({status})")
 
 
 def compiled(compiler: Library, source: Path, options: Sequence[str]) -> bytes:
-    """The code object of a source, by hiprtc or NVRTC. Raises RuntimeError with the compiler's log."""
+    """Compiles a source with hiprtc or NVRTC and returns its code object. Raises RuntimeError with the compiler's log."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
     def content(name: str) -> bytes:
@@ -329,22 +329,22 @@ def compiled(compiler: Library, source: Path, options: Sequence[str]) -> bytes:
 
 
 def runtimes(maps: str | None = None) -> list[str]:
-    """Files of the GPU runtimes that a process has loaded: this one, or that of a ``/proc/PID/maps``."""
+    """Files of the GPU runtimes that a process has loaded: this process, or the one of a ``/proc/PID/maps``."""
     return loaded("libamdhip64" if torch.version.hip else "libcuda", maps)
 
 
 def loaded(name: str, maps: str | None = None) -> list[str]:
-    """Files of a library that a process has loaded, each once; none where a container hides them."""
+    """Files of a library that a process has loaded, each once; none if a container hides them."""
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape") if maps is None else maps
-    # Wheels put 8 digits into the names of the libraries that they bring.
+    # Wheels add 8 hex digits to the names of bundled libraries.
     return sorted(set(re.findall(rf"/(?:.*/)?{name}(?:-[0-9a-f]{{8}})?\.so.*", maps or "")))
 
 
 def runtimes_with_cupy() -> list[str]:
-    """`runtimes` of a process that imports torch and CuPy, of whatever distribution; none if it cannot.
+    """`runtimes` of a process that imports torch and CuPy, from any distribution; none if that fails.
 
-    Another process, since a library cannot be unloaded again.
+    It runs another process, since a library cannot be unloaded.
     """
     if find_spec("cupy"):
         command = [sys.executable, "-c", "import torch, cupy; print(open('/proc/self/maps').read())"]
@@ -354,6 +354,6 @@ def runtimes_with_cupy() -> list[str]:
 
 
 def hash_files(paths: Sequence[Path]) -> str:
-    """Twelve digits for the names and contents of files, as the function of this name in CMakeLists.txt computes them."""
+    """Returns twelve hex digits for the names and contents of files, like the same function in CMakeLists.txt."""
     lines = sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]

@@ -1,11 +1,14 @@
-"""Reference of codec ``mpc``, in plain torch: lossless for float32, in a number of bytes that depends on the data.
+"""Reference of codec ``mpc``, in plain torch: lossless for float32, with a data-dependent number of bytes.
 
-Yang, Mukka, Hesaaraki and Burtscher, "MPC: A Massively Parallel Compression Algorithm for Scientific Data" (IEEE CLUSTER
-2015): in chunks of 1024 words, ``LNVds | BIT | LNV1s | ZE``. From each word that ``d`` places before it is subtracted; the
-bits of 32 words each are transposed; from each word the one before it is subtracted; and of the words that are left only
-those that are not zero are kept, with a bitmap that tells which (docs/payload_format.md).
+Yang, Mukka, Hesaaraki and Burtscher, "MPC: A Massively Parallel Compression Algorithm for Scientific Data" (IEEE CLUSTER 2015).
+Chunks of 1024 words pass ``LNVds | BIT | LNV1s | ZE``:
 
-A record has room for the most that its elements can take, and says in its head what it has used.
+1. From each word, the word ``d`` places before it is subtracted.
+2. The bits of each 32 words are transposed.
+3. From each word, the word before it is subtracted.
+4. Only nonzero words are kept, with a bitmap of their places (docs/payload_format.md).
+
+A record has space for the longest encoding, and its header contains the number of bytes in use.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from hzero.codecs.formats import MPC_CHUNK, MPC_HEADER, RecordFormat
 _SIDE = 32
 #: Words of a chunk's bitmap.
 _BITMAP = MPC_CHUNK // _SIDE
-#: Bits of alternate columns, for each distance of the rows that are exchanged.
+#: Bits of alternate columns, for each distance between exchanged rows.
 _EXCHANGED = {16: 0x0000FFFF, 8: 0x00FF00FF, 4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x55555555}
 
 
 def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[torch.Tensor]:
-    """The records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
+    """Returns the records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
     rows, numel = values.shape
     words = pad(values.view(torch.int32), (0, -numel % MPC_CHUNK)).view(rows, -1, MPC_CHUNK)
     left = _less(words, fmt.dimension)
@@ -34,7 +37,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
     bits = kept.view(rows, -1, _SIDE).to(torch.int64) << torch.arange(_SIDE, device=values.device)
     bitmaps = bits.sum(-1).to(torch.int32)
     used = MPC_HEADER + 4 * (bitmaps.shape[1] + kept.sum(-1, keepdim=True))
-    # All that is zero goes to one place behind the words that are kept.
+    # All zeros go to one place behind the kept words.
     room = (fmt.record_bytes(numel, 0) - MPC_HEADER) // 4 - bitmaps.shape[1]
     places = (kept.cumsum(-1) - 1).masked_fill_(~kept, room)
     stream = planes.new_zeros(rows, room + 1).scatter_(1, places, planes.masked_fill(~kept, 0))[:, :-1]
@@ -43,12 +46,12 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
 
 
 def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor:
-    """float32 ``[rows, numel]`` of records uint8 ``[rows, bytes]``."""
+    """Returns float32 ``[rows, numel]`` from records uint8 ``[rows, bytes]``."""
     rows, chunks = records.shape[0], fmt.blocks(numel)
     body = records[:, MPC_HEADER:].contiguous().view(torch.int32)
     bits, stream = body[:, : chunks * _BITMAP], body[:, chunks * _BITMAP :]
     kept = (bits.unsqueeze(-1) >> torch.arange(_SIDE, device=body.device) & 1).view(rows, -1) == 1
-    # In bytes that no encoder writes, more words may be kept than the record has.
+    # Bytes that no encoder writes may mark more words than the record has.
     places = (kept.cumsum(-1) - 1).clamp_(0, stream.shape[1] - 1)
     planes = stream.gather(1, places).masked_fill_(~kept, 0).view(rows, chunks, MPC_CHUNK)
     left = _transposed(_more(planes, 1).view(rows, -1, _SIDE)).view(rows, chunks, MPC_CHUNK)
@@ -59,11 +62,11 @@ def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor
 
 
 def cut(message: torch.Tensor, parts: int, row_bytes: int) -> list[torch.Tensor]:
-    """The bytes that the records of each part of a message use, one after the other. The host waits for the device.
+    """Returns the used bytes of the records of each part of a message, concatenated. The host waits for the device.
 
     Args:
         message: uint8 ``[parts][rows][row_bytes]``, of one tensor.
-        parts: Messages of one peer each.
+        parts: Number of parts, one per peer.
         row_bytes: Bytes of a record.
     """
     rows = message.view(parts, -1, row_bytes)
@@ -72,12 +75,12 @@ def cut(message: torch.Tensor, parts: int, row_bytes: int) -> list[torch.Tensor]
 
 
 def whole(arrived: torch.Tensor, parts: int, rows: int, row_bytes: int) -> torch.Tensor:
-    """The message whose parts were `cut`, with zeros where they were. The host waits for the device.
+    """Returns the message whose parts were `cut`, with zeros in the unused bytes. The host waits for the device.
 
     Args:
         arrived: uint8 ``[parts][length]``.
-        parts: Of the message.
-        rows: Of each part.
+        parts: Number of parts.
+        rows: Rows of each part.
         row_bytes: Bytes of a record.
 
     Raises:
@@ -98,21 +101,21 @@ def whole(arrived: torch.Tensor, parts: int, rows: int, row_bytes: int) -> torch
 
 
 def _less(words: torch.Tensor, distance: int) -> torch.Tensor:
-    """Every word less the one ``distance`` before it in its chunk, int32 ``[.., 1024]``, which wraps."""
+    """Subtracts from every word the word ``distance`` before it in its chunk, int32 ``[.., 1024]``, with wrap-around."""
     left = words.clone()
     left[..., distance:] -= words[..., :-distance]
     return left
 
 
 def _more(left: torch.Tensor, distance: int) -> torch.Tensor:
-    """The inverse of `_less`: sums along each of ``distance`` series."""
+    """Inverse of `_less`: sums along each of ``distance`` series."""
     padded = pad(left, (0, -MPC_CHUNK % distance)).to(torch.int64)
     sums = padded.unflatten(-1, (-1, distance)).cumsum(-2)
     return sums.flatten(-2)[..., :MPC_CHUNK].to(torch.int32)
 
 
 def _transposed(words: torch.Tensor) -> torch.Tensor:
-    """Squares of bits, int32 ``[.., 32]``, with rows and columns exchanged; column 0 is the highest bit."""
+    """Exchanges rows and columns of squares of bits, int32 ``[.., 32]``; column 0 is the highest bit."""
     shape, words = words.shape, words.reshape(-1, _SIDE)
     for distance, mask in _EXCHANGED.items():
         pairs = words.view(-1, _SIDE // (2 * distance), 2, distance)

@@ -1,9 +1,9 @@
-"""Reference backend: the payload formats in plain torch, on any device. The other backends follow it bit for bit.
+"""Reference backend: the payload formats in plain torch, on any device. The other backends match it bit for bit.
 
-Every backend has the functions at the top. Three prepare a call on one layout; of a message that has checksums, what writes it
-adds them to those that are there, and what reads it to a tensor. Arguments are checked by
-`hzero.codecs.codec`, outputs exist. Records are written tensor by tensor; the modules of codecs have their arithmetic
-(`hzero.codecs.formats.Traits.reference`). The records of codecs ``none`` and ``bf16`` are elements.
+Every backend has the functions at the top. Three of them prepare a call for one layout. For a message with checksums, a call
+that writes adds to the checksums in the message, and a call that reads adds to a tensor. `hzero.codecs.codec` has checked the
+arguments and allocated the outputs. Records are written tensor by tensor. The modules of codecs have the arithmetic
+(`hzero.codecs.formats.Traits.reference`). Records of codecs ``none`` and ``bf16`` are the elements.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.nn.functional import pad
 from hzero.codecs.blocks import mixed, rotated
 from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows, layout_of
 
-#: What is added to the elements before they are encoded: residuals of earlier losses, or a base that is subtracted.
+#: Operand that is added before encoding: residuals of earlier losses, or a base that is subtracted.
 Adds: TypeAlias = Literal["", "residuals", "base"]
 #: A prepared call: it reads and writes the tensors of its arguments.
 Run: TypeAlias = Callable[..., None]
 
-#: Types by their names in formats, and back.
+#: Dtypes by their names in formats, and the reverse.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Bytes that are summed at a time, since their numbers take 16 times as much.
+#: Bytes per slice of a checksum, since its integers need 16 times as much memory.
 _SLICE = 1 << 22
 
 
-# ---- what every backend has ----------------------------------------------------------------------------
+# ---- functions of every backend ------------------------------------------------------------------------
 
 
 def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
-    """A call ``(payload, source, seed, added, factors)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
+    """Returns a call ``(payload, source, seed, added, factors)`` that encodes a bucket; see `hzero.codecs.codec.Encoder`."""
     # Sums with residuals, and differences that a codec rounds, are float32.
     coded = dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
 
@@ -50,7 +50,7 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ru
             if adds == "base":
                 values = (values - added[index].view(-1)).to(coded)
             elif adds:
-                # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
+                # Product and sum are rounded separately: on some processors, `add_` with alpha fuses them.
                 values = values + added[index].view(-1).float() * factors[index]
             flat = pad(values, (0, rows.total * chunk - values.numel()))
             shards = _shards(flat, chunk, rows).reshape(rows.total, chunk)
@@ -59,9 +59,9 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ru
             written = _record_of(shards, fmt, NAMES.get(coded, ""), seed, _first_block(rows, fmt, index))
             record.copy_(written.view(record.shape))
             if adds == "residuals":
-                # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
+                # An overflow makes a block NaN, and some configurations do not skip the step. Residuals must not keep the NaN.
                 lost = (shards - _values_of(written, chunk, fmt, coded)).nan_to_num_(0.0, 0.0, 0.0)
-                lost = rotated(lost, fmt).nan_to_num_(0.0, 0.0, 0.0)  # here a sum of finite numbers may overflow
+                lost = rotated(lost, fmt).nan_to_num_(0.0, 0.0, 0.0)  # a sum of finite numbers may overflow
                 found = flat.new_empty(flat.numel())
                 _shards(found, chunk, rows).copy_(lost.view(*rows.sizes, chunk))
                 added[index].view(-1).copy_(found[: values.numel()])
@@ -71,7 +71,7 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ru
 
 
 def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
-    """A call ``(payload, tensors, checksums)`` that decodes a message, or sums its pieces, see `hzero.codecs.codec.Decoder`."""
+    """Returns a call ``(payload, tensors, checksums)`` that decodes or sums a message; see `hzero.codecs.codec.Decoder`."""
 
     @torch.no_grad()
     def decode(payload: torch.Tensor, tensors: Sequence[torch.Tensor], checksums: Any = None) -> None:
@@ -89,7 +89,7 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: 
             chunk = rows.chunks[index]
             total = tensors[index].view(rows.inner, chunk)
             parts = _values_of(record.flatten(0, -2), chunk, fmt, dtype).view(rows.outer, rows.inner, chunk)
-            if fmt.rotation:  # decoded as one sum, and added as such
+            if fmt.rotation:  # sum first, rotate once, then add
                 parts = rotated(_in_order(parts), fmt).unsqueeze(0)
             for peer, part in enumerate(parts):
                 (total.add_ if peer or add else total.copy_)(part)
@@ -98,9 +98,9 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: 
 
 
 def recoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
-    """A call ``(payload, message, seed, checksums)`` that sums the pieces and encodes the sums, rotated if they are.
+    """Returns a call ``(payload, message, seed, checksums)`` that sums the pieces and encodes the sums, still rotated.
 
-    None for formats that are unlike.
+    None if the formats have neither the same blocks nor plain elements.
     """
     if not fmt.alike(out) and not (fmt.traits.plain and out.traits.plain):
         return None
@@ -114,7 +114,7 @@ def recoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out
             parts = _values_of(record.flatten(0, -2), rows.chunks[index], fmt, dtype)
             total = _in_order(parts.view(rows.outer, rows.inner, -1)).to(coded)
             sums.append((index, total.nan_to_num_(math.nan, math.inf, -math.inf) if out.traits.plain else total))
-        message.zero_()  # it may lie where the payload does
+        message.zero_()  # it may share the payload's memory
         for (index, total), (_, written) in zip(sums, records_of(message, summed, out, coded)):
             record = _record_of(total, out, "fp32", seed, _first_block(rows, out, index))
             written.copy_(record.view(written.shape))
@@ -124,13 +124,13 @@ def recoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out
 
 
 def checksums(parts: torch.Tensor) -> torch.Tensor:
-    """Checksums of bytes: their words of 32 bits, each times a number for its place, added modulo 2**64.
+    """Checksums of bytes: the sum of their 32-bit words, each times a factor for its place, modulo 2**64.
 
-    The numbers of two places differ and none is 0. So the sum tells for certain if bits of one word have changed, or if two words
-    have changed places. Any other error that does not depend on the numbers goes unseen with a probability below 2**-31.
+    The factors of two places differ, and none is 0. The sum therefore detects with certainty if bits of one word have changed,
+    or if two words are swapped. Any other error that does not depend on the factors is missed with a probability below 2**-31.
 
     Args:
-        parts: uint8 ``[parts, bytes]``, contiguous but for its rows.
+        parts: uint8 ``[parts, bytes]`` with contiguous rows.
 
     Returns:
         int64 ``[parts]``.
@@ -145,19 +145,19 @@ def checksums(parts: torch.Tensor) -> torch.Tensor:
 
 
 def trailers(message: torch.Tensor, parts: int) -> torch.Tensor:
-    """View of the checksums behind the parts of a message, int64 ``[parts, 2]``: the sum, and what a hop adds."""
+    """View of the checksums behind the parts of a message, int64 ``[parts, 2]``: the sum, and the address that a hop adds."""
     return message.view(torch.int64).view(parts, -1)[:, -CHECKSUM_BYTES // 8 :]
 
 
 def _check(message: torch.Tensor, parts: int, sums: torch.Tensor | None = None) -> None:
-    """Adds the checksums of a message's parts, if it has some, to those that it has, or to others."""
+    """Adds the checksums of a message's parts, if it has parts, to ``sums``; None: to the checksums in the message."""
     if parts:
         sums = trailers(message, parts)[:, 0] if sums is None else sums
         sums.add_(checksums(message.view(parts, -1)[:, :-CHECKSUM_BYTES]))
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The float32 sum over the first axis, in its order."""
+    """Returns the float32 sum over the first axis, in its order."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -168,13 +168,13 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _record_of(values: torch.Tensor, fmt: RecordFormat, source: str, seed: int, first_block: int) -> torch.Tensor:
-    """uint8 ``[rows, bytes]`` of ``[rows, numel]``; the last three as of `hzero.codecs.blocks.encode`."""
+    """Returns uint8 ``[rows, bytes]`` for ``[rows, numel]``; the last three arguments are as in `hzero.codecs.blocks.encode`."""
     module = module_of(fmt)
     if module is not None:
         parts = module.encode(values, fmt, source, seed, first_block)
     else:
         if not fmt.traits.plain and values.dtype != torch.bfloat16:
-            # Which NaN a conversion makes depends on the processor.
+            # The NaN of a conversion depends on the processor.
             values = values.to(torch.bfloat16).nan_to_num_(math.nan, math.inf, -math.inf)
         parts = [values.contiguous().view(torch.uint8)]
     starts = fmt.offsets(values.shape[1], values.element_size())
@@ -183,7 +183,7 @@ def _record_of(values: torch.Tensor, fmt: RecordFormat, source: str, seed: int, 
 
 
 def _values_of(records: torch.Tensor, numel: int, fmt: RecordFormat, dtype: torch.dtype) -> torch.Tensor:
-    """``[rows, numel]``, rotated if they are, of uint8 ``[rows, bytes]``: float32, or a type that holds what was encoded."""
+    """Returns ``[rows, numel]``, still rotated, from uint8 ``[rows, bytes]``: float32 or a dtype for the encoded values."""
     module = module_of(fmt)
     if module is not None:
         values: torch.Tensor = module.decode(records, numel, fmt)
@@ -192,7 +192,7 @@ def _values_of(records: torch.Tensor, numel: int, fmt: RecordFormat, dtype: torc
 
 
 def module_of(fmt: RecordFormat) -> Any:
-    """The module of a codec's records; None where they are elements. It is imported once it is needed."""
+    """Returns the module of a codec's records, imported at first use; None if records are elements."""
     name = fmt.traits.reference
     return importlib.import_module(f"hzero.codecs.{name}") if name else None
 
@@ -200,7 +200,7 @@ def module_of(fmt: RecordFormat) -> Any:
 def records_of(
     payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each tensor that has elements, and a view ``[parts, pieces, rows, record]`` of its records."""
+    """Yields the index of each nonempty tensor, and a view ``[parts, pieces, rows, record]`` of its records."""
     layout, parts = layout_of(rows.chunks, fmt, dtype.itemsize), max(rows.parts, 1)
     shape = rows.outer // parts, rows.inner * layout.row_bytes
     pieces = payload.view(parts, -1)[:, : math.prod(shape)].unflatten(1, shape)
@@ -215,6 +215,6 @@ def _first_block(rows: Rows, fmt: RecordFormat, index: int) -> int:
 
 
 def _shards(flat: torch.Tensor, chunk: int, rows: Rows) -> torch.Tensor:
-    """View ``[*sizes, chunk]`` of shards in the order of the rows."""
+    """Returns a view ``[*sizes, chunk]`` of shards in the order of the rows."""
     strides = (*(stride * chunk for stride in rows.strides), 1)
     return flat.as_strided((*rows.sizes, chunk), strides, flat.storage_offset())

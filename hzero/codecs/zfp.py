@@ -1,9 +1,9 @@
-"""Reference of codec ``zfp``, in plain torch: a fixed number of bits for each block of four values, in the stream of zfp.
+"""Reference of codec ``zfp``, in plain torch: a fixed number of bits per block of four values, in zfp's stream format.
 
-Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (IEEE TVCG 20(12), 2014): a block becomes integers of one exponent,
-a lifted transform takes what neighbours share out of them, and their bits are written plane by plane, the highest first,
-until the bits of the block are used up (docs/payload_format.md). What a plane is written as depends on its four bits and on
-how many of the values have had a bit set, so it comes from a table; nothing loops over blocks.
+Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (IEEE TVCG 20(12), 2014). A block is converted to integers with one
+exponent, and a lifted transform decorrelates them. Their bits are written plane by plane, the highest first, until the block's
+bits are used up (docs/payload_format.md). The code of a plane depends on its four bits and on the number of values that already
+have a set bit. It comes from a table, so no loop runs over blocks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch.nn.functional import pad
 
 from hzero.codecs.formats import ZFP_BLOCK, ZFP_TINY, RecordFormat
 
-#: Bits of a block before its planes: that it is not zero, and the exponent.
+#: Bits of a block before its planes: a nonzero flag and the exponent.
 _HEAD = 9
-#: Digits of base -2 from two's complement and back: add and exclusive or, or exclusive or and subtract.
+#: Conversion between two's complement and digits of base -2: add and exclusive or, or exclusive or and subtract.
 _NEGABINARY, _WORD = 0xAAAAAAAA, 0xFFFFFFFF
-#: Most bits that a plane takes.
+#: Maximum bits of a plane.
 _LONGEST = 7
 
 
 def plane(values: int, seen: int) -> tuple[int, int, int]:
-    """What a plane is written as.
+    """Returns the code of a plane.
 
     Args:
         values: The bit of each value, value 0 lowest.
-        seen: How many values, from value 0, have been reached by set bits of planes before.
+        seen: Number of values, from value 0, that set bits of earlier planes have reached.
 
     Returns:
         The bits, the first one lowest; their number; and ``seen`` for the next plane.
@@ -38,7 +38,7 @@ def plane(values: int, seen: int) -> tuple[int, int, int]:
         if not left:
             return bits, count + 1, seen  # 0: no further value has a bit
         zeros = (left & -left).bit_length() - 1
-        # 1, a 0 for each value that is passed over, and a 1 unless only the last value is left.
+        # 1, a 0 for each skipped value, and a 1 unless only the last value is left.
         ends = seen + zeros < ZFP_BLOCK - 1
         bits |= (1 | ends << (1 + zeros)) << count
         count += 1 + zeros + ends
@@ -48,12 +48,12 @@ def plane(values: int, seen: int) -> tuple[int, int, int]:
 
 
 def values_of(bits: int, present: int, seen: int) -> tuple[int, int, int]:
-    """The values of a plane from the bits that follow, of which only ``present`` are there; the inverse of `plane`.
+    """Returns the values of a plane from the following bits, of which only ``present`` exist; the inverse of `plane`.
 
-    Where the bits end inside a plane, a value that is being looked for counts as found.
+    If the bits end inside a plane, the value that is being searched counts as set.
 
     Returns:
-        The bit of each value, the bits taken, and ``seen`` for the next plane.
+        The bit of each value, the number of bits read, and ``seen`` for the next plane.
     """
     taken = min(seen, present)
     values = bits & ((1 << taken) - 1)
@@ -76,8 +76,8 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Tables on a device, complete when this returns.
 
     Returns:
-        `plane` by ``seen`` and values, int64 ``[3, 5 * 16]``; `values_of` by ``seen``, bits present and bits; the numbers of a
-        block's values; those of a plane's bits.
+        `plane` by ``seen`` and values, int64 ``[3, 5 * 16]``; `values_of` by ``seen``, bits present and bits; the indices of a
+        block's values; the indices of a plane's bits.
     """
     writing = [plane(values, seen) for seen in range(5) for values in range(16)]
     present, bits = range(_LONGEST + 1), range(1 << _LONGEST)
@@ -87,10 +87,10 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[torch.Tensor]:
-    """The records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
+    """Returns the records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
     rows, numel = values.shape
     short = numel % ZFP_BLOCK
-    # What zfp takes for the values that a last block lacks: the nearest ones, so that little changes.
+    # zfp fills a short last block with the nearest values, so that the transform changes little.
     nearest = [numel - short + place for place in {0: (), 1: (0, 0, 0), 2: (1, 0), 3: (0,)}[short]]
     blocks = torch.cat((values, values[:, nearest]), dim=1).view(-1, ZFP_BLOCK)
     exponents = (blocks.view(torch.int32) >> 23 & 0xFF).amax(-1)
@@ -98,7 +98,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
     plain = exponents.masked_fill(lost | zero, 127)
     factors = ((283 - plain) << 23).view(torch.float32).unsqueeze(-1)
     digits = _digits(blocks.masked_fill((lost | zero).unsqueeze(-1), 0.0).mul(factors).to(torch.int32))
-    # One bit in each byte, the first one first; what is written behind the block's last bit is left out.
+    # One bit per byte, the first one first. Bits behind the block's last bit are dropped.
     size, device = ZFP_BLOCK * fmt.rate, values.device
     stream = digits.new_zeros(len(blocks), size + _LONGEST, dtype=torch.uint8)
     stream[:, :_HEAD] = (1 | plain + 1 << 1).unsqueeze(-1) >> torch.arange(_HEAD, device=device) & 1
@@ -107,7 +107,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
     for number in range(31, -1, -1):
         bits = ((digits >> number & 1) << each).sum(-1)
         written, count, seen = table[:, seen * 16 + bits]
-        # Zeros behind the bits of a plane are overwritten by the next one.
+        # The next plane overwrites the zeros behind the bits of this one.
         stream.scatter_(1, at.unsqueeze(-1) + places, (written.unsqueeze(-1) >> places & 1).to(torch.uint8))
         at = (at + count).clamp_(max=size)
     stream.masked_fill_((lost | zero).unsqueeze(-1), 0)[:, 0] = ~zero
@@ -117,7 +117,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
 
 
 def _digits(integers: torch.Tensor) -> torch.Tensor:
-    """The transform of int32 ``[.., 4]``, in digits of base -2: int64 below 2**32."""
+    """Transforms int32 ``[.., 4]`` into digits of base -2: int64 below 2**32."""
     x, y, z, w = integers.unbind(-1)
     x = (x + w) >> 1
     w = w - x
@@ -134,7 +134,7 @@ def _digits(integers: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(digits: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_digits` but for what the shifts drop: int32, which wraps."""
+    """Inverse of `_digits`, except for bits that the shifts drop: int32, with wrap-around."""
     x, y, z, w = ((digits ^ _NEGABINARY) - _NEGABINARY).to(torch.int32).unbind(-1)
     y = y + (w >> 1)
     w = w - (y >> 1)
@@ -150,7 +150,7 @@ def _integers(digits: torch.Tensor) -> torch.Tensor:
 
 
 def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor:
-    """float32 ``[rows, numel]`` of records uint8 ``[rows, bytes]``."""
+    """Returns float32 ``[rows, numel]`` from records uint8 ``[rows, bytes]``."""
     rows, size, device = records.shape[0], ZFP_BLOCK * fmt.rate, records.device
     stream = (records.unsqueeze(-1) >> torch.arange(8, device=device) & 1).view(rows, -1)
     stream = pad(stream[:, : fmt.blocks(numel) * size].reshape(-1, size), (0, _LONGEST)).to(torch.int64)
@@ -164,7 +164,7 @@ def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor
         values, taken, seen = table[:, (seen * (_LONGEST + 1) + present) * 128 + bits]
         digits |= (values.unsqueeze(-1) >> each & 1) << number
         at += taken
-    # The unit of a block, from the bits of a float64: that of a small one is subnormal or zero in float32.
+    # The unit of a block, from the bits of a float64: in float32, a small unit is subnormal or zero.
     units = (exponents + 1023 - 157 << 52).view(torch.float64).to(torch.float32).unsqueeze(-1)
     decoded = _integers(digits).to(torch.float32) * units
     some = stream[:, 0] == 1

@@ -73,7 +73,7 @@ def test_the_reference_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         (None, "is missing"),
         (b"not a library", "invalid ELF|file too short"),
         ("stale", ""),
-        ("cut", "is cut short"),
+        ("cut", "is truncated"),
         ("another", "is not hzero's library"),
     ],
 )
