@@ -224,7 +224,7 @@ class Launch:
         layout = layout_of(rows.chunks, fmt, self._dtype.itemsize)
         if len(rows.sizes) > AXES or max(layout.record_bytes) >= 2**32:
             limits = f"at most {AXES} axes, and records of fewer than 2**32 bytes"
-            raise ValueError(f"sizes: found {list(rows.sizes)} with chunks {list(rows.chunks)[:8]}, expected {limits}")
+            raise ValueError(f"sizes: found {list(rows.sizes)} with chunks {list(rows.chunks)[:8]}; expected {limits}")
         together = fmt.traits.span(encodes, max(rows.chunks)) if fmt.traits.span else fmt.block_size
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, rows.outer, rows.inner
         bucket["block_size"], bucket["tensors"] = together, len(some)
@@ -279,7 +279,7 @@ class Launch:
             bucket["first_group"][index] = first
             blocks = int(one["blocks"]) * int(bucket["rows"])
             if blocks > 2**31 - THREADS:  # limit of `divisor`
-                raise ValueError(f"sizes: found {blocks:,} blocks of a tensor, expected at most 2**31 - {THREADS}")
+                raise ValueError(f"sizes: found {blocks:,} blocks of a tensor; expected at most 2**31 - {THREADS}")
             first += -(-blocks * lanes // THREADS)
         bucket["workgroups"] = first
 

@@ -213,7 +213,7 @@ class Encoder:
         for index, (numel, most) in enumerate(zip(numels, self._most)):
             if numel > most:
                 shards = f"{self._rows} shards of {most // self._rows}"
-                raise ValueError(f"source[{index}]: found {numel} elements, expected at most {most}: {shards}")
+                raise ValueError(f"source[{index}]: found {numel} elements; expected at most {most}: {shards}")
         if self._adds == "residuals":
             if not len(added) == len(factors) == len(source):
                 raise ValueError(f"residuals: found {len(added)} with {len(factors)} factors for {len(source)} sources")
@@ -335,19 +335,19 @@ def checksums(parts: torch.Tensor) -> torch.Tensor:
 def _check_dtype(dtype: torch.dtype, fmt: RecordFormat, bytes_too: bool = False) -> None:
     if dtype not in FLOAT_DTYPES and not (bytes_too and dtype == torch.uint8):
         expected = " or ".join(str(one).removeprefix("torch.") for one in FLOAT_DTYPES)
-        raise TypeError(f"dtype: found {dtype}, expected {expected} in codec {fmt.codec}")
+        raise TypeError(f"dtype: found {dtype}; expected {expected} in codec {fmt.codec}")
 
 
 def _check_tensors(
     name: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, numels: Sequence[int]
 ) -> None:
     if [tensor.numel() for tensor in tensors] != numels:
-        raise ValueError(f"{name}: found {[t.numel() for t in tensors][:8]} elements, expected {list(numels)[:8]}")
+        raise ValueError(f"{name}: found {[t.numel() for t in tensors][:8]} elements; expected {list(numels)[:8]}")
     for index, tensor in enumerate(tensors):
         if tensor.dtype is not dtype or tensor.device != device:
-            raise TypeError(f"{name}[{index}]: found {tensor.dtype} on {tensor.device}, expected {dtype} on {device}")
+            raise TypeError(f"{name}[{index}]: found {tensor.dtype} on {tensor.device}; expected {dtype} on {device}")
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}[{index}]: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
+            raise ValueError(f"{name}[{index}]: found strides {tuple(tensor.stride())}; expected a contiguous tensor")
         if tensor.data_ptr() < _LOW:
             _check_storage(tensor, f"{name}[{index}]")
 
@@ -357,17 +357,17 @@ def _check_storage(tensor: torch.Tensor, name: str) -> None:
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
     found = tensor.untyped_storage().nbytes()
     if found < needed:
-        raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
+        raise ValueError(f"{name}: found {found} bytes of storage; expected {needed}: its memory was freed")
 
 
 def _check_payload(payload: torch.Tensor, size: int, what: str) -> None:
     if payload.dtype != torch.uint8 or payload.dim() != 1:
-        raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions, expected uint8 of one")
+        raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions; expected uint8 of one")
     if not payload.is_contiguous():
-        raise ValueError(f"payload: found stride {payload.stride()[0]}, expected a contiguous tensor")
+        raise ValueError(f"payload: found stride {payload.stride()[0]}; expected a contiguous tensor")
     _check_storage(payload, "payload")
     if payload.numel() != size:
-        raise ValueError(f"payload: found {payload.numel()} bytes, expected {size}: {what}")
+        raise ValueError(f"payload: found {payload.numel()} bytes; expected {size}: {what}")
 
 
 def _described(rows: Rows, fmt: RecordFormat) -> str:
@@ -386,5 +386,5 @@ def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.T
         return like.new_empty(size, dtype=torch.uint8)
     _check_payload(out, size, "to be written")
     if out.data_ptr() % ALIGNMENT:
-        raise ValueError(f"payload: found address {out.data_ptr():#x}, expected a multiple of {ALIGNMENT}")
+        raise ValueError(f"payload: found address {out.data_ptr():#x}; expected a multiple of {ALIGNMENT}")
     return out

@@ -386,9 +386,9 @@ class Rows(NamedTuple):
             ValueError: The axes miss or repeat a shard, or pieces divide an axis unevenly.
         """
         if not chunks or not 0 <= min(chunks) <= max(chunks) < _MOST:
-            raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, each from 0 to 2**31 - 1")
+            raise ValueError(f"chunks: found {list(chunks)[:8]}; expected at least one, each from 0 to 2**31 - 1")
         if not sizes or min(sizes) < 1 or math.prod(sizes) >= _MOST:
-            raise ValueError(f"sizes: found {list(sizes)}, expected sizes of at least 1 with fewer than 2**31 rows")
+            raise ValueError(f"sizes: found {list(sizes)}; expected sizes of at least 1 with fewer than 2**31 rows")
         if strides is None:
             strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
         # Each shard is reached once exactly if each stride is the product of the sizes with smaller strides. Otherwise, a shard

@@ -99,7 +99,7 @@ class HostLibrary:
             raise OSError(f"{path} is not hzero's library") from None
         if built != (VERSION, BUCKET.itemsize):
             raise OSError(
-                f"{path} has version {built[0]} ({built[1]} bytes), expected {VERSION} ({BUCKET.itemsize} bytes): "
+                f"{path} has version {built[0]} ({built[1]} bytes); expected {VERSION} ({BUCKET.itemsize} bytes): "
                 "build it again"
             )
         self._library.hz_instruction_set.restype = ctypes.c_char_p

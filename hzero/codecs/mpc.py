@@ -91,7 +91,7 @@ def whole(arrived: torch.Tensor, parts: int, rows: int, row_bytes: int) -> torch
         for row in part:
             length = int(sent[:8].view(torch.int64)) if len(sent) >= 8 else 0
             if not 0 < length <= min(row_bytes, len(sent)) or length % 16:
-                raise ValueError(f"found a record of {length} bytes, expected a multiple of 16 to {row_bytes}")
+                raise ValueError(f"found a record of {length} bytes; expected a multiple of 16 to {row_bytes}")
             row[:length] = sent[:length]
             sent = sent[length:]
     return message.view(-1)

@@ -43,7 +43,7 @@ class _Pair(torch.autograd.Function):
 
 def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backward: _Operation) -> torch.Tensor:
     if not isinstance(group, Communicator):
-        raise TypeError(f"group: found {type(group).__name__}, expected a Communicator, such as for_dimension makes")
+        raise TypeError(f"group: found {type(group).__name__}; expected a Communicator, such as for_dimension makes")
     if group.config.error_feedback:
         raise ValueError(
             f"error_feedback: found {', '.join(group.config.error_feedback)}, but activations differ in every "

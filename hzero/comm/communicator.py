@@ -105,7 +105,7 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     block = {} if block is None else block
     if not isinstance(block, Mapping):
         keys = ", ".join(CommunicatorConfig.model_fields)
-        raise ConfigError(f"{where}: found {reprlib.repr(block)}, expected a block with keys {keys}")
+        raise ConfigError(f"{where}: found {reprlib.repr(block)}; expected a block with keys {keys}")
     size = block.get("block_size", DEFAULT_BLOCK_SIZE)
     written = {"codecs": block.get("codecs", "none"), "gather": block.get("gather", block.get("codecs", "none"))}
     plain = dict.fromkeys(BASE_TIERS, "none")
@@ -115,8 +115,8 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     for tier in parsed.error_feedback:
         if parsed.codecs[tier].traits.exact and parsed.gather[tier].traits.exact:
             raise ConfigError(
-                f"{where}.error_feedback: found {tier!r}, whose codec {parsed.codecs[tier].codec!r} loses nothing; possible: "
-                "tiers with another one"
+                f"{where}.error_feedback: found {tier!r}, whose codec {parsed.codecs[tier].codec!r} loses nothing; "
+                "expected a tier with a lossy codec"
             )
     return parsed
 
@@ -174,9 +174,9 @@ class Communicator:
             raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
         self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
-            raise ConfigError(f"communicator: timeout: found {timeout!r}, expected a positive datetime.timedelta")
+            raise ConfigError(f"communicator: timeout: found {timeout!r}; expected a positive datetime.timedelta")
         if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise ConfigError(f"communicator: group: found {group!r}, expected a process group of torch.distributed")
+            raise ConfigError(f"communicator: group: found {group!r}; expected a process group of torch.distributed")
         group = group or dist.group.WORLD
         assert group is not None
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -547,10 +547,9 @@ class Communicator:
             found = type(tensor).__name__
             if isinstance(tensor, torch.Tensor):
                 found = f"{tensor.dtype} in layout {tensor.layout}"
-            raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
+            raise TypeError(f"{operation}: tensor: found {found}; expected dense float32, bfloat16 or float16")
         if tensor.device.type != self._device:
-            possible = f"possible with the backend of this group: {self._device}"
-            raise ValueError(f"{operation}: tensor: found on {tensor.device}, {possible}")
+            raise ValueError(f"{operation}: tensor: found on {tensor.device}; expected {self._device}, for this group")
         return tensor.detach().reshape(-1).contiguous()  # reshape of an expanded tensor is a view
 
     def _part(self, operation: str, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -558,7 +557,7 @@ class Communicator:
         ranks, (rows, *rest) = self.plan.grid.world_size, tensor.shape or (0,)
         if tensor.dim() == 0 or rows % ranks:
             raise ValueError(
-                f"{operation}: tensor: found shape {list(tensor.shape)}, expected a first dimension that is a multiple of the "
+                f"{operation}: tensor: found shape {list(tensor.shape)}; expected a first dimension that is a multiple of the "
                 f"group's {ranks} ranks"
             )
         return (rows // ranks, *rest)
@@ -569,7 +568,7 @@ class Communicator:
             raise one_of(f"{operation}: op", op, ("sum", "mean"))
         if key is None and self.config.error_feedback:
             raise ValueError(
-                f"{operation}: key: found None, expected a number that names the tensor from call to call, since "
+                f"{operation}: key: found None; expected a number that names the tensor from call to call, since "
                 f"error_feedback is on ({', '.join(self.config.error_feedback)})"
             )
 
@@ -577,7 +576,7 @@ class Communicator:
         """Raises ValueError if ``rank`` is no rank of this group."""
         ranks = self.plan.grid.world_size
         if rank not in range(ranks):
-            raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")
+            raise ValueError(f"{argument}: found {rank!r}; expected 0..{ranks - 1}")
 
 
 def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -624,7 +623,7 @@ def for_dimension(
     if parsed is None and config is not None:
         loaded = load(config)
         if loaded is None:
-            raise ConfigError(f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or a path")
+            raise ConfigError(f"for_dimension: config: found {config!r}; expected a DeepSpeed configuration or a path")
         block, _ = split(loaded)
         if block is not None:
             parsed = parse_config(block)

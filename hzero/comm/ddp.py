@@ -83,7 +83,7 @@ def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[t
         TypeError: The gradients have another dtype or are sparse, or ``state`` is no `DdpState`.
     """
     if not isinstance(state, DdpState):
-        raise TypeError(f"ddp_hook: state: found {type(state).__name__}, expected an hzero.comm.DdpState")
+        raise TypeError(f"ddp_hook: state: found {type(state).__name__}; expected an hzero.comm.DdpState")
     communicator, buffer = state.communicator, bucket.buffer()
     chain = communicator.all_reduce(buffer, "mean", key=state.key(bucket), async_op=True)
     return _future(chain, communicator, buffer.device)

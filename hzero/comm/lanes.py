@@ -476,7 +476,7 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
     if found.kind != kind:
         raise ConfigError(f"transport: found hops of {kind} and of {found.kind} in one process; expected one kind")
     if order not in (None, found.order):
-        raise ConfigError(f"order: found {order!r}, expected {found.order!r}, the order of this process's earlier hops")
+        raise ConfigError(f"order: found {order!r}; expected {found.order!r}, the order of this process's earlier hops")
     return found
 
 

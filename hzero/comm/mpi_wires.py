@@ -149,7 +149,7 @@ class MpiWork:
         for index, status in zip(ended or (), statuses):
             expected = self._expected[index]
             if expected is not None and (count := status.Get_count(mpi.BYTE)) != expected:
-                raise DisagreementError(f"a message of {count:,} bytes has come, expected {expected:,}: ranks disagree")
+                raise DisagreementError(f"a message of {count:,} bytes arrived; expected {expected:,}: ranks disagree")
         running = [(request, size) for request, size in zip(self._requests, self._expected) if request]
         self._requests, self._expected = [request for request, _ in running], [size for _, size in running]
         return bool(ended) and self._post()
@@ -170,7 +170,7 @@ class MpiWork:
             return RuntimeError(f"MPI: {mpi.Get_error_string(code)}")
         sizes = sorted({size for size in self._expected if size is not None})
         return DisagreementError(
-            f"a message has come that is longer than the {some([f'{size:,}' for size in sizes], 4)} bytes that were "
+            f"a message arrived that is longer than the {some([f'{size:,}' for size in sizes], 4)} bytes that were "
             "expected: ranks disagree"
         )
 
@@ -309,7 +309,7 @@ def world_of_mpi() -> Any:
     if of_mpi != of_torch:
         raise ConfigError(
             f"{where}, but MPI has this process as rank {of_mpi[0]} of {of_mpi[1]}, and torch.distributed as rank "
-            f"{of_torch[0]} of {of_torch[1]}; start the ranks with mpiexec, or with srun and its --mpi; possible without: 'torch'"
+            f"{of_torch[0]} of {of_torch[1]}; start the ranks with mpiexec or srun --mpi, or set 'torch'"
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ConfigError(f"{where}, but MPI has been initialised without MPI_THREAD_MULTIPLE, mpi4py's default")
@@ -317,6 +317,6 @@ def world_of_mpi() -> Any:
         library = " ".join(mpi.Get_library_version().split("\n")[0].split())
         raise ConfigError(
             f"{where} on GPUs, but this MPI library does not report that it can access their memory ({library}; on Cray MPICH "
-            "MPICH_GPU_SUPPORT_ENABLED=1); possible without: 'torch'"
+            "MPICH_GPU_SUPPORT_ENABLED=1); expected such a library, or 'torch'"
         )
     return world

@@ -119,5 +119,5 @@ def test_messages_are_cut_and_made_whole() -> None:
     for place, bad in ((0, 8), (0, 0), (6, 1), (1, 127)):  # no multiple of 16, nothing, more than there is
         broken = parts[0].clone()
         broken[place] = bad
-        with pytest.raises(ValueError, match=rf"found a record of -?\d+ bytes, expected a multiple of 16 to {size}"):
+        with pytest.raises(ValueError, match=rf"found a record of -?\d+ bytes; expected a multiple of 16 to {size}"):
             mpc.whole(broken, 1, len(KINDS), size)

@@ -127,9 +127,9 @@ def check_gradients_that_cannot_be_sent_are_an_error_of_backward() -> None:
     model.register_comm_hook(_state(GRIDS[WORLD][0]), ddp_hook)
     wrong = DistributedDataParallel(_net())
     wrong.register_comm_hook({"codecs": "int8"}, ddp_hook)
-    with pytest.raises(TypeError, match=r"ddp_hook: state: found dict, expected an hzero\.comm\.DdpState"):
+    with pytest.raises(TypeError, match=r"ddp_hook: state: found dict; expected an hzero\.comm\.DdpState"):
         wrong(torch.ones(2, 17)).sum().backward()
-    with pytest.raises(TypeError, match=r"all_reduce: tensor: found torch.float64.*possible: dense float32"):
+    with pytest.raises(TypeError, match=r"all_reduce: tensor: found torch.float64.*expected dense float32"):
         model(torch.ones(1, 17, dtype=torch.float64)).sum().backward()
 
 

@@ -106,8 +106,8 @@ def check_a_group_of_half_the_ranks() -> None:
 def check_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure() -> None:
     """A communicator that one rank has given up may hold what another has sent, which would come in the next message's place."""
     for expected, said in (
-        (5000, "a message of 4,000 bytes has come, expected 20,000: ranks disagree"),
-        (100, "a message has come that is longer than the 400 bytes that were expected: ranks disagree"),
+        (5000, "a message of 4,000 bytes arrived; expected 20,000: ranks disagree"),
+        (100, "a message arrived that is longer than the 400 bytes that were expected: ranks disagree"),
     ):
         group = _communicator(transport="mpi")
         if dist.get_rank() == 0:

@@ -294,7 +294,7 @@ _GPU, _ACCELERATOR = torch.cuda, SimpleNamespace(_name="cuda", current_device=la
         ((_GPU,), (_ACCELERATOR,), ""),
         ((_ACCELERATOR, "mpi"), (_GPU,), "cuda over torch and of cuda over mpi"),
         ((_ACCELERATOR, "torch", "strict"), (_GPU,), ""),
-        ((None, "torch", "strict"), (None, "mpi", "lanes"), "order: found 'lanes', expected 'strict'"),
+        ((None, "torch", "strict"), (None, "mpi", "lanes"), "order: found 'lanes'; expected 'strict'"),
     ],
 )
 def test_one_process_has_hops_of_one_kind_and_order(

@@ -145,7 +145,7 @@ def check_checkpoints_beside_tensor_groups() -> None:
         engine.save_checkpoint(str(folder), tag="here")
         want = train(engine, 2, first=7, loss_of=_loss_of(mpu))
         engine.destroy()
-        with pytest.raises(ConfigError, match=r"for_dimension: config: found 'nope.json', expected a DeepSpeed config"):
+        with pytest.raises(ConfigError, match=r"for_dimension: config: found 'nope.json'; expected a DeepSpeed config"):
             for_dimension("tensor", "nope.json", mpu.get_model_parallel_group())
         group = for_dimension("tensor", config, mpu.get_model_parallel_group())
         other = engine_of(config, SplitNet(group), mpu=mpu)

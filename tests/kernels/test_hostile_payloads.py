@@ -93,7 +93,7 @@ def test_payloads_of_another_size_are_refused(seed: int) -> None:
         ("decode_sum_encode", rows, fmt, dtype, 1, out, 0),
     ):
         for backend in BACKENDS:
-            with pytest.raises(ValueError, match=f"^payload: found {wrong} bytes, expected {size}: "):
+            with pytest.raises(ValueError, match=f"^payload: found {wrong} bytes; expected {size}: "):
                 getattr(Calls(_backend(backend)), name)(_hostile(wrong, draw), *more)
 
 

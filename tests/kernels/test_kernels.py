@@ -417,6 +417,6 @@ def test_a_payload_is_written_where_wide_stores_can(target: tuple[Any, torch.dev
     backend, device = target
     encoder = Encoder(INT4, Rows.of((64,), (1,)), torch.float32, "", backend)
     memory = torch.zeros(encoder.bytes + 1, dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match=r"payload: found address 0x[0-9a-f]+, expected a multiple of"):
+    with pytest.raises(ValueError, match=r"payload: found address 0x[0-9a-f]+; expected a multiple of"):
         encoder([torch.ones(64, device=device)], out=memory[1:])
     assert not memory.any()
