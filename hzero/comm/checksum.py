@@ -15,6 +15,7 @@ import torch
 from hzero.codecs.codec import checksums
 from hzero.codecs.reference import trailers
 from hzero.comm.peers import HopError
+from hzero.validation import some
 
 _MASK = 2**64 - 1
 #: Maximum number of senders that an error lists.
@@ -95,16 +96,14 @@ class Comparison(NamedTuple):
         """
         if torch.equal(self.sent, self.arrived):
             return
-        sent, arrived = self.sent.tolist(), self.arrived.tolist()
-        wrong = [index for index in range(len(sent)) if sent[index] != arrived[index]]
-        named = [
-            f"from rank {self.ranks[i]} with checksum {_hex(arrived[i])}, sent with {_hex(sent[i])}"
-            for i in wrong[:_NAMED]
+        wrong = [
+            f"from rank {rank} with checksum {_hex(arrived)}, sent with {_hex(sent)}"
+            for rank, sent, arrived in zip(self.ranks, self.sent.tolist(), self.arrived.tolist())
+            if sent != arrived
         ]
-        more = [f"and from {len(wrong) - _NAMED} others"] if len(wrong) > _NAMED else []
         raise HopError(
-            f"{self.what()}: message {self.number} of this lane arrived changed {'; '.join([*named, *more])}. No step "
-            "used it; check the links between these ranks and their network libraries"
+            f"{self.what()}: message {self.number} of this lane arrived changed {some(wrong, _NAMED, '; ')}. No step used "
+            "it; check the links between these ranks and their network libraries"
         )
 
 

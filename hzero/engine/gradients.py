@@ -276,10 +276,7 @@ class Gradients:
             for kind in list(self._collected):
                 self._submit_outermost(kind, scale)
             crossed = [(layout, chain.wait()) for layout, chain in self._crossing]
-            self._crossing.clear()
-            self._inner.clear()
-            self._waiting.clear()
-            self._accumulates = False
+            self._reset()
             for layout, shards in crossed:
                 deliver(layout.params, self._cut(layout, shards))
 
@@ -355,23 +352,25 @@ class Gradients:
             ) from self._error
 
     def _drop(self) -> None:
-        reducing: list[Chain[Any]] = [chain for chain, *_ in self._reducing]
-        for chains in (reducing, self._inner, (chain for _, chain in self._crossing)):
-            for chain in chains:
-                try:
-                    chain.wait()
-                except Exception as error:
-                    if self._error is None:  # else the caller already has the first error
-                        logger.warning("hzero: a reduction of discarded gradients failed: %s", error)
+        chains: list[Chain[Any]] = [chain for chain, *_ in self._reducing]
+        chains += [*self._inner, *(chain for _, chain in self._crossing)]
+        for chain in chains:
+            try:
+                chain.wait()
+            except Exception as error:
+                if self._error is None:  # else the caller already has the first error
+                    logger.warning("hzero: a reduction of discarded gradients failed: %s", error)
+        self._reset()
+        self._collectives.feedback.discard()
+
+    def _reset(self) -> None:
         self._reducing.clear()
         self._crossing.clear()
         self._inner.clear()
         self._collected.clear()
         self._waiting.clear()
-        self._accumulates = False
         self._sums.clear()
-        self._bytes = 0
-        self._collectives.feedback.discard()
+        self._accumulates, self._bytes = False, 0
 
     def _next_seed(self) -> int:
         self.reductions += 1
