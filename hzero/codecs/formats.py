@@ -1,8 +1,8 @@
 """Codecs as data: one table of their properties, and the bytes of a shard in a payload (docs/payload_format.md).
 
 Pure arithmetic without torch. To add a codec, define its name, an entry of `TRAITS` with its sizes and error bound, and a
-reference module (`Traits.reference`). docs/architecture.md lists the other steps, such as settings and kernels. No other code
-tests a codec's name.
+reference module (`Traits.reference`). The page docs/architecture.md lists the other steps, such as settings and kernels. No
+other code tests a codec's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "int2", "zfp", "m
 #: Regions of a record are padded to a multiple of this many bytes, so that every region starts at an address for wide loads.
 ALIGNMENT = 16
 
-#: Bytes of the checksum behind a part of a message.
+#: Bytes of the checksum after a part of a message.
 CHECKSUM_BYTES = 16
 
 #: Bytes of a block's scale, a bfloat16.

@@ -37,7 +37,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
     bits = kept.view(rows, -1, _SIDE).to(torch.int64) << torch.arange(_SIDE, device=values.device)
     bitmaps = bits.sum(-1).to(torch.int32)
     used = MPC_HEADER + 4 * (bitmaps.shape[1] + kept.sum(-1, keepdim=True))
-    # All zeros go to one place behind the kept words.
+    # All zeros go to one place after the kept words.
     room = (fmt.record_bytes(numel, 0) - MPC_HEADER) // 4 - bitmaps.shape[1]
     places = (kept.cumsum(-1) - 1).masked_fill_(~kept, room)
     stream = planes.new_zeros(rows, room + 1).scatter_(1, places, planes.masked_fill(~kept, 0))[:, :-1]

@@ -145,7 +145,7 @@ def checksums(parts: torch.Tensor) -> torch.Tensor:
 
 
 def trailers(message: torch.Tensor, parts: int) -> torch.Tensor:
-    """View of the checksums behind the parts of a message, int64 ``[parts, 2]``: the sum, and the address that a hop adds."""
+    """View of the checksums after the parts of a message, int64 ``[parts, 2]``: the sum, and the address that a hop adds."""
     return message.view(torch.int64).view(parts, -1)[:, -CHECKSUM_BYTES // 8 :]
 
 

@@ -98,7 +98,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
     plain = exponents.masked_fill(lost | zero, 127)
     factors = ((283 - plain) << 23).view(torch.float32).unsqueeze(-1)
     digits = _digits(blocks.masked_fill((lost | zero).unsqueeze(-1), 0.0).mul(factors).to(torch.int32))
-    # One bit per byte, the first one first. Bits behind the block's last bit are dropped.
+    # One bit per byte, the first one first. Bits after the block's last bit are dropped.
     size, device = ZFP_BLOCK * fmt.rate, values.device
     stream = digits.new_zeros(len(blocks), size + _LONGEST, dtype=torch.uint8)
     stream[:, :_HEAD] = (1 | plain + 1 << 1).unsqueeze(-1) >> torch.arange(_HEAD, device=device) & 1
@@ -107,7 +107,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[tor
     for number in range(31, -1, -1):
         bits = ((digits >> number & 1) << each).sum(-1)
         written, count, seen = table[:, seen * 16 + bits]
-        # The next plane overwrites the zeros behind the bits of this one.
+        # The next plane overwrites the zeros after the bits of this one.
         stream.scatter_(1, at.unsqueeze(-1) + places, (written.unsqueeze(-1) >> places & 1).to(torch.uint8))
         at = (at + count).clamp_(max=size)
     stream.masked_fill_((lost | zero).unsqueeze(-1), 0)[:, 0] = ~zero

@@ -42,7 +42,7 @@ def addresses(
 
 
 def addressed(message: torch.Tensor, address: torch.Tensor, *, checked: bool) -> torch.Tensor:
-    """Returns a message with an addressed checksum behind each part.
+    """Returns a message with an addressed checksum after each part.
 
     Args:
         message: uint8 ``[parts * b]``. With ``checked``, uint8 ``[parts * (b + 16)]``, changed in place.

@@ -28,8 +28,8 @@ from hzero.validation import ConfigError, NoAnswer, in_time, some
 #: Function that starts one message, and the bytes to receive; None for a sent message.
 _Post: TypeAlias = tuple[Callable[[], Any], int | None]
 #: Maximum messages of one collective in flight (sent and received), and maximum bytes of one. A lane has one collective in
-#: flight, and a rank has at most 6 lanes for a stage and 6 for each parallel dimension, so fewer than 500 messages are in
-#: flight. Cray MPICH fails with about 1,000 messages from GPU memory.
+#: flight. A rank has at most 6 lanes for a stage and 6 for each parallel dimension, so fewer than 500 messages are in flight.
+#: Cray MPICH fails with about 1,000 messages from GPU memory.
 MESSAGES, MESSAGE_BYTES = 16, 16 << 20
 #: Maximum seconds between two polls that count as waiting: a stopped process has not polled for its peers.
 _UNSEEN_S = 1.0

@@ -656,8 +656,8 @@ class Collective:
         """Runs all rounds except the last, which it starts. Rank i then has the messages of i, i + 1, .. (modulo k).
 
         Before a round, the first rows of its buffer hold the messages of ranks i to i + distance - 1. In the round it sends
-        these rows, or as many as are missing, to rank i - distance. It receives as many rows from rank i + distance, and stores
-        them behind.
+        these rows, or as many as are missing, to rank i - distance. It receives as many rows from rank i + distance, and appends
+        them.
         """
         place, ranks = self.peers.coordinate, len(self.peers.ranks)
         held = output.view(ranks, -1)

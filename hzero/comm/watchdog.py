@@ -1,7 +1,7 @@
 """Watchdog: names the ranks that did not arrive when a wait fails.
 
-A thread writes a record of this rank to the store of torch.distributed once per second: its step, the number of hops that it has
-started on each lane, and the last hop. The hot path only counts (`LaneHops`). A rank whose wait fails reads the records of the
+A thread writes a record of this rank to the store of torch.distributed once per second. It has the step, the number of started
+hops on each lane, and the last hop. The hot path only counts (`LaneHops`). A rank whose wait fails reads the records of the
 ranks that it waited for. A record has no line of code, since a thread cannot inspect another one without the risk of a crash. It
 has host and process id, for ``py-spy dump``.
 """

@@ -66,10 +66,10 @@ class TorchWires:
     ) -> None:
         self._group, self._timeout, self._in_order = group, timeout, in_order
         self.all_gather = self._starts(getattr(dist, _ALL_GATHER))
-        # NCCL and RCCL send to the rank d positions ahead while they receive from the rank d positions behind, for one distance
-        # after the other, on all their channels (`ncclP2pSchedule` in src/init.cc of NVIDIA/nccl 2.30.7 and of
-        # ROCm/rocm-systems, projects/rccl; in ROCm/rccl 2.20 and 2.21 the order that init.cc stores in `p2pSendOrder`). So no
-        # NIC receives from all ranks at once, and this module needs no shift. gloo shifts too, but starts all messages at once.
+        # NCCL and RCCL send to the rank d positions ahead while they receive from the rank d positions before, on all channels.
+        # They use one distance d after the other. The source is `ncclP2pSchedule` in src/init.cc of NVIDIA/nccl 2.30.7 and of
+        # ROCm/rocm-systems (projects/rccl). ROCm/rccl 2.20 and 2.21 store this order in `p2pSendOrder`. So no NIC receives from
+        # all ranks at once, and this module needs no shift. gloo shifts too, but starts all messages at once.
         self.all_to_all = self._starts(dist.all_to_all_single)
         self.reduce_scatter = self._starts(getattr(dist, _REDUCE_SCATTER))
         self.library_sums = dist.get_backend(group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
@@ -82,7 +82,7 @@ class TorchWires:
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
         """Sends the whole message to ``target`` and receives as many bytes from ``source``; all ranks exchange at the same time.
 
-        No other rank gets a message. An all-to-all with empty parts would send one to every rank: torch skips none
+        No other rank gets a message. An all-to-all with empty parts would send one to every rank. torch skips none
         (`_nccl_should_send_recv` in its nccl.cpp), and NCCL, RCCL and gloo send messages of zero bytes.
         """
         to, back = self._rank(target), self._rank(source)

@@ -314,7 +314,7 @@ class Gradients:
                 chains[-self._most - 1].wait()
 
     def _cut(self, layout: _Layout, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns this rank's shards of the average, without the padding behind the parameters' ends."""
+        """Returns this rank's shards of the average, without the padding after the parameters' ends."""
         if not layout.divides_first:
             self._divide(shards)
         return [shard[:numel] for shard, numel in zip(shards, layout.micro.bucket.owned)]

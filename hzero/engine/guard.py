@@ -122,7 +122,7 @@ class Guard:
     @torch.no_grad()
     def _where(self, params: Sequence[Parameter], gradient_of: GradientOf) -> str:
         """Names the parameters with values that are not finite, and lists the signal-to-noise ratios of lossy hops."""
-        # Shards are on the CPU if the optimizer is. The padding behind the last element is left out, since it is never written.
+        # Shards are on the CPU if the optimizer is. The padding after the last element is left out, since it is never written.
         weights = [self._weights.primary_shard(param).detach() for param in params]
         gradients = [gradient_of(param).detach().flatten() for param in params]
         spoilt = torch.tensor(
