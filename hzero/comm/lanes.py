@@ -252,7 +252,7 @@ class Lanes:
         self.kind = "cpu"
         self._jobs: dict[Lane | None, queue.SimpleQueue[Any]] = {}
         self._running: dict[Chain[Any], None] = {}
-        self._changed = threading.Condition()  # of these
+        self._changed = threading.Condition()  # guards `_running`
         self._broken: dict[Lane | None, BaseException] = {}
 
     @property
@@ -388,7 +388,7 @@ class Lanes:
                 chain._resume()
                 chain._finished = streams.event()
         except BaseException as error:
-            for lane in lanes[started:]:  # as for threads
+            for lane in lanes[started:]:  # peers may have started these hops, as in `_run`
                 self._broken.setdefault(lane, error)
             return self._fail(chain, error)
         return None

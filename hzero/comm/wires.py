@@ -113,7 +113,7 @@ class TorchWires:
 # ---- process groups, made once per world of torch.distributed ------------------------------------------------------------
 
 
-_groups: tuple[Any, dict[Any, dist.ProcessGroup]] = None, {}  # of a world
+_groups: tuple[Any, dict[Any, dist.ProcessGroup]] = None, {}  # a world and its groups
 
 
 def process_group(
