@@ -465,7 +465,7 @@ class Communicator:
             message: Any = [given] if given.numel() else given.view(torch.uint8)
             # `Collectives.bind` would keep the program for later calls, whose counts differ.
             bound = Bound(self._collectives, rows_program(self.plan, lane[1], *of_lane), bucket)
-            running.append((peers, bound.run(lambda message=message: message, seed=seed)))
+            running.append((peers, bound.run([message].pop, seed=seed)))  # `pop` returns the message once
         for peers, chain in running:
             sizes, brought = [received[one] for one in peers], chain.wait()
             parts = (brought[0] if any(sizes) else flat[:0]).view(-1, row).split(sizes)
