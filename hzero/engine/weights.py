@@ -263,7 +263,9 @@ class Weights:
             copies = same[0].route.copies
             read = partial(self._payloads, same) if copies else partial(self._shards, same, gather.bucket)
             targets = None if into is None else partial(_targets, same, into)
-            started.append((same, gather.run(read, seed=self.version, after=_chains(same), into=targets).wait))
+            # As `_chains`, inlined: every gather passes here.
+            after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
+            started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
         return started
 
     def _refresh_needed(self, params: Sequence[Parameter]) -> None:
