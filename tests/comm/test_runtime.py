@@ -118,6 +118,8 @@ def test_a_bucket_starts_one_kernel_a_step_whatever_its_tensors(preset: str, gat
     if backends.choice("cpu").name != "host":
         pytest.skip("the host library is not built")
     found = launches(preset)
+    for started in found.values():
+        del started["page faults"]  # of the machine, not of the program
     assert (found["gather"].total(), found["micro"].total()) == (gather, micro), found
     assert found["refresh"].total() <= 1 and found["boundary"].total() + found["outermost"].total() <= 2, found
 
