@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.engine.parameter import plain_name
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, attributes
 
 _divide_factors: Any = None
 with contextlib.suppress(ImportError):  # else `sharded_modules` refuses this torch by name
@@ -53,6 +54,7 @@ class ShardedModule:
         process_group: The ranks that share them.
         ranks: Of the world: those that share them or, with tensor parallelism, another part of them.
         device: Where the module is computed.
+        stock_gather: FSDP2's all-gather.
         dtype: Type in which parameters are gathered.
 
     Raises:
@@ -67,7 +69,7 @@ class ShardedModule:
         group = self._group
         if not any(param.is_meta for param in module.parameters()):
             group.lazy_init()  # a load may have replaced parameters, which FSDP2 notices before the first forward
-        self._stock = group._all_gather_comm, group._reduce_scatter_comm
+        self.stock_gather, self._stock_reduce = group._all_gather_comm, group._reduce_scatter_comm
         self._stock_flags = group.force_sum_reduction_for_comms, getattr(group, "reduce_scatter_unused_params", None)
         self.params: list[Any] = [_checked("parameter", param) for param in self._group.fsdp_params]
         self.chunks = [math.prod(param.padded_sharded_param_size) for param in self.params]
@@ -81,8 +83,8 @@ class ShardedModule:
 
     def _types(self) -> set[torch.dtype]:
         given = self._group.mp_policy.param_dtype
-        floats = {given or param.sharded_param.dtype for param in self.params if _is_float(param)}
-        return floats | {param.sharded_param.dtype for param in self.params if not _is_float(param)}
+        dtypes = {param.sharded_param.dtype for param in self.params}
+        return {given or dtype if dtype.is_floating_point else dtype for dtype in dtypes}
 
     def _check(self) -> None:
         types, group = self._types(), self._group
@@ -100,7 +102,7 @@ class ShardedModule:
             raise self.refusal("parameters with fsdp_pre_all_gather, as of float8 gathers", "parameters without it")
         if group._all_reduce_hook is not None:
             raise self.refusal("set_all_reduce_hook, which would see no gradients", "no hook")
-        for comm in self._stock:
+        for comm in (self.stock_gather, self._stock_reduce):
             if not type(comm).__module__.startswith("torch."):
                 found = "hzero.fsdp.apply already; close the state that it has returned first"
                 if not type(comm).__module__.startswith("hzero."):
@@ -123,7 +125,7 @@ class ShardedModule:
 
     def detach(self) -> None:
         """Gives FSDP2 its collectives and flags back."""
-        self._group._all_gather_comm, self._group._reduce_scatter_comm = self._stock
+        self._group._all_gather_comm, self._group._reduce_scatter_comm = self.stock_gather, self._stock_reduce
         self._set_flags(*self._stock_flags)
 
     def _set_flags(self, forces_sums: bool, reduces_unused: bool | None) -> None:
@@ -132,10 +134,6 @@ class ShardedModule:
             self.module.set_reduce_scatter_unused_params(reduces_unused, recurse=False)
 
     # ---- weights -------------------------------------------------------------------------------------------------
-
-    def stock_gather(self, **how: Any) -> Any:
-        """FSDP2's own all-gather."""
-        return self._stock[0](**how)
 
     def shard(self, members: Sequence[int]) -> torch.Tensor:
         """This rank's shards of some parameters, one after the other, ``[sum of chunks]``, in the type of gathers."""
@@ -183,9 +181,9 @@ class ShardedModule:
         pairs = [(param.sharded_param, getattr(param, "_unsharded_param", None)) for param in self.params]
         return any(whole is not None and whole.requires_grad != shard.requires_grad for shard, whole in pairs)
 
-    def optimized(self, ids: set[int]) -> list[bool]:
-        """Whether each parameter is among those with these ids."""
-        return [id(param.sharded_param) in ids for param in self.params]
+    def optimized(self, members: Sequence[int], ids: set[int]) -> bool:
+        """Whether an optimizer has any of some parameters, by the ids of all that it has."""
+        return any(id(self.params[place].sharded_param) in ids for place in members)
 
     def nbytes(self) -> int:
         """Memory of the primary shards, in bytes."""
@@ -294,21 +292,14 @@ def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:
     Returns:
         A function that ends this.
     """
-    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
-    def keep(module: Any) -> None:
-        def set_requires_gradient_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-            module.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
+    def keep(module: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        module.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
-        module.set_requires_gradient_sync = set_requires_gradient_sync
-
-    def end() -> None:
-        for module in modules:
-            del module.set_requires_gradient_sync
-
-    for module in modules:
-        keep(module)
-    return end
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    undo = contextlib.ExitStack()
+    undo.enter_context(attributes(*((one, "set_requires_gradient_sync", partial(keep, one)) for one in modules)))
+    return undo.close
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -343,7 +334,3 @@ def _checked(kind: str, found: Any) -> Any:
                 f"torch: found {torch.__version__}, whose {type(found).__name__} has no {name}; tested are {', '.join(TESTED)}"
             )
     return found
-
-
-def _is_float(param: Any) -> bool:
-    return bool(param.sharded_param.dtype.is_floating_point)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
@@ -89,20 +89,18 @@ def config_of(preset: str, topology: Any, block: Mapping[str, Any]) -> HZeroConf
     return parse_config({"preset": preset, "topology": topology, **block}, "hzero.fsdp.apply")
 
 
-@dataclass(eq=False)
-class FlatParam:
-    """Parameters of one module that travel in one way.
+@dataclass(eq=False, kw_only=True)
+class FlatParam(Parameter):
+    """Parameters of one module that travel in one way. They are one parameter of the engine.
 
     Attributes:
-        unit: The module.
+        owner: The module.
         members: Their places in it.
-        weight: The engine's parameter that stands for all of them.
         writes: Those of its shards that are known, see `ShardedModule.writes`.
     """
 
-    unit: Unit
+    owner: Unit
     members: list[int]
-    weight: Parameter
     writes: Any = None
 
 
@@ -142,7 +140,7 @@ class Unit:
         made = self.layouts[self.trains] = []
         for (_, trained), members in sorted(alike.items()):
             count = f"{len(members)} of {len(self.routes)}" if len(alike) > 1 else f"{len(members)}"
-            weight = Parameter(
+            flat = FlatParam(
                 next(keys),
                 f"{module.name} ({count} parameters)",
                 module.process_group.size() * sum(module.chunks[place] for place in members),
@@ -150,12 +148,14 @@ class Unit:
                 self.routes[members[0]],
                 partial(module.shard, members),
                 trained,
+                owner=self,
+                members=members,
             )
-            made.append(FlatParam(self, members, weight))
+            made.append(flat)
 
     def trained(self) -> list[FlatParam]:
         """The flat parameters that the optimizer changes."""
-        return [flat for flat in self.flats if flat.weight.trained]
+        return [flat for flat in self.flats if flat.trained]
 
     def parts(self, buffer: torch.Tensor, flats: Sequence[FlatParam]) -> list[torch.Tensor]:
         """Each flat parameter's part ``[rank][member]`` of a buffer of FSDP2 that holds all ``flats``."""
@@ -211,13 +211,15 @@ class FsdpState(Engine):
         routes, _ = routes_of(model, plan)
         self._keys = itertools.count()
         self._units = [Unit(one, [routes[param.sharded_param] for param in one.params]) for one in modules]
-        self._flats: dict[int, FlatParam] = {}  # by the engine's keys
         for unit in self._units:
-            self._lay_out(unit)
-        weights = [flat.weight for flat in self._flats.values()]
+            unit.lay_out(self._keys)
+        weights = [flat for unit in self._units for flat in unit.flats]
         accelerator = torch.cuda if first.device.type == "cuda" else None
+        together = max((module.ranks for module in modules), key=len)  # they train the model
+        whole_world = len(together) == dist.get_world_size()
+        group = None if whole_world else process_group(("model", "node"), together, world_timeout())
         # One refresh for each module: they are as large as FSDP2's own messages.
-        super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, _ranks_of_model(modules))
+        super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, group)
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module
         self._backwards = 0  # of this window that have ended; those of a loss in chunks are a part of the next one
         self._in_backward = self._crosses = self._flagged = self._counts = False
@@ -233,6 +235,7 @@ class FsdpState(Engine):
             model.register_load_state_dict_post_hook(_weakly(self._loaded)).remove,
             model.register_state_dict_post_hook(_weakly(self._given_away)).remove,
             detacher(model),
+            *(unit.module.detach for unit in self._units),
         ]
         if speaks(self.group):
             kinds = Counter(type(one.module).__name__.removeprefix("FSDP") for one in modules)
@@ -248,40 +251,37 @@ class FsdpState(Engine):
         # Refreshes go ahead of gathers, so the first gather notes the writes of all modules before any begins.
         for one in self._units if unit.flats[0].writes is None else (unit,):
             self._follow(one)
-        weights = [flat.weight for flat in unit.flats]
-        if (output.dtype, output.numel()) != (unit.module.dtype, sum(weight.numel for weight in weights)):
+        flats = unit.flats
+        numel = sum(flat.numel for flat in flats)
+        if (output.dtype, output.numel()) != (unit.module.dtype, numel):
             raise unit.module.refusal(
                 f"a gather of {output.numel():,} elements of {output.dtype}",
-                f"{sum(weight.numel for weight in weights):,} of {unit.module.dtype}, as when apply was called",
+                f"{numel:,} of {unit.module.dtype}, as when apply was called",
             )
-        whole = {weights[0].key: output} if len(weights) == 1 else None
-        started = self.weights.unshard(weights, whole)
+        whole = {flats[0].key: output} if len(flats) == 1 else None
+        started = self.weights.unshard(flats, whole)
 
         def wait() -> None:
             arrived = {param.key: flat for params, wait_whole in started for param, flat in zip(params, wait_whole())}
             if whole is None:
-                unit.fill(output, [arrived[weight.key] for weight in weights])
+                unit.fill(output, [arrived[flat.key] for flat in flats])
 
         return wait
-
-    def _lay_out(self, unit: Unit) -> None:
-        unit.lay_out(self._keys)
-        self._flats |= {flat.weight.key: flat for flat in unit.flats}
 
     def _follow(self, unit: Unit) -> None:
         """Marks what has been written outside of optimizer steps, or is trained from now on, or no more."""
         if unit.trains != unit.module.trained():
             for flat in unit.flats:
-                self.weights.remove(flat.weight)
-            self._lay_out(unit)
+                self.weights.remove(flat)
+            unit.lay_out(self._keys)
             for flat in unit.flats:
-                self.weights.parameters[flat.weight.key] = flat.weight
+                self.weights.parameters[flat.key] = flat
                 flat.writes = None
         for flat in unit.flats:
             writes = unit.module.writes(flat.members)
             if writes != flat.writes:
                 flat.writes = writes
-                self.weights.mark_edited(flat.weight)
+                self.weights.mark_edited(flat)
 
     def mark_stale(self) -> None:
         """The weights have been changed in a way that hzero cannot see, such as through ``.data``. On all ranks."""
@@ -295,7 +295,7 @@ class FsdpState(Engine):
         self._notice_cut_short()
         if not self._in_backward:
             self._begin_backward()
-        numel = sum(flat.weight.numel for flat in trained)
+        numel = sum(flat.numel for flat in trained)
         if gradients.numel() != numel:
             if module.changed_whole():
                 raise module.refusal(
@@ -315,9 +315,8 @@ class FsdpState(Engine):
         self._counts |= unit not in self._in_chunks
         last = module.is_last and (self._flagged or self._backwards + 1 >= self.accumulation)
         self._crosses |= last
-        weights = [flat.weight for flat in trained]
-        flats = unit.parts(gradients, trained)
-        self.gradients.accumulate(weights, flats, gradients.dtype, 1.0, last=last, deliver=self._deliver)
+        parts = unit.parts(gradients, trained)
+        self.gradients.accumulate(trained, parts, gradients.dtype, 1.0, last=last, deliver=self._deliver)
 
     def _begin_backward(self) -> None:
         begun = self._backwards or self._in_chunks
@@ -350,9 +349,8 @@ class FsdpState(Engine):
         self._backwards, self._flagged, self._crosses = 0, False, False
 
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
-        for weight, shard in zip(weights, shards):
-            flat = self._flats[weight.key]
-            flat.unit.module.add_gradients(flat.members, shard.div_(flat.unit.divisor))
+        for flat, shard in zip(cast("list[FlatParam]", weights), shards):
+            flat.owner.module.add_gradients(flat.members, shard.div_(flat.owner.divisor))
 
     def _new_window(self) -> None:
         self.gradients.clear()
@@ -368,9 +366,9 @@ class FsdpState(Engine):
     def _warn_of_crossings(self) -> None:
         self._warned = True
         moved = 0.0
-        for weight in (flat.weight for unit in self._units for flat in unit.trained()):
-            chunks, itemsize = (weight.numel // self.plan.grid.world_size,), torch.float32.itemsize
-            programs = weight.route.programs
+        for flat in itertools.chain.from_iterable(unit.trained() for unit in self._units):
+            chunks, itemsize = (flat.numel // self.plan.grid.world_size,), torch.float32.itemsize
+            programs = flat.route.programs
             crossings = programs.boundary.crossings + programs.outermost.crossings
             moved += sum(cross.received * cross.message_bytes(chunks, itemsize) for cross in crossings)
         if moved and speaks(self.group):
@@ -391,25 +389,23 @@ class FsdpState(Engine):
                 f"hzero: optimizer.step() after {self._backwards} backwards of a window of {self.accumulation}, whose gradients "
                 "have not crossed all tiers; call set_is_last_backward(True) before the last backward of a short window"
             )
-        weights = [flat.weight for flat in flats]
 
-        def gradient_of(weight: Parameter) -> torch.Tensor:
-            flat = self._flats[weight.key]
-            shards = [one.flatten().float() for one in flat.unit.module.gradients(flat.members)]
+        def gradient_of(flat: Any) -> torch.Tensor:
+            shards = [one.flatten().float() for one in flat.owner.module.gradients(flat.members)]
             return torch.cat(shards) if shards else torch.empty(0)
 
-        self.before_step(weights, gradient_of)
+        self.before_step(flats, gradient_of)
         # A loss scaler that tells the optimizer itself finds its scale by steps like these.
         guarded = self.config.guard.discarded_steps and getattr(optimizer, "found_inf", None) is None
         if guarded and not self._finite(flats):
-            self.guard.discarded(None, weights, gradient_of)
+            self.guard.discarded(None, flats, gradient_of)
             for flat in flats:
-                flat.unit.module.drop_gradients(flat.members)
+                flat.owner.module.drop_gradients(flat.members)
             self._discarded = True
 
     def _finite(self, flats: Sequence[FlatParam]) -> bool:
         """Whether the gradients of all ranks are finite; a step with others would spoil the weights."""
-        locals_ = [one for flat in flats for one in flat.unit.module.gradients(flat.members) if one.numel()]
+        locals_ = [one for flat in flats for one in flat.owner.module.gradients(flat.members) if one.numel()]
         found = torch.zeros((), dtype=torch.uint8, device=self.device)
         if locals_:
             largest = torch.stack(torch._foreach_norm(locals_, float("inf")))
@@ -423,20 +419,16 @@ class FsdpState(Engine):
         if not flats:
             return
         if not self._discarded:
-            self.weights.mark_stale([flat.weight for flat in flats])
+            self.weights.mark_stale(flats)
             for flat in flats:
-                flat.writes = flat.unit.module.writes(flat.members)
+                flat.writes = flat.owner.module.writes(flat.members)
         self.after_step(done=not self._discarded)
         self._discarded, self._windows = False, 0
 
     def _flats_in(self, optimizer: torch.optim.Optimizer) -> list[FlatParam]:
         """The trained flat parameters that an optimizer changes."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        found = []
-        for unit in self._units:
-            optimized = unit.module.optimized(ids)
-            found += [flat for flat in unit.trained() if any(optimized[place] for place in flat.members)]
-        return found
+        return [flat for unit in self._units for flat in unit.trained() if unit.module.optimized(flat.members, ids)]
 
     # ---- checkpoints, and the end --------------------------------------------------------------------------------
 
@@ -466,8 +458,6 @@ class FsdpState(Engine):
         for remove in self._hooks:
             remove()
         self._hooks.clear()
-        for unit in self._units:
-            unit.module.detach()
         super().close()
 
 
@@ -520,14 +510,6 @@ class _Reduce(_Comm):
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------------
-
-
-def _ranks_of_model(modules: Sequence[ShardedModule]) -> dist.ProcessGroup | None:
-    """The ranks that train the model together; None is the world."""
-    ranks = max((module.ranks for module in modules), key=len)
-    if len(ranks) == dist.get_world_size():
-        return None
-    return process_group(("model", "node"), ranks, world_timeout())
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
