@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,6 +29,7 @@ from hzero.deepspeed.stage_state import LoggedHops, async_accelerator, current_d
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Owners, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
+from hzero.sequence.host import one_ahead
 from hzero.topology import Grid
 from hzero.validation import ConfigError, first_of_ranks, is_rank_0, on_all_ranks
 
@@ -165,9 +164,6 @@ class StageMessages:
 
 # ---- the optimizer ----------------------------------------------------------------------------------------------------
 
-#: A hop in flight, and what is done with its result.
-_Submitted = tuple[Chain[torch.Tensor], Callable[[torch.Tensor], Any]]
-
 
 class HZeroStage1(DeepSpeedZeroOptimizer):
     """Stock ZeRO-1 but for its two collectives: each rank gets the sum of its own partition, and sends its new weights.
@@ -191,31 +187,37 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Averages the gradients of all micro-batches; `averaged_gradients` then holds this rank's partition, float32."""
-        _two_at_a_time(self._reductions())
+        for index in range(len(self.partition_size)):
+            self.averaged_gradients[index] = self._build_compact_grad_partition_buffer(index)
+        buckets = list(self._columns(self.reduce_bucket_size))
+        started = (self._start_reduction(key, *bucket) for key, bucket in enumerate(buckets))
+        # The next bucket is filled while one is under way, and no more: each takes memory.
+        for (index, first, last), part in zip(buckets, one_ahead(started), strict=True):
+            self.averaged_gradients[index].flat_partition[first:last] = part.view(-1)
         for index, size in enumerate(self.partition_size):
             start = self.hzero.gradients.plan.rank * int(size)
             flat = self.averaged_gradients[index].flat_partition
-            self.hzero.keep_alike("gradients", [flat[a - start : b - start] for a, b in self._copied(index, start)])
+            parts = self._parts(index, start, int(size))
+            whole = [flat[a - start : b - start] for param, _, a, b in parts if not is_model_parallel_parameter(param)]
+            self.hzero.keep_alike("gradients", whole)
         self._release_ipg_buffers()
         self._clear_param_grad_only()
 
-    def _reductions(self) -> Iterator[_Submitted]:
-        communicator, keys = self.hzero.gradients, itertools.count()
-        for index, size in enumerate(self.partition_size):
-            self.averaged_gradients[index] = self._build_compact_grad_partition_buffer(index)
-            sums = self.averaged_gradients[index].flat_partition
-            for first, last in self._columns(index, self.reduce_bucket_size):
-                bucket = sums.new_zeros(communicator.plan.grid.world_size, last - first)
-                for rank, row in enumerate(bucket):
-                    self._fill(index, row, rank * int(size) + first)
-                keep = functools.partial(_copy, sums[first:last])
-                yield communicator.reduce_scatter(bucket, "mean", key=next(keys), async_op=True), keep
+    def _start_reduction(self, key: int, index: int, first: int, last: int) -> Callable[[], torch.Tensor]:
+        """Starts to average the same columns of all partitions of a group; the result waits for this rank's."""
+        communicator = self.hzero.gradients
+        sums = self.averaged_gradients[index].flat_partition
+        bucket = sums.new_zeros(communicator.plan.grid.world_size, last - first)
+        for rank, row in enumerate(bucket):
+            self._fill(index, row, rank * int(self.partition_size[index]) + first)
+        return communicator.reduce_scatter(bucket, "mean", key=key, async_op=True).wait
 
-    def _columns(self, index: int, elements: int) -> Iterator[tuple[int, int]]:
-        """Parts of a group's partitions, of about so many elements over all of them."""
-        size = int(self.partition_size[index])
+    def _columns(self, elements: int) -> Iterator[tuple[int, int, int]]:
+        """Parts of each group's partitions, of about so many elements over all of them: the group, first and last column."""
         step = max(1, elements // self.hzero.gradients.plan.grid.world_size)
-        return ((first, min(first + step, size)) for first in range(0, size, step))
+        for index, size in enumerate(map(int, self.partition_size)):
+            for first in range(0, size, step):
+                yield index, first, min(first + step, size)
 
     def _parts(self, index: int, start: int, size: int) -> Iterator[tuple[Any, int, int, int]]:
         """Parameters in elements ``start`` to ``start + size`` of a flat group: each with its offset, and its part's two ends."""
@@ -232,12 +234,6 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
             if gradient is not None:
                 row[first - start : last - start] = gradient.reshape(-1)[first - offset : last - offset]
 
-    def _copied(self, index: int, start: int) -> Iterator[tuple[int, int]]:
-        """Elements of the flat group, in the partition that starts there, of parameters that all tensor ranks have whole."""
-        for param, _, first, last in self._parts(index, start, int(self.partition_size[index])):
-            if not is_model_parallel_parameter(param):
-                yield first, last
-
     def step(self, closure: Any = None) -> None:
         """Stock, but for what sends the new weights; a step that is skipped leaves no residuals of error feedback."""
         self.hzero.verify()
@@ -249,20 +245,14 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
 
     def _gather(self, **_: Any) -> None:
         """Sends all partitions to all ranks; the owner too takes what the others decode, so that all have the same bits."""
-        _two_at_a_time(self._gathers())
+        gather, groups = self.hzero.optimizer.all_gather, self.parallel_partitioned_bit16_groups
+        rank, columns = self.hzero.optimizer.plan.rank, list(self._columns(self.allgather_bucket_size))
+        started = (gather(groups[index][rank][first:last], async_op=True).wait for index, first, last in columns)
+        for (index, first, last), whole in zip(columns, one_ahead(started), strict=True):
+            for partition, part in zip(groups[index], whole.view(len(groups[index]), -1), strict=True):
+                partition.data[first:last] = part
         copies = (param for group in self.bit16_groups for param in group if not is_model_parallel_parameter(param))
         self.hzero.keep_alike("optimizer", [param.data for param in copies])
-
-    def _gathers(self) -> Iterator[_Submitted]:
-        rank = self.hzero.optimizer.plan.rank
-        for index, partitions in enumerate(self.parallel_partitioned_bit16_groups):
-            for first, last in self._columns(index, self.allgather_bucket_size):
-
-                def spread(whole: torch.Tensor, into: list[torch.Tensor] = partitions, first: int = first) -> None:
-                    for partition, part in zip(into, whole.view(len(into), -1), strict=True):
-                        partition.data[first : first + part.numel()] = part
-
-                yield self.hzero.optimizer.all_gather(partitions[rank][first:last], async_op=True), spread
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
@@ -288,22 +278,6 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
         self.hzero.gradients.feedback.clear()
-
-
-def _copy(into: torch.Tensor, part: torch.Tensor) -> None:
-    into.copy_(part.view(-1))
-
-
-def _two_at_a_time(submitted: Iterable[_Submitted]) -> None:
-    """Lets the next bucket be filled while one is under way, and no more: each takes memory."""
-    under_way: deque[_Submitted] = deque()
-    for one in submitted:
-        under_way.append(one)
-        if len(under_way) == 2:
-            chain, then = under_way.popleft()
-            then(chain.wait())
-    for chain, then in under_way:
-        then(chain.wait())
 
 
 # ---- the engine -------------------------------------------------------------------------------------------------------
