@@ -18,7 +18,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from hzero.block import KEY
 from hzero.comm import Communicator, for_dimension
 from hzero.comm.activations import copy_to, reduce_from
-from hzero.config import HZeroConfig, Tier, tiers_inside
+from hzero.config import HZeroConfig, tiers_inside
 from hzero.deepspeed.refusals import check_tensor_group
 from hzero.engine.engine import Owners
 from hzero.topology import Grid
@@ -45,6 +45,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Ow
             DeepSpeed is to hide its sums behind compute, or codecs that the user has written have no effect.
     """
     size, owners = config.tensor_parallel_config.autotp_size, None
+    tiers = tiers_inside("node")  # outside which no tensor group is allowed
     if world is not None:
         if world.world_size % size:
             raise ConfigError(
@@ -53,7 +54,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Ow
         for first in range(0, world.world_size, size):  # all, so that all ranks end alike
             check_tensor_group(range(first, first + size), world)
         owners = Owners.of_ranks(range(0, world.world_size, size), world, 0)
-    tiers = _crossed(world, size)
+        tiers = world.of_ranks(range(size)).crossed
     coded = [tier for tier in tiers if not block.codecs.tensor[tier].traits.plain]
     written = "tensor" in block.written_dimensions
     if config.tensor_parallel_config.tp_overlap_comm and coded:
@@ -92,7 +93,8 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     if not found:
         return None
     first = next(iter(found.values()))
-    if all(config.codecs.tensor[tier].traits.plain for tier in _crossed(world, first.tp_world_size)):
+    crossed = world.of_ranks(range(first.tp_world_size)).crossed  # by all groups: neighbours in the order of ranks
+    if all(config.codecs.tensor[tier].traits.plain for tier in crossed):
         return None
     group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
     others = []
@@ -114,13 +116,6 @@ def give_back(module: torch.nn.Module, group: Any = None) -> None:
     for layer in module.modules():
         if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
             del layer.hzero_group, layer.forward
-
-
-def _crossed(world: Grid | None, size: int) -> tuple[Tier, ...]:
-    """Tiers that AutoTP's tensor groups cross, all of them alike: neighbours in the order of ranks."""
-    if world is None:
-        return tiers_inside("node")  # outside which no tensor group is allowed
-    return world.of_ranks(range(size)).crossed
 
 
 def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,6 @@ from hzero.comm import Communicator, for_dimension
 from hzero.config import HZeroConfig
 from hzero.engine.engine import Owners
 
-#: Ends a round.
-_DONE = object()
-
 
 class Matrix(NamedTuple):
     """This rank's shard of a matrix that Muon steps; both tensors are changed in place.
@@ -67,7 +64,7 @@ class Orthogonalizer:
         under_way: list[Iterator[None]] = []
         while rounds or under_way:
             under_way[:0] = [rounds.pop(0)] if rounds else []
-            under_way = [one for one in under_way if next(one, _DONE) is not _DONE]
+            under_way = [one for one in under_way if next(one, "done") is None]
 
     def _round(self, matrices: Sequence[Matrix], beta: float, method: str) -> Iterator[None]:
         """Steps one matrix for each rank, or for fewer in the last round. Yields where messages are under way."""

@@ -131,7 +131,7 @@ def check_engine(engine: DeepSpeedEngine) -> None:
         raise ConfigError(f"mpu: found {type(engine.mpu).__name__} with {KEY}.sequence; expected one of them")
     if (
         engine.client_optimizer is not None and engine.optimizer_name() == "Muon"
-    ):  # torch's steps flat shards as matrices
+    ):  # torch's takes flat shards for matrices
         raise ConfigError("optimizer: found Muon of the script; expected optimizer.type Muon in the configuration")
 
 
@@ -221,27 +221,22 @@ def check_mpu(mpu: Any, world: Grid) -> None:
         return
     problem = None
     try:
-        _check_groups(mpu, world)
-    except ConfigError as error:
-        problem = str(error)
-    if found := first_of_ranks(problem):
-        raise ConfigError(found)
-
-
-def _check_groups(mpu: Any, world: Grid) -> None:
-    """`check_mpu` on this rank."""
-    if hasattr(mpu, "get_slice_parallel_group"):  # PipelineParallelGrid, whose model-parallel group has all stages
-        tensor = ranks_of(mpu.get_slice_parallel_group())
-        for group in (mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()):
-            world.of_ranks(ranks_of(group))
-    else:
-        tensor = ranks_of(mpu.get_model_parallel_group())
-        if (stages := bwc_pipeline_parallel_world_size(mpu)) > 1:
+        if hasattr(mpu, "get_slice_parallel_group"):  # PipelineParallelGrid, whose model-parallel group has all stages
+            tensor = mpu.get_slice_parallel_group()
+            for group in (mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()):
+                world.of_ranks(ranks_of(group))
+        elif (stages := bwc_pipeline_parallel_world_size(mpu)) > 1:
             raise ConfigError(
                 f"mpu: found {stages} pipeline stages, which {KEY} supports with deepspeed.PipelineModule alone; possible: "
                 "tensor parallelism"
             )
-    check_tensor_group(tensor, world)
+        else:
+            tensor = mpu.get_model_parallel_group()
+        check_tensor_group(ranks_of(tensor), world)
+    except ConfigError as error:
+        problem = str(error)
+    if found := first_of_ranks(problem):
+        raise ConfigError(found)
 
 
 def check_tensor_group(ranks: Sequence[int], world: Grid) -> None:

@@ -256,8 +256,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self._arrived.clear()
 
     def _gradient_of(self, weight: Any) -> torch.Tensor:
-        shard: torch.Tensor = self._get_fp32_grad_state_partition(weight.param, True)[0]
-        return shard
+        return self._get_fp32_grad_state_partition(weight.param, True)[0]  # type: ignore[no-any-return]
 
     def _stepped(self) -> list[Managed]:
         """The parameters in the optimizer."""

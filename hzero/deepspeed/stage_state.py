@@ -338,20 +338,16 @@ class StageState(Engine):
         Raises:
             RuntimeError: A parameter is already available or under way.
         """
-        mine: list[Managed] = []
-        others: dict[StageState | None, list[ZeroParameter]] = {}
+        of_engines: dict[StageState | None, list[ZeroParameter]] = {}
         for param in sorted(params, key=lambda param: param.ds_id):
             managed = getattr(param, "hzero_managed", None)
-            if managed is not None and managed.owner is self:
-                mine.append(managed)
-            else:
-                others.setdefault(managed and managed.owner, []).append(param)
-        handle = self._start(mine, how)
-        if not others:
+            of_engines.setdefault(managed and managed.owner, []).append(param)
+        handle = self._start(managed_of(of_engines.pop(self, [])), how)
+        if not of_engines:
             return handle
         # Their functions are those of their engine, or DeepSpeed's.
-        handles = [self._experts.get(same[0], same[0].all_gather_coalesced)(same, **how) for same in others.values()]
-        return Handles([handle, *handles])
+        others = [self._experts.get(of[0], of[0].all_gather_coalesced)(of, **how) for of in of_engines.values()]
+        return Handles([handle, *others])
 
     def _start(self, wanted: list[Managed], how: dict[str, Any]) -> Any:
         if wanted and (self._exact or self._evaluating or self.weights.plan.grid.world_size == 1):
@@ -391,8 +387,7 @@ class StageState(Engine):
 
 def _shard(param: ZeroParameter, dtype: torch.dtype) -> torch.Tensor:
     """This rank's partition of a parameter, flat, where the parameter is computed with."""
-    shard: torch.Tensor = param.ds_tensor.detach().view(-1).view(dtype).to(param.device)
-    return shard
+    return param.ds_tensor.detach().view(-1).view(dtype).to(param.device)  # type: ignore[no-any-return]
 
 
 def _measure(managed: Managed) -> bool:
@@ -430,19 +425,14 @@ def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args
 
 
 def note_changes(
-    stock: Any,
-    init: Any,
-    param_list: list[ZeroParameter],
-    force: bool = False,
-    has_been_updated: bool = False,
-    **more: Any,
+    stock: Any, init: Any, param_list: list[ZeroParameter], *, has_been_updated: bool = False, **how: Any
 ) -> None:
     """``Init._partition``, which stock's ``param.partition`` calls: payloads of written parameters become stale."""
     found = managed_of(param_list)
     for owner in dict.fromkeys(managed.owner for managed in found) if has_been_updated else ():
         owner.weights.before_change()
     with lasting() if found else contextlib.nullcontext():
-        stock(init, param_list, force=force, has_been_updated=has_been_updated, **more)
+        stock(init, param_list, has_been_updated=has_been_updated, **how)
     for managed in found:
         managed.gone()
         if has_been_updated:
@@ -497,11 +487,6 @@ class Unit:
         self.waiting: set[Managed] = set()
         self.out: set[Managed] = set()
         self.used = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether all parameters have been used and given back."""
-        return self.used and not self.waiting and not self.out
 
     def give(self, managed: Managed) -> None:
         """DeepSpeed has a parameter."""
@@ -571,7 +556,8 @@ class Units:
         """
         now = {managed.unit for managed in requested} - {None}
         if now:
-            self._drop(unit for unit in self._gathered if unit not in now and unit.complete)
+            others = [unit for unit in self._gathered if unit not in now]
+            self._drop(unit for unit in others if unit.used and not unit.waiting and not unit.out)
 
     def use(self, module: torch.nn.Module) -> None:
         """A module is about to be used: if it has a unit, lets go of other ones.
@@ -592,9 +578,8 @@ class Units:
 
     def drop(self) -> None:
         """Lets go of everything."""
-        self.held.clear()
-        self._place = -1
         self._drop(self._gathered)
+        self.end()
 
     def _drop(self, units: Iterable[Unit]) -> None:
         for unit in list(units):

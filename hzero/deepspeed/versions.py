@@ -12,7 +12,6 @@ import ast
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import pkgutil
@@ -197,9 +196,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _file(module: str) -> Path:
-    spec = importlib.util.find_spec(f"deepspeed.{module}")
-    assert spec is not None and spec.origin is not None, module
-    return Path(spec.origin)
+    return Path(deepspeed.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def _arguments(method: Any) -> list[str]:
