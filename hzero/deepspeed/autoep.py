@@ -1,7 +1,7 @@
-"""DeepSpeed's AutoEP: tokens go to experts, and come back, tier by tier and with the codecs of the block.
+"""DeepSpeed's AutoEP: exchanges of tokens between experts, tier by tier and with the codecs of the block.
 
-DeepSpeed partitions each expert over its expert-data-parallel group. The stage leaves their gathers, gradients and refreshes to
-DeepSpeed, and has all other parameters over the world.
+DeepSpeed partitions each expert over its expert-data-parallel group, and gathers and reduces it. The stage partitions all other
+parameters over the world.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from hzero.validation import attributes
 
 
 def is_expert(param: Any) -> bool:
-    """Whether AutoEP has given a parameter to the ranks of an expert group."""
+    """Returns whether a parameter belongs to an expert of AutoEP."""
     return getattr(param, "ds_zero_placement_family", None) == "autoep_expert"
 
 
 def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Communicator | None:
-    """Gives the token exchanges of AutoEP's layers to a communicator of dimension ``expert``. Collective over the world.
+    """Makes AutoEP's layers exchange tokens with a communicator of dimension ``expert``. Collective over the world.
 
-    Without codecs for the tiers that they cross they stay DeepSpeed's own.
+    If no tier that the exchanges cross has a codec, DeepSpeed's exchanges remain.
 
     Args:
-        module: An engine's model, whose layers AutoEP has replaced or not.
+        module: An engine's model, with or without layers of AutoEP.
         config: The block.
         world: Grid of the world.
 
     Returns:
-        The communicator; None where all exchanges stay DeepSpeed's.
+        The communicator. None if DeepSpeed's exchanges remain.
     """
     layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "ep_size", 1) > 1]
     if not layers:
@@ -51,8 +51,8 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
 
 
 def _forward(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a layer, with its all-to-alls."""
-    from deepspeed.module_inject import auto_ep_layer  # which older releases lack
+    """Runs the forward of a layer with the communicator's all-to-all."""
+    from deepspeed.module_inject import auto_ep_layer  # older releases lack it
 
     def exchange(_: Any, tokens: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         return exchange_rows(tokens, layer.hzero_group, sent, received)

@@ -1,4 +1,4 @@
-"""DeepSpeed's AutoTP: the sums of its linear layers over a tensor group, tier by tier and with the codecs of the block."""
+"""DeepSpeed's AutoTP: sums of linear layers over a tensor group, tier by tier and with the codecs of the block."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ logger = logging.getLogger("hzero")
 
 
 def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Owners | None:
-    """Refuses tensor groups that do not fit the world, and what does not go with codecs of AutoTP's sums.
+    """Refuses tensor groups that do not fit the world, and settings that do not fit codecs of AutoTP's sums.
 
-    The tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``).
+    The ranks of a tensor group are neighbours (``deepspeed.utils.groups._init_tp_mesh_device``).
 
     Args:
         config: The configuration, as DeepSpeed has read it.
         block: The block, parsed.
-        world: Grid of the world; None where it is not known: tensor groups may then cross every tier inside a node.
+        world: Grid of the world. None if it is not known. Tensor groups may then cross every tier inside a node.
 
     Returns:
-        The owners to which rank 0 belongs beside its tensor group; None where the world is not known.
+        The data-parallel ranks of rank 0, which own the primary shards. None if the world is not known.
 
     Raises:
-        ConfigError: The world cannot be divided so, a tensor group crosses nodes, or groups do not fill the tiers evenly.
-            DeepSpeed is to hide its sums behind compute, or codecs that the user has written have no effect.
+        ConfigError: The size of tensor groups does not divide the world, a tensor group crosses nodes, or groups do not fill
+            the tiers evenly. It is also raised if DeepSpeed would overlap the sums with compute, or if the user's codecs
+            would have no effect.
     """
     size, owners = config.tensor_parallel_config.autotp_size, None
-    tiers = tiers_inside("node")  # outside which no tensor group is allowed
+    tiers = tiers_inside("node")  # tensor groups may not cross others
     if world is not None:
         if world.world_size % size:
             raise ConfigError(
                 f"tensor_parallel.autotp_size: found {size}, which does not divide {world.world_size} ranks"
             )
-        for first in range(0, world.world_size, size):  # all, so that all ranks end alike
+        for first in range(0, world.world_size, size):  # all groups, so that all ranks raise the same error
             check_tensor_group(range(first, first + size), world)
         owners = Owners.of_ranks(range(0, world.world_size, size), world, 0)
         tiers = world.of_ranks(range(size)).crossed
@@ -72,18 +73,18 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Ow
 
 
 def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Communicator | None:
-    """Gives the sums of AutoTP's linear layers to a communicator of dimension ``tensor``. Collective over the world.
+    """Makes AutoTP's linear layers sum with a communicator of dimension ``tensor``. Collective over the world.
 
-    Without codecs for the tiers that they cross they stay DeepSpeed's own, and so do those of layers with a forward that is
-    neither ``LinearLayer``'s nor ``LinearAllreduce``'s, which are named in a warning.
+    If no tier that the sums cross has a codec, DeepSpeed's sums remain. They also remain in layers whose forward is neither
+    ``LinearLayer``'s nor ``LinearAllreduce``'s. A warning has the names of these layers.
 
     Args:
-        module: An engine's model, which AutoTP has divided or not.
+        module: An engine's model, with or without layers of AutoTP.
         config: The block.
         world: Grid of the world.
 
     Returns:
-        The communicator; None where all sums stay DeepSpeed's.
+        The communicator. None if all of DeepSpeed's sums remain.
     """
     found: dict[str, Any] = {
         name: layer
@@ -93,7 +94,7 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     if not found:
         return None
     first = next(iter(found.values()))
-    crossed = world.of_ranks(range(first.tp_world_size)).crossed  # by all groups: neighbours in the order of ranks
+    crossed = world.of_ranks(range(first.tp_world_size)).crossed  # the same for all groups, whose ranks are neighbours
     if all(config.codecs.tensor[tier].traits.plain for tier in crossed):
         return None
     group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
@@ -112,16 +113,21 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
 
 
 def give_back(module: torch.nn.Module, group: Any = None) -> None:
-    """Gives layers of AutoTP their own forward: for the next engine of a model, or with its communicator, of one engine alone."""
+    """Restores the forward of AutoTP's and AutoEP's layers.
+
+    Args:
+        module: The model.
+        group: Restores only layers that use this communicator. None: all layers, for the next engine of the model.
+    """
     for layer in module.modules():
         if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
             del layer.hzero_group, layer.forward
 
 
 def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """``LinearLayer.forward``: each rank has some outputs, so in backward the gradients of the input are summed.
+    """``LinearLayer.forward``. Each rank computes a part of the outputs, so backward sums the gradients of the input.
 
-    A head's logits are gathered uncoded, by DeepSpeed.
+    DeepSpeed gathers the logits of a head, without codecs.
     """
     output = torch.nn.functional.linear(copy_to(tensor, layer.hzero_group), layer.weight, layer.bias)
     if layer.gather_output:
@@ -130,7 +136,7 @@ def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _row(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """``LinearAllreduce.forward``: each rank has some inputs, so outputs are summed, and then get the bias."""
+    """``LinearAllreduce.forward``. Each rank has a part of the inputs, so outputs are summed before the bias is added."""
     output = reduce_from(torch.nn.functional.linear(tensor, layer.weight), layer.hzero_group)
     return output if layer.bias is None else output + layer.bias
 

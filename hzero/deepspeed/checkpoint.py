@@ -1,15 +1,15 @@
-"""Checkpoints of engines whose block has the key ``"checkpoint"``: whole or absent, for any number of ranks, without code.
+"""Checkpoints of engines whose block has the key ``"checkpoint"``: complete or absent, for any number of ranks, without code.
 
-DeepSpeed writes and reads its own files, by its own code and under its own names, so every tool of DeepSpeed takes them. It
-does so through an object, the engine's checkpoint engine; `CheckpointFiles` is one. A save goes into a hidden folder beside
-its place. Each rank hashes what it writes and keeps an error instead of raising it, since the others would wait for it in the
-middle of DeepSpeed's collective save. Then the ranks compare: if all files are there, rank 0 writes their sizes and hashes into
-the folder (`hzero.manifest`) and gives it its name; otherwise it removes the folder, and all ranks raise one error.
+DeepSpeed's code writes and reads the files, with DeepSpeed's names, so every tool of DeepSpeed can read them. DeepSpeed accesses
+files through the engine's checkpoint engine. `CheckpointFiles` is one. A save writes into a hidden folder beside the target.
+Each rank hashes the bytes that it writes. It keeps an error instead of raising it, since the other ranks would wait for it in
+DeepSpeed's collective save. Then the ranks compare results. If all files are complete, rank 0 writes their sizes and hashes into
+the folder (`hzero.manifest`) and renames it. Otherwise rank 0 removes the folder, and all ranks raise the same error.
 
-A load compares sizes and hashes first, each rank those of its share of the files, so that all ranks together read the
-checkpoint once. Ranks of another number read what `Resharding` makes of the files.
+A load first compares sizes and hashes. Each rank compares its share of the files, so all ranks together read the checkpoint
+once. With another number of ranks, `Resharding` reads the files.
 
-The files are pickles, which may name any function of Python to be called. So a load accepts tensors and plain types only.
+The files are pickles, which can call any Python function when they are loaded. So a load accepts only tensors and plain types.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from hzero.manifest import (
 from hzero.validation import ConfigError, attributes, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
 
 logger = logging.getLogger("hzero")
-#: Ends of the names of a rank's two files.
+#: Suffixes of the names of a rank's two files.
 MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"
 _GROUPS, _STATE, _FROZEN = "fp32_flat_groups", "optimizer_state_dict", "frozen_param_fragments"
 
@@ -74,7 +74,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         config: The key ``checkpoint`` of its block.
 
     Raises:
-        ConfigError: DeepSpeed's configuration asks for another writer.
+        ConfigError: DeepSpeed's configuration selects another checkpoint engine.
     """
 
     def __init__(self, engine: Any, config: CheckpointConfig) -> None:
@@ -90,7 +90,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         self._failure: str | None = None
         self._written: dict[str, tuple[int, str]] = {}
         self._resharding: Resharding | None = None
-        # The one function that writes past this object, on rank 0.
+        # The only function that writes a file without this object, on rank 0.
         copy_scripts = engine._copy_recovery_script
         engine._copy_recovery_script = lambda path: self._attempt(path, lambda: copy_scripts(path))
 
@@ -103,17 +103,17 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         tag: Any = None,
         client_state: Any = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,  # Trainer looks for it in the signature
+        exclude_frozen_parameters: bool = False,  # Trainer checks the signature for it
     ) -> Any:
-        """``DeepSpeedEngine.save_checkpoint``, whole or not at all. Collective.
+        """``DeepSpeedEngine.save_checkpoint``, which saves a complete checkpoint or none. Collective.
 
         Raises:
-            SaveError: A rank could not write. What was there before is still there.
+            SaveError: A rank could not write. Earlier checkpoints are unchanged.
         """
         folder = Path(save_dir or "")
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         partial = hidden(folder / tag)
-        # Before any rank writes: a complete checkpoint may have the name under which they write.
+        # Before any rank writes, since a complete checkpoint may still have the hidden name.
         from_rank_0(lambda: recover(partial.parent))
         self._failure, self._written = None, {}
         place, state = str(partial.relative_to(folder)), client_state or {}
@@ -126,12 +126,12 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         return done
 
     def _publish(self, folder: Path, tag: str, partial: Path, latest: bool, everyones: Sequence[Any]) -> None:
-        """On rank 0: gives what all ranks have written its name, or removes it and says why."""
+        """Renames the hidden folder if all ranks have written their files. Otherwise removes it and raises. Rank 0 only."""
         failures = [f"{failure} (rank {rank})" for rank, (failure, _) in enumerate(everyones) if failure is not None]
         target = folder / tag
         try:
             if not failures:
-                if latest:  # a load that finds nothing of this name takes the newest
+                if latest:  # if this checkpoint is missing later, a load takes the newest
                     with replacing(folder / "latest") as file:
                         file.write(tag)
                 note = Manifest(
@@ -146,33 +146,33 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         except OSError as error:
             failures = [f"{error.filename or partial}: {error.strerror or error} (rank 0)"]
         if failures:
-            if location(target) == target:  # otherwise it is complete, and the next save gives it its name
+            if location(target) == target:  # otherwise it is complete, and the next save renames it
                 shutil.rmtree(partial, ignore_errors=True)
             raise SaveError(
                 f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; earlier checkpoints are unchanged"
             )
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes a folder of the checkpoint."""
+        """Creates a folder of the checkpoint."""
         self._attempt(path, lambda: os.makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file."""
         if self._saving:
             self._attempt(path, lambda: self._write(state_dict, Path(path)))
-        else:  # an export of the weights
+        else:  # DeepSpeed exports the weights
             super().save(state_dict, path)
 
     def _write(self, state_dict: Any, path: Path) -> None:
         with HashedFile(path) as file:
-            # A zip archive, of which a load maps the parts that it needs. The hash replaces its checksums.
+            # A zip archive, so that a load can map the parts that it needs. The hash replaces the archive's checksums.
             torch.save(state_dict, file)
             file.flush()
-            os.fsync(file.fileno())  # some file systems report only then that they are full
+            os.fsync(file.fileno())  # some file systems report only here that they are full
             self._written[path.name] = file.tell(), file.hash.hexdigest()
 
     def _attempt(self, path: str | os.PathLike[str], action: Callable[[], object]) -> None:
-        """While a checkpoint is saved: keeps an error, and does nothing after one."""
+        """Runs an action. During a save it keeps an error instead of raising it, and skips all later actions."""
         if not self._saving:
             action()
         elif self._failure is None:
@@ -187,33 +187,33 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
     def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """``DeepSpeedEngine.load_checkpoint`` of a complete checkpoint, on any number of ranks. Collective.
 
-        Without a tag it takes that of ``latest`` if it is complete, or was written without the key after the complete ones;
-        otherwise the newest complete one.
+        Without a tag it loads the checkpoint named in ``latest``, if that checkpoint is complete. It also loads it if it is newer
+        than all complete ones and was written without the key ``checkpoint``. Otherwise it loads the newest complete one.
 
         Raises:
-            ConfigError: It is incomplete, holds code, other parameters or another optimizer's states, or no accumulation makes
-                its batch.
+            ConfigError: The checkpoint is incomplete, or has code, other parameters or the states of another optimizer. It is
+                also raised if no accumulation gives the checkpoint's batch size.
         """
         call = inspect.signature(self._stock_load).bind(load_dir, *args, **kwargs)
         call.apply_defaults()
-        what = call.arguments
-        folder, resumes = Path(load_dir), what["load_optimizer_states"] and not what["load_module_only"]
-        tag, notes = from_rank_0(lambda: self._candidates(folder, what["tag"] and str(what["tag"])))
+        given = call.arguments
+        folder, resumes = Path(load_dir), given["load_optimizer_states"] and not given["load_module_only"]
+        tag, notes = from_rank_0(lambda: self._candidates(folder, given["tag"] and str(given["tag"])))
         if notes:
             note = newest_intact(notes, self.config.verify)
             tag = os.path.relpath(note.folder, folder)
             if resumes and self.config.same_batch:
                 self._keep_batch(note)
         elif tag is None:
-            return self._stock_load(load_dir)  # says that there is nothing
-        what["tag"] = tag
+            return self._stock_load(load_dir)  # stock reports that there is no checkpoint
+        given["tag"] = tag
         engine, name = deepspeed.runtime.engine, "get_fp32_state_dict_from_zero_checkpoint"
         resharding = self._other_sharding(folder / tag, resumes)
-        # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
+        # Stock would load weights without optimizer states from the tag in `latest` (deepspeedai/DeepSpeed#8499).
         weights = functools.partial(getattr(engine, name), tag=tag)
         values: list[tuple[Any, str, Any]] = [(engine, name, weights), (self, "_resharding", resharding)]
         if resharding is not None:
-            model = str(resharding.path(0, MODEL))  # this rank may have written none
+            model = str(resharding.path(0, MODEL))  # the checkpoint may have no file of this rank
             values.append((self._engine, "_get_all_ckpt_names", lambda *_: [model]))
         with attributes(*values), only_tensors(self.config.trust):
             return self._stock_load(*call.args, **call.kwargs)
@@ -226,7 +226,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
 
     @staticmethod
     def _candidates(folder: Path, tag: str | None) -> tuple[str | None, list[Manifest]]:
-        """On rank 0: the notes of the checkpoints that may be loaded, best first, or the tag of one that has no note."""
+        """Returns the notes of the checkpoints that may be loaded, best first, or the tag of one without a note. Rank 0 only."""
         named, changed = None, 0.0
         with contextlib.suppress(ConfigError, OSError):
             if latest := read_text(folder / "latest").strip():
@@ -238,7 +238,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             if named in folders:
                 return None, complete[folders.index(named) :]
             without = named is not None and not (named / NOTE).exists() and any(named.glob(f"*{MODEL}"))
-            # DeepSpeed names a checkpoint when it is written, so the later of the two is the newer checkpoint.
+            # DeepSpeed writes `latest` right after a checkpoint, so the later file belongs to the newer checkpoint.
             if not without or any(note.written > changed for note in complete):
                 if without:
                     logger.warning("hzero: %r was written without the key checkpoint; skipped", str(named))
@@ -255,10 +255,10 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         return os.path.relpath(place, folder), []
 
     def _keep_batch(self, note: Manifest) -> None:
-        """Adapts the accumulation, so that a step has as many samples as a step of the checkpoint's run.
+        """Changes the accumulation, so that a step has as many samples as in the checkpoint's run.
 
         Raises:
-            ConfigError: No accumulation does.
+            ConfigError: No accumulation gives this number of samples.
         """
         engine = self._engine
         before, batch = engine.gradient_accumulation_steps(), engine.train_batch_size()
@@ -272,15 +272,15 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         accumulation = accumulation_for(note, before, batch, engine.train_micro_batch_size_per_gpu())
         engine.set_train_batch_size(note.batch)
         if (accelerate := sys.modules.get("accelerate.state")) is not None:
-            shared = accelerate.GradientState._shared_state  # which counts micro-steps in Accelerate's loops
+            shared = accelerate.GradientState._shared_state  # it counts micro-steps in Accelerate's loops
             if shared and shared["plugin_kwargs"].get("num_steps", 1) == before:
                 shared["plugin_kwargs"]["num_steps"] = accumulation
 
     def _other_sharding(self, folder: Path, resumes: bool) -> Resharding | None:
-        """What reads a checkpoint of another sharding as if these ranks had written it; None for one of theirs."""
+        """Returns a `Resharding` if other ranks have written the checkpoint. None: DeepSpeed can load the files directly."""
         engine, optimizer = self._engine, self._engine.optimizer
         written = len(list(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{OPTIMIZER}")))
-        # With tensor groups or stages DeepSpeed refuses other ranks; without an optimizer it loads on any.
+        # With tensor or pipeline parallelism DeepSpeed refuses other ranks. Without an optimizer it loads on any.
         if engine.mp_world_size > 1 or not hasattr(optimizer, "fp16_groups"):
             return None
         group = optimizer.dp_process_group
@@ -288,7 +288,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
         read = functools.partial(load, map_location="cpu", trust=self.config.trust)
         found = Resharding(folder, sharding, dist.get_rank(group), groups, read)
-        if resumes and written not in (0, found.old.world_size):  # DeepSpeed would begin with a new optimizer
+        if resumes and written not in (0, found.old.world_size):  # DeepSpeed would continue with a new optimizer
             raise IncompleteError(
                 f"checkpoint: {str(folder)!r} is incomplete: it has {written} of {found.old.world_size} files *{OPTIMIZER}"
             )
@@ -297,28 +297,28 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
 
 # ---- another sharding -----------------------------------------------------------------------------------------------------
 #
-# ZeRO-3 cuts every parameter, and every state of the optimizer, into as many equal parts as there are ranks, in the order of
-# ranks; a rank's file holds its parts one after the other, in the order of `param_shapes`. So the part of a rank of this world is
-# a run of elements that few neighbouring files hold, at the same places for all parameters. They are mapped, and no more than
-# these elements is read: all ranks together read the checkpoint once, and nothing is written.
+# ZeRO-3 divides every parameter and optimizer state into one equal part for each rank, in the order of ranks. A rank's file has
+# its parts one after the other, in the order of `param_shapes`. So the part of a rank in this world is a range of elements in
+# few neighbouring files, at the same places for all parameters. The files are mapped, and only these elements are read. All ranks
+# together read the checkpoint once, and no file is written.
 #
-# What DeepSpeed loads is built here, not loaded here: its own strict load does the rest, so parameter groups keep their own
+# This code builds the objects that DeepSpeed loads. DeepSpeed's strict load does the rest, so each parameter group keeps its
 # hyperparameters.
 #
-# DeepSpeed's universal checkpoints would be no simpler. ``ds_to_universal`` has to run between the two trainings and writes a
-# second copy, one folder per parameter and state. The load needs ``load_universal`` in the configuration, gives all groups the
-# hyperparameters of the first one, restores Adam's two moments only (stage3.py), and reads pickles without ``weights_only``.
+# DeepSpeed's universal checkpoints would not be simpler. ``ds_to_universal`` must run between the two trainings, and writes a
+# second copy with one folder per parameter and state. The load needs ``load_universal`` in the configuration. It gives all groups
+# the hyperparameters of the first one, restores only Adam's two moments (stage3.py) and reads pickles without ``weights_only``.
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How ranks have cut parameters.
+    """How parameters are divided among ranks.
 
     Attributes:
-        world_size: Ranks.
-        counts: Elements of every parameter.
-        places: For every parameter its sub-group, and where its part begins in the sub-group's flat tensor.
-        sizes: Elements of the flat tensors.
+        world_size: Number of ranks.
+        counts: Number of elements of each parameter, by name.
+        places: Sub-group of each parameter, and start of its part in the sub-group's flat tensor, by name.
+        sizes: Number of elements of each flat tensor.
     """
 
     world_size: int
@@ -328,7 +328,7 @@ class Sharding:
 
     @classmethod
     def of(cls, world_size: int, shapes: Sequence[dict[str, Sequence[int]]]) -> Sharding:
-        """The sharding of DeepSpeed's sub-groups, of which each gives the shapes of its parameters by name, in their order."""
+        """Returns the sharding of sub-groups. An element of ``shapes`` has a sub-group's shapes by name, in order."""
         found = cls(world_size, {}, {}, [0] * len(shapes))
         for index, group in enumerate(shapes):
             for name, shape in group.items():
@@ -341,15 +341,15 @@ class Sharding:
 def cut(
     into: torch.Tensor, count: int, old_world: int, world_size: int, rank: int, source: Callable[[int], torch.Tensor]
 ) -> None:
-    """Fills a rank's part of a parameter from the parts of another world; padding stays as it is.
+    """Fills a rank's part of a parameter from the parts of another world. Padding does not change.
 
     Args:
-        into: The part, flat.
-        count: Elements of the parameter.
-        old_world: Ranks of the other world.
-        world_size: Ranks of this one.
+        into: The part to fill, flat.
+        count: Number of elements of the parameter.
+        old_world: Size of the other world.
+        world_size: Size of this world.
         rank: This rank.
-        source: The flat part of a rank of the other world.
+        source: Returns the flat part of a rank of the other world.
     """
     size, step = chunk_numel(count, world_size), chunk_numel(count, old_world)
     first, last = min(rank * size, count), min((rank + 1) * size, count)
@@ -359,20 +359,20 @@ def cut(
 
 
 class Resharding:
-    """The two files that this rank would have written of a checkpoint of another sharding.
+    """Builds this rank's two files from a checkpoint with another sharding.
 
     Args:
         folder: The checkpoint.
-        sharding: Of this world.
+        sharding: The sharding of this world.
         rank: This rank.
-        param_groups: For every sub-group of this world its parameter group.
-        load: Loads a file by its path; with ``mmap=True`` its tensors are read where they are used.
+        param_groups: The parameter group of each sub-group of this world.
+        load: Loads a file by its path. With ``mmap=True`` tensors are read when they are used.
 
     Attributes:
         old: The sharding of the checkpoint.
 
     Raises:
-        ConfigError: The checkpoint is of other parameters.
+        ConfigError: The checkpoint has other parameters.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class Resharding:
     ) -> None:
         self._folder, self._sharding, self._rank, self._param_groups = folder, sharding, rank, list(param_groups)
         self._load, self._files = load, dict[tuple[int, str], Any]()
-        model = self._file(0, MODEL)  # all ranks read this one; other files may be of a larger world
+        model = self._file(0, MODEL)  # all ranks read this file, since others may be left from a larger world
         self.old = Sharding.of(int(model["dp_world_size"]), model["param_shapes"])
         self._first = rank % self.old.world_size  # so that not all ranks read the same large file
         missing = sorted(self.old.counts.items() ^ sharding.counts.items())
@@ -389,7 +389,7 @@ class Resharding:
             raise ConfigError(f"checkpoint: {str(folder)!r} holds other parameters than the model: {names}")
 
     def path(self, rank: int, kind: str) -> Path:
-        """The file that a rank of the other world has written; files of bf16 runs have a prefix of their own."""
+        """Returns the path of the file that a rank of the other world has written. Files of bf16 runs have a prefix."""
         found = sorted(self._folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}"))
         if len(found) != 1:
             raise ConfigError(
@@ -398,7 +398,7 @@ class Resharding:
         return found[0]
 
     def load(self, kind: str) -> Any:
-        """What this rank's file of a kind would hold."""
+        """Returns the content of this rank's file of a kind (`MODEL` or `OPTIMIZER`)."""
         return self._model() if kind == MODEL else self._optimizer()
 
     def _file(self, rank: int, kind: str) -> Any:
@@ -407,7 +407,7 @@ class Resharding:
         return self._files[rank, kind]
 
     def _part(self, count: int, dtype: torch.dtype, source: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """This rank's part of a parameter; see `cut`."""
+        """Returns this rank's part of a parameter. See `cut`."""
         part = torch.zeros(chunk_numel(count, self._sharding.world_size), dtype=dtype)
         cut(part, count, self.old.world_size, self._sharding.world_size, self._rank, source)
         return part
@@ -426,7 +426,7 @@ class Resharding:
         return self._file(rank, MODEL)[_FROZEN][name]  # type: ignore[no-any-return]
 
     def _run(self, index: int, key: str | None, start: int, end: int, rank: int) -> torch.Tensor:
-        """Elements of a tensor of a sub-group, as a rank of the other world has written it."""
+        """Returns elements of a sub-group's tensor from the file of a rank of the other world."""
         return _tensors(self._file(rank, OPTIMIZER)[_STATE], index)[key][start:end]  # type: ignore[no-any-return]
 
     def _optimizer(self) -> dict[str, Any]:
@@ -445,7 +445,7 @@ class Resharding:
             end = start + chunk_numel(count, old.world_size)
             for key, value in _tensors(zero, was).items():
                 if not torch.is_tensor(value) or not value.dim() or value.numel() != old.sizes[was]:
-                    states[index].setdefault(key, value)  # of the whole sub-group, such as the step
+                    states[index].setdefault(key, value)  # a state of the whole sub-group, such as the step
                     continue
                 into = states[index].setdefault(key, torch.zeros(new.sizes[index], dtype=value.dtype))
                 part = self._part(count, value.dtype, functools.partial(self._run, was, key, start, end))
@@ -464,25 +464,25 @@ class Resharding:
 
 
 def _tensors(zero: dict[str, Any], index: int) -> dict[str | None, Any]:
-    """Of a sub-group the masters (None), and the states of the optimizer by name."""
+    """Returns a sub-group's masters, by the key None, and its optimizer states by name."""
     return {None: zero[_GROUPS][index], **zero[_STATE]["state"].get(index, {})}
 
 
-# ---- what all ranks decide together ----------------------------------------------------------------------------------
+# ---- decisions of all ranks ------------------------------------------------------------------------------------------
 
-#: Checkpoints whose files this process has compared with their hashes, with the times of their notes.
+#: Checkpoints whose hashes this process has compared: folder and time of the note.
 _compared: set[tuple[Path, float]] = set()
 
 
 def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
-    """The first of some checkpoints whose files are as they were written, the same on all ranks. Collective.
+    """Returns the first checkpoint whose files are unchanged since the save, the same on all ranks. Collective.
 
     Args:
-        candidates: Their notes, the same on all ranks.
-        verify: Whether to compare hashes; otherwise sizes.
+        candidates: Notes of the checkpoints, the same on all ranks.
+        verify: Whether to compare hashes. If False, only sizes are compared.
 
     Raises:
-        IncompleteError: None is.
+        IncompleteError: All checkpoints are incomplete or have changed.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     problems = []
@@ -501,7 +501,7 @@ def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
 
 
 def _beside(folder: Path, *tried: Path) -> str:
-    """The end of a message that names the newest complete checkpoint in a folder, or else around it."""
+    """Returns the end of a message, with the newest complete checkpoint in a folder or in its parent."""
     for place in (folder, folder.parent):
         for path in complete_in(place):
             if path not in (folder, *tried):
@@ -510,16 +510,16 @@ def _beside(folder: Path, *tried: Path) -> str:
 
 
 def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) -> int:
-    """The accumulation that makes a step as large as those of a checkpoint's run; rank 0 says so.
+    """Returns the accumulation that gives a step as many samples as in a checkpoint's run. Rank 0 logs the change.
 
     Args:
-        note: Of the checkpoint.
-        before: The accumulation in effect.
-        batch: Samples of all ranks in a step with it.
-        micro_batch: Samples of a rank in a micro-step.
+        note: The note of the checkpoint.
+        before: The current accumulation.
+        batch: Samples of all ranks in a step with ``before``.
+        micro_batch: Samples of one rank in a micro-step.
 
     Raises:
-        ConfigError: No accumulation does.
+        ConfigError: No accumulation gives this number of samples.
     """
     at_once = batch // before
     if note.batch % at_once:
@@ -537,22 +537,21 @@ def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) 
 
 # ---- Trainer and Accelerate --------------------------------------------------------------------------------------------
 #
-# Trainer reads a checkpoint's step and batches before it has an engine, takes the checkpoint with the highest number whether or
-# not it is complete (``get_last_checkpoint``), and then calls ``deepspeed_load_checkpoint``, which loads the tag that ``latest``
-# names in that folder. When the engine loads, it is too late to choose another checkpoint or accumulation, so both are chosen
-# at the beginning of ``train``.
+# Trainer reads a checkpoint's step and batches before it has an engine. It takes the checkpoint with the highest number, even if
+# it is incomplete (``get_last_checkpoint``). Then it calls ``deepspeed_load_checkpoint``, which loads the tag in ``latest`` of
+# that folder. When the engine loads, it is too late to choose another checkpoint or accumulation. So both are chosen at the
+# beginning of ``train``.
 #
-# Each rank's random state is a file of its own in both clients (``rng_state_3.pth``, ``random_states_3.pkl``), without which
-# ranks that are new go on with the seed of the script. Dropout then draws other numbers than in the run that saved, as it would
-# from the start on another number of ranks. The order of samples does not depend on it: Accelerate's sampler is seeded by the
-# seed and the epoch.
+# Both clients save the random state of each rank in a separate file (``rng_state_3.pth``, ``random_states_3.pkl``). New ranks
+# have no such file and continue with the seed of the script. Dropout then draws other numbers than in the saved run, as it does
+# with any other number of ranks. The order of samples does not change, since Accelerate's sampler uses the seed and the epoch.
 
 
 def follow_trainer(trainer: Any, config: CheckpointConfig) -> None:
-    """Makes ``trainer.train`` choose a complete checkpoint and keep its batch, and its saves fail on all ranks alike.
+    """Makes ``trainer.train`` choose a complete checkpoint and keep its batch size. A failed save raises on all ranks.
 
     Args:
-        trainer: A ``transformers.Trainer``, or what is derived from it.
+        trainer: A ``transformers.Trainer``, or an object of a derived class.
         config: The key ``checkpoint``.
     """
     stock_train, stock_rng = trainer.train, trainer._save_rng_state
@@ -562,7 +561,7 @@ def follow_trainer(trainer: Any, config: CheckpointConfig) -> None:
         with on_all_ranks():
             if resume_from_checkpoint:
                 notes = from_rank_0(lambda: _candidates_of_trainer(trainer.args.output_dir, resume_from_checkpoint))
-                if notes:  # without a note, the engine says what it is
+                if notes:  # for a checkpoint without a note the engine decides
                     note = newest_intact(notes, config.verify)
                     resume_from_checkpoint = str(note.folder.parent)
                     if config.same_batch:
@@ -571,7 +570,7 @@ def follow_trainer(trainer: Any, config: CheckpointConfig) -> None:
 
     @functools.wraps(stock_rng)
     def save_rng_state(output_dir: str) -> None:
-        # The last files of other ranks than 0. Rank 0 then writes Trainer's state, and removes older checkpoints.
+        # Other ranks than 0 write no file after this one. Rank 0 then writes Trainer's state and removes older checkpoints.
         save_together(output_dir, lambda: stock_rng(output_dir))
         save_together(output_dir, lambda: _note_files_beside(Path(output_dir)))
 
@@ -582,16 +581,16 @@ def save_together(place: str, save: Callable[[], object]) -> None:
     """Calls ``save`` on every rank. Collective.
 
     Args:
-        place: The folder of what is saved, for the message.
+        place: The saved folder or file, for the message.
         save: Writes this rank's files, without collectives.
 
     Raises:
-        SaveError: On all ranks, if one of them could not write.
+        SaveError: A rank could not write. All ranks raise it.
     """
     failure = None
     try:
         save()
-    except Exception as error:  # of many kinds: torch, safetensors and tokenizers have their own
+    except Exception as error:  # torch, safetensors and tokenizers raise errors of many types
         failure = f"{reason_of(error)} (rank {dist.get_rank()})"
     with blaming():
         failure = first_of_ranks(failure)
@@ -606,10 +605,10 @@ def _note_files_beside(folder: Path) -> None:
 
 
 def _candidates_of_trainer(output_dir: str, asked: Any) -> list[Manifest]:
-    """The notes of the checkpoints from which Trainer may resume, best first.
+    """Returns the notes of the checkpoints from which Trainer may resume, best first.
 
-    One that is incomplete gives way to the newest complete one if Trainer has chosen it, or a script by ``get_last_checkpoint``:
-    then it has the highest number in its folder.
+    Trainer, or a script that calls ``get_last_checkpoint``, chooses the checkpoint with the highest number in its folder. If that
+    one is incomplete, the newest complete one replaces it.
     """
     from transformers.trainer_utils import get_last_checkpoint
 
@@ -626,9 +625,9 @@ def _candidates_of_trainer(output_dir: str, asked: Any) -> list[Manifest]:
 
 
 def _keep_batch_of_trainer(trainer: Any, note: Manifest) -> None:
-    """Adapts Trainer's accumulation, as `CheckpointFiles` does that of other loops."""
+    """Changes Trainer's accumulation. For other loops `CheckpointFiles` does the same."""
     args, before = trainer.args, trainer.args.gradient_accumulation_steps
-    # DeepSpeed, whose number the note has, counts every rank of AutoTP's tensor groups.
+    # The note has DeepSpeed's batch size, which counts every rank of AutoTP's tensor groups.
     batch = trainer.get_total_train_batch_size(args) * getattr(trainer, "get_tp_size", lambda: 1)()
     if batch == note.batch:
         return
@@ -637,14 +636,14 @@ def _keep_batch_of_trainer(trainer: Any, note: Manifest) -> None:
     config["gradient_accumulation_steps"] = args.gradient_accumulation_steps = accumulation
     if "train_batch_size" in config:
         config["train_batch_size"] = note.batch
-    if trainer.accelerator.gradient_accumulation_steps == before:  # in some releases Trainer leaves it at 1
+    if trainer.accelerator.gradient_accumulation_steps == before:  # some releases of Trainer leave it at 1
         trainer.accelerator.gradient_accumulation_steps = accumulation
 
 
 def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
-    """Makes ``load_state`` take complete checkpoints, run no code, and begin a window of accumulation on all ranks alike.
+    """Makes ``load_state`` load complete checkpoints without running code, and begin a new window on all ranks.
 
-    And makes ``save_state`` remove checkpoints beyond ``total_limit`` after it has saved, where Accelerate does so before.
+    It also makes ``save_state`` remove checkpoints beyond ``total_limit`` after the save. Accelerate removes them before it.
 
     Args:
         accelerator: An ``accelerate.Accelerator`` that uses DeepSpeed.
@@ -660,7 +659,7 @@ def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
         if names.automatic_checkpoint_naming and limit is not None:
             dist.barrier()  # all ranks have written their random states
             if dist.get_rank() == 0:
-                # Of a run that has gone back, the new one has fewer steps than older ones.
+                # A run that has resumed from an older checkpoint may have fewer steps than others, so the new one is excluded.
                 others = [path for path in complete_in(_automatic(accelerator)) if path != Path(saved)]
                 for path in others[max(limit, 1) - 1 :]:
                     shutil.rmtree(path, ignore_errors=True)
@@ -669,25 +668,25 @@ def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
     @functools.wraps(stock_load)
     def load_state(input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         with on_all_ranks():
-            if input_dir is None and names.automatic_checkpoint_naming:  # Accelerate takes the highest number
+            if input_dir is None and names.automatic_checkpoint_naming:  # Accelerate would load the highest number
                 input_dir = from_rank_0(lambda: newest_checkpoint(_automatic(accelerator)))
             with only_tensors(config.trust):
                 stock_load(input_dir, *args, **kwargs)
-        # Accelerate reads this count of micro-steps from the file of a rank's random state, which new ranks do not have; and
-        # it is that of another accumulation.
+        # Accelerate reads this count of micro-steps from the file of a rank's random state. New ranks do not have one, and the
+        # count may belong to another accumulation.
         accelerator.step = 0
 
     accelerator.save_state, accelerator.load_state = save_state, load_state
 
 
 def _automatic(accelerator: Any) -> Path:
-    """Where Accelerate saves by numbers."""
+    """Returns the folder in which Accelerate saves numbered checkpoints."""
     return Path(accelerator.project_dir) / "checkpoints"
 
 
 # ---- loading without running code ------------------------------------------------------------------------------------
 
-#: What DeepSpeed's own files need beyond tensors and Python's plain types.
+#: Classes that DeepSpeed's files need, besides tensors and plain Python types.
 _ALLOWED = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -698,16 +697,16 @@ _ALLOWED = (
 
 @contextlib.contextmanager
 def only_tensors(trust: bool, what: str = "the checkpoint") -> Iterator[None]:
-    """Makes every ``torch.load`` accept nothing but tensors, plain types and `_ALLOWED`, whatever its caller asks for.
+    """Context in which every ``torch.load`` accepts only tensors, plain types and `_ALLOWED`.
 
-    DeepSpeed asks for ``weights_only=False`` wherever it loads; torch's own variable overrules it.
+    DeepSpeed always loads with ``weights_only=False``. A variable of torch overrides this argument.
 
     Args:
-        trust: True changes nothing.
-        what: Begins the error.
+        trust: If True, the context has no effect.
+        what: Start of the error message.
 
     Raises:
-        ConfigError: A file needs more.
+        ConfigError: A file needs other classes or functions.
     """
     if trust:
         yield
@@ -731,13 +730,13 @@ def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> An
     Args:
         path: The file.
         map_location: As for ``torch.load``.
-        trust: Whether it may hold more than tensors.
-        mmap: Whether tensors of a zip archive are read where they are used, and not all at once.
+        trust: Whether the file may contain code.
+        mmap: Whether tensors of a zip archive are read when they are used, instead of all at once.
 
     Raises:
-        ConfigError: It needs more than `_ALLOWED`, is damaged, or is no file of torch.
+        ConfigError: The file needs classes or functions that are not in `_ALLOWED`, is damaged, or is not a file of torch.
     """
-    if not os.path.isfile(path):  # torch would wait for a pipe
+    if not os.path.isfile(path):  # torch would block on a pipe
         raise ConfigError(f"{path!r} is missing, as after a run in another type of weights, or no regular file")
     try:
         with only_tensors(trust, repr(path)):
@@ -747,7 +746,7 @@ def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> An
 
 
 def _refusal(what: str, error: Exception) -> ConfigError:
-    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):  # as torch names what it refuses
+    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):  # torch's message has the refused name
         return ConfigError(
             f'{what} needs {found[1]}, which is no tensor and could run code, so it is not loaded; "checkpoint": '
             '{"trust": true} loads it all the same, if you trust whoever wrote it'

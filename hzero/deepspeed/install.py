@@ -1,4 +1,4 @@
-"""Installs the stage into DeepSpeed; the functions that users call."""
+"""Installs the stage into DeepSpeed, and defines the functions that users call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses a class that `_make_optimizer` replaces for a moment
+import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses a class that `_make_optimizer` replaces
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as ds_engine
@@ -36,28 +36,27 @@ from hzero.validation import ConfigError, attributes, on_all_ranks
 def enable() -> None:
     """Installs the stage into DeepSpeed.
 
-    Nobody has to call it: `hzero.autoload` does, as soon as DeepSpeed reads a configuration with an ``"hzero"`` block,
-    in ``zero_optimization`` or at the top level. From then on such a configuration gives an engine with the stage that
-    `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
-    are.
+    You need not call it. `hzero.autoload` does so when DeepSpeed reads a configuration with an ``"hzero"`` block, in
+    ``zero_optimization`` or at the top level. Such a configuration then creates an engine with the stage that `initialize`
+    describes. A configuration without the block creates the stock engine. Existing engines do not change.
 
     The call replaces the methods of `_REPLACED` in DeepSpeed. It starts no collective, reads no configuration and allocates
-    nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it cannot be undone
-    in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
+    no memory. It works before ``torch.distributed`` is initialised, and on models that were made earlier under
+    ``deepspeed.zero.Init``. Further calls have no effect. It cannot be undone in the process.
 
     Raises:
         ConfigError: The stage does not support this version of DeepSpeed.
     """
     check_deepspeed()
-    DeepSpeedConfig.hzero_block = None  # `hzero.autoload` sets it where there is one
+    DeepSpeedConfig.hzero_block = None  # `hzero.autoload` sets it for a configuration with a block
     for owner, name, function in _REPLACED:
         _replace(owner, name, function)
     if get_accelerator().device_name() == "cpu":
-        nvtx.enable_nvtx = False  # DeepSpeed opens and closes ranges at every module, which do nothing on CPUs
+        nvtx.enable_nvtx = False  # DeepSpeed opens ranges for every module, without use on CPU
 
 
 def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
-    """Puts ``function(stock, *arguments)`` in the place of a method."""
+    """Replaces a method by ``function(stock, *arguments)``."""
     stock = getattr(owner, name)
 
     @functools.wraps(stock)
@@ -69,9 +68,9 @@ def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
 
 @on_all_ranks()
 def _check(stock: Any, engine: DeepSpeedEngine) -> None:
-    """``DeepSpeedEngine._do_sanity_check``, the first that an engine does: refuses what the stage does not support.
+    """``DeepSpeedEngine._do_sanity_check``, which an engine calls first. Refuses engines that the stage does not support.
 
-    An engine of pipeline stages with the block becomes a `HZeroPipelineEngine` here.
+    An engine of pipeline stages with the block becomes an `HZeroPipelineEngine` here.
     """
     if (config := engine._config.hzero_block) is not None:
         check_engine(engine)
@@ -86,9 +85,9 @@ def _check(stock: Any, engine: DeepSpeedEngine) -> None:
 
 
 def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
-    """``DeepSpeedEngine._configure_zero_optimizer``: makes a `HZeroStage3` and a `HZeroOffload` if the engine has the block.
+    """``DeepSpeedEngine._configure_zero_optimizer``. With the block, makes an `HZeroStage3` and an `HZeroOffload`.
 
-    Whether it has or not, it releases the parameters from an earlier engine that was not destroyed.
+    With or without the block, it first detaches the parameters from an earlier engine that was not destroyed.
     """
     release_all(engine.module)
     if (config := engine._config.hzero_block) is None:
@@ -96,7 +95,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     if config.sequence is not None:
         with on_all_ranks():
             attach(engine.module, config, set_z3_leaf_module)
-        engine.dp_world_size //= config.sequence.parallel  # as the configuration counts the samples of a step
+        engine.dp_world_size //= config.sequence.parallel  # the ranks of a sequence count once in the batch size
     offload = functools.partial(HZeroOffload, config)
     with attributes(
         (stage3, "DeepSpeedZeroOptimizer_Stage3", HZeroStage3),  # the method imports it
@@ -107,7 +106,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
 
 
 def _make_loader(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedEngine.deepspeed_io``: the ranks of a sequence group get the same samples."""
+    """``DeepSpeedEngine.deepspeed_io``. Gives the ranks of a sequence group the same samples."""
     config = engine._config.hzero_block
     if config is None or config.sequence is None:
         return stock(engine, *args, **kwargs)
@@ -117,14 +116,14 @@ def _make_loader(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any)
 
 
 def _zero_grad(stock: Any, engine: DeepSpeedEngine) -> None:
-    """``DeepSpeedEngine.zero_grad``: also drops a window that an exception has cut short; stock leaves it in its buckets."""
+    """``DeepSpeedEngine.zero_grad``. Also drops a window that an exception has ended, which stock keeps in its buckets."""
     stock(engine)
     if isinstance(engine.optimizer, HZeroStage3) and engine.optimizer.cut_short:
         engine.optimizer.zero_grad()
 
 
 def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedEngine._configure_checkpointing``: lets `CheckpointFiles` write and read if the block has the key."""
+    """``DeepSpeedEngine._configure_checkpointing``. With the key ``checkpoint``, `CheckpointFiles` writes and reads."""
     stock(engine, *args, **kwargs)
     config = engine._config.hzero_block
     if config is not None and config.checkpoint is not None:
@@ -139,7 +138,7 @@ def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **k
 
 @on_all_ranks()
 def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: Any) -> Any:
-    """``DeepSpeedEngine._load_checkpoint``: without the key ``checkpoint`` it refuses a checkpoint of other ranks in one line."""
+    """``DeepSpeedEngine._load_checkpoint``. Without the key ``checkpoint``, refuses a checkpoint of another number of ranks."""
     config = engine._config.hzero_block
     resumes = how["load_optimizer_states"] and not how["load_module_only"]
     if resumes and config is not None and config.checkpoint is None and isinstance(engine.optimizer, HZeroStage3):
@@ -153,8 +152,8 @@ def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: A
     return stock(engine, load_dir, tag, **how)
 
 
-#: The methods of DeepSpeed that are replaced, and by what. Parameters of one list may belong to several engines, and a step may
-#: change parameters of another engine.
+#: DeepSpeed's replaced methods and their replacements. The last three also handle parameters of other engines, since one list
+#: may have parameters of several engines, and a step may change parameters of another engine.
 _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "_do_sanity_check", _check),
     (DeepSpeedEngine, "_configure_zero_optimizer", _make_optimizer),
@@ -169,37 +168,37 @@ _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` with the stage installed: same arguments, same four results.
+    """Calls ``deepspeed.initialize`` with the stage installed, with the same arguments and the same four results.
 
-    The stage is ZeRO-3 with a shard degree for each kind of state. DeepSpeed partitions every parameter, its gradient
-    and its optimizer states over the world, and owns these primary shards: optimizer step, gradient norm, clipping, loss
-    scaling and checkpoints are stock. Where the ``"hzero"`` block shards the weights over the package or the node, each
-    rank also keeps a resident payload: its share of a second copy of the weights, encoded, complete inside that scope.
-    Collectives cross one tier of links at a time (``gcd``, ``gpu``, ``node``), each with the codec that the block names.
+    The stage is ZeRO-3 with a shard degree for each kind of state. DeepSpeed partitions every parameter, its gradient and its
+    optimizer states over the world. It keeps these primary shards, so the optimizer step, gradient norm, clipping, loss
+    scaling and checkpoints are stock. If the ``"hzero"`` block shards the weights over the package or the node, each rank also
+    keeps a resident payload. This is its share of a second, encoded copy of the weights, which is complete inside that scope.
+    Collectives cross one tier of links at a time (``gcd``, ``gpu``, ``node``), each with its codec from the block.
 
-    Forward and backward gather the weights of a module when they reach it, as ZeRO-3 does, but from the resident
-    payloads, so over the tiers inside the weights' scope only. All ranks decode the same bytes and compute with the same
-    bits. Gradients are reduced in the same buckets as in stock ZeRO-3, but over the tiers inside their own scope only;
-    the partial sums are added up in float32 accumulators. At the boundary, the last micro-step before an optimizer
-    step, the sums cross the outer tiers once, while backward goes on, and each rank's shard goes to the stock optimizer.
-    Then the resident payloads are rebuilt, crossing the outer tiers once; the next forward waits, module by module, for
-    what it needs. So with weights over the package and gradients over the node, links between nodes carry each weight
-    and each gradient once per optimizer step, however many micro-steps it has.
+    Forward and backward gather the weights of a module when they reach it, as in ZeRO-3. They gather from the resident
+    payloads, so only over the tiers inside the weights' scope. All ranks decode the same bytes and compute with the same bits.
+    Gradients are reduced in the same buckets as in stock ZeRO-3, but only over the tiers inside the gradients' scope. Float32
+    accumulators add up the partial sums. At the boundary, the last micro-step before an optimizer step, the sums cross the
+    outer tiers once. This overlaps with backward. The stock optimizer then gets each rank's shard. After the step, the resident
+    payloads are rebuilt, which crosses the outer tiers once. The next forward waits for them module by module. With weights
+    over the package and gradients over the node, links between nodes thus transfer each weight and each gradient once per
+    optimizer step, for any number of micro-steps.
 
-    The price is memory. Per rank and parameter, a resident payload takes the codec's bytes (2 in bf16, about 1 in
-    ``int8``) divided by the ranks of the weights' scope, and the accumulators take 4 bytes divided by the ranks of the
-    gradients' scope, on top of ZeRO-3's memory. Error feedback adds bfloat16 residuals. `hzero plan` gives the bytes
-    before a run, ``hzero.state(engine).memory(engine.optimizer)`` those of an engine.
+    The stage needs more memory than ZeRO-3. Per rank and parameter, a resident payload needs the codec's bytes (2 in bf16,
+    about 1 in ``int8``) divided by the ranks of the weights' scope. The accumulators need 4 bytes divided by the ranks of the
+    gradients' scope. Error feedback adds bfloat16 residuals. `hzero plan` computes the bytes before a run, and
+    ``hzero.state(engine).memory(engine.optimizer)`` measures them.
 
-    With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
-    change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
-    not shard activations. It works beside tensor parallelism of a model's own, with an ``mpu`` whose tensor groups lie inside
-    nodes, and beside AutoTP: then it shards over the data-parallel ranks. With AutoEP, DeepSpeed's own collectives shard experts
-    over their expert-data-parallel ranks, and the stage has the other parameters. It refuses, by name, the DeepSpeed features
-    that it does not support. A configuration without the block gives a stock engine.
+    With codec ``none`` on all tiers, the losses equal ZeRO-3's up to the order of float sums. ``int8`` and ``int4`` change them.
+    Until the boundary a gradient is a partial sum inside its scope, and reading it raises an error. The stage does not shard
+    activations. It supports AutoTP, and tensor parallelism with an ``mpu`` whose tensor groups are inside nodes. It then shards
+    over the data-parallel ranks. With AutoEP, DeepSpeed's collectives shard experts over their expert-data-parallel ranks, and
+    the stage shards the other parameters. DeepSpeed features that it does not support raise `ConfigError`. A configuration
+    without the block creates a stock engine.
 
-    A model with pipeline stages, a ``PipelineModule``, has ZeRO-1 at most in DeepSpeed, and the block goes with stage 1 then:
-    activations between stages, sums of gradients and updated weights cross tier by tier with codecs (`HZeroStage1`).
+    DeepSpeed supports at most ZeRO-1 for a ``PipelineModule``, so the block then requires stage 1. Activations between pipeline
+    stages, sums of gradients and updated weights cross tier by tier with codecs (`HZeroStage1`).
 
     Args:
         *args: As for ``deepspeed.initialize``.
@@ -209,29 +208,29 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         Engine, optimizer, data loader and learning-rate scheduler, as DeepSpeed returns them.
 
     Raises:
-        ConfigError: The block is wrong, does not fit the world, or meets a DeepSpeed feature that the stage does not
-            support. Nothing has been trained then.
+        ConfigError: The block is wrong or does not fit the world, or the stage does not support a DeepSpeed feature. This
+            happens before training.
     """
     enable()
     return deepspeed.initialize(*args, **kwargs)
 
 
 def state(engine: Any) -> Any:
-    """The plan, wire log and configuration of an engine.
+    """Returns the plan, wire log and configuration of an engine.
 
     Returns:
-        A `StageState`; of an engine with pipeline stages a `PipelineState`; None for an engine without the block.
+        A `StageState`, or a `PipelineState` for an engine with pipeline stages. None for an engine without the block.
     """
     return getattr(getattr(engine, "optimizer", None), "hzero", None)
 
 
 @contextlib.contextmanager
 def exact_weights(engine: Any) -> Iterator[None]:
-    """Inside, forward and backward of ``engine`` read exact weights instead of decoded ones.
+    """Context in which forward and backward of ``engine`` read exact weights instead of decoded ones.
 
-    Gathers are then DeepSpeed's own, flat over the world: meant for evaluation, not for training. A stock engine is
-    always exact. All ranks must enter and leave together, outside of a forward or backward. With pipeline stages the weights
-    are sent once more, uncoded, and a second copy of them takes memory meanwhile.
+    Gathers are then DeepSpeed's flat gathers over the world. Use it for evaluation, not for training. A stock engine is always
+    exact. All ranks must enter and exit together, outside of a forward or backward. With pipeline stages the weights are sent
+    once more without codecs, and a second copy needs memory until the context ends.
     """
     found = state(engine)
     if found is None:

@@ -1,8 +1,8 @@
-"""Muon: each matrix whole on one rank, from shards over the data-parallel ranks and back, tier by tier.
+"""Muon: one rank collects the shards of a matrix, computes its update and sends it back, tier by tier.
 
-Stock gathers the gradient and the momentum of every matrix on all ranks, and their updates again: four times the model over the
-slowest wire. The momentum needs no whole matrix, so it stays sharded. The orthogonalisation (Newton-Schulz,
-https://kellerjordan.github.io/posts/muon) is stock's, of one matrix on one rank.
+Stock gathers the gradient and the momentum of every matrix on all ranks, and then the updates. This transfers four times the
+model over the slowest tier. The momentum can be updated in shards, so it stays sharded here. Stock's function orthogonalises one
+matrix on one rank (Newton-Schulz, https://kellerjordan.github.io/posts/muon).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hzero.engine.engine import Owners
 
 
 class Matrix(NamedTuple):
-    """This rank's shard of a matrix that Muon steps; both tensors are changed in place.
+    """This rank's shard of a matrix that Muon steps. Both tensors are changed in place.
 
     Attributes:
-        param: The parameter, as DeepSpeed's ``zero.Init`` has changed it.
-        gradient: ``[ceil(numel / ranks)]``, in any type; becomes the update.
-        momentum: Of the same size, in the type in which matrices travel.
+        param: The parameter, with the attributes of DeepSpeed's ``zero.Init``.
+        gradient: ``[ceil(numel / ranks)]``, any dtype. The update replaces it.
+        momentum: ``[ceil(numel / ranks)]``, in the dtype of messages.
     """
 
     param: Any
@@ -39,36 +39,36 @@ class Orthogonalizer:
         owners: The ranks over which matrices are sharded.
 
     Attributes:
-        group: Carries them.
+        group: The communicator that sends the matrices.
     """
 
     def __init__(self, config: HZeroConfig, owners: Owners) -> None:
         self.group: Communicator = for_dimension("optimizer", config, owners.group, grid=owners.world, uses=["sums"])
 
     def update(self, matrices: Iterable[Matrix], beta: float, method: str) -> None:
-        """Replaces gradients by updates, and moves the momentum on. Collective.
+        """Replaces gradients by updates, and updates the momentum. Collective.
 
-        A matrix with a gradient that is not finite gets an update of NaN, which makes the norm NaN and so discards the step on
-        all ranks. Its momentum stays as it was.
+        If the gradient of a matrix is not finite, its update is NaN. The norm is then NaN, so all ranks discard the step. The
+        momentum of the matrix does not change.
 
         Args:
-            matrices: The same on all ranks.
-            beta: The momentum's.
-            method: Newton-Schulz method of stock.
+            matrices: Shards of the same matrices on all ranks.
+            beta: Factor of the momentum.
+            method: Stock's Newton-Schulz method.
         """
-        # Rounds of one matrix for each rank, of nearly equal sizes, since all messages of a round are as long as the longest.
+        # A round has one matrix for each rank. Their sizes are similar, since all messages of a round have the longest's size.
         ordered = sorted(matrices, key=lambda matrix: -matrix.gradient.numel())
         ranks = self.group.plan.grid.world_size
         rounds = [self._round(ordered[at : at + ranks], beta, method) for at in range(0, len(ordered), ranks)]
-        # While this rank computes, the next matrices travel, and the last ones back. Only they are in memory.
+        # The messages of the next and the last round overlap with compute. No other round is in memory.
         under_way: list[Iterator[None]] = []
         while rounds or under_way:
             under_way[:0] = [rounds.pop(0)] if rounds else []
             under_way = [one for one in under_way if next(one, "done") is None]
 
     def _round(self, matrices: Sequence[Matrix], beta: float, method: str) -> Iterator[None]:
-        """Steps one matrix for each rank, or for fewer in the last round. Yields where messages are under way."""
-        # Imported here because the import compiles its kernels.
+        """Steps one matrix for each rank, or fewer in the last round. Yields while messages are in flight."""
+        # Imported here, since the import compiles kernels.
         from deepspeed.runtime.zero.muon.original_muon import muon_update
 
         rank, ranks = self.group.plan.rank, self.group.plan.grid.world_size
@@ -77,7 +77,7 @@ class Orthogonalizer:
         for row, matrix in zip(message, matrices):
             gradient = matrix.gradient.to(message.dtype)
             momenta.append(matrix.momentum.lerp(gradient, 1 - beta))
-            row[: gradient.numel()] = gradient.lerp(momenta[-1], beta)  # Nesterov's
+            row[: gradient.numel()] = gradient.lerp(momenta[-1], beta)  # Nesterov momentum
         sent = self.group.all_to_all(message, async_op=True)
         yield
 
@@ -86,7 +86,7 @@ class Orthogonalizer:
             param, chunk = matrices[rank].param, matrices[rank].gradient.numel()
             whole = received[:, :chunk].reshape(-1)[: param.ds_numel].view(param.ds_shape)
             heads = getattr(param, "muon_num_heads", None)
-            # With a momentum that equals the gradient, the update is the orthogonalisation of the gradient alone.
+            # If the momentum equals the gradient, the update is the orthogonalised gradient.
             update = muon_update(whole, whole.clone(), nesterov=False, ns_method=method, num_heads=heads)
             update = torch.where(torch.isfinite(whole).all(), update, torch.nan).reshape(-1)
             padded = torch.nn.functional.pad(update, (0, ranks * chunk - param.ds_numel))

@@ -1,4 +1,4 @@
-"""Pipeline stages: messages between stages, ZeRO-1 over the data-parallel ranks, and the engine, tier by tier with codecs."""
+"""Pipeline stages: messages between stages and ZeRO-1 over the data-parallel ranks, tier by tier with codecs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hzero.validation import ConfigError, first_of_ranks, is_rank_0, on_all_rank
 
 logger = logging.getLogger("hzero")
 
-#: Bytes of small tensors that are broadcast together, such as norms and biases.
+#: Maximum bytes of small tensors in one broadcast, such as norms and biases.
 _COALESCED_BYTES = 1 << 20
 
 
@@ -44,9 +44,9 @@ class PipelineState(Traffic):
 
     Attributes:
         owners: The data-parallel ranks of this pipeline stage, over which ZeRO-1 partitions.
-        gradients: Sums gradients over the data-parallel ranks.
-        optimizer: Sends the weights that their owners have updated, over the same ranks.
-        pipeline: Sends activations and their gradients; its ranks are those of one pipeline, by pipeline stage.
+        gradients: Averages gradients over the data-parallel ranks.
+        optimizer: Sends updated weights from their owners to the other data-parallel ranks.
+        pipeline: Sends activations and their gradients. Its ranks are the ranks of one pipeline, numbered by pipeline stage.
 
     Args:
         module: The ``PipelineModule``.
@@ -54,7 +54,7 @@ class PipelineState(Traffic):
         config: The block.
 
     Raises:
-        ConfigError: The groups do not fill the tiers of the topology evenly, or as of `check_module`.
+        ConfigError: The groups do not fill the tiers of the topology evenly, or `check_module` refuses the model.
     """
 
     def __init__(self, module: torch.nn.Module, mpu: Any, config: HZeroConfig) -> None:
@@ -91,20 +91,22 @@ class PipelineState(Traffic):
             )
 
     def keep_alike(self, role: Literal["gradients", "optimizer"], tensors: Sequence[torch.Tensor]) -> None:
-        """Gives parts of parameters that all ranks of a tensor group have whole the bits of its first rank. Collective.
+        """Broadcasts copies of parameters from the first rank of a tensor group, so that all have the same bits. Collective.
 
-        Blocks of a lossy codec hold elements of neighbours too, which differ between these ranks, and so round differently.
+        Blocks of a lossy codec may also contain elements of split parameters, which differ between these ranks. The copies are
+        then rounded differently.
 
         Args:
-            role: What the codec has been of.
-            tensors: Contiguous, changed in place; as many and as large on all ranks of the group.
+            role: The role of the codec.
+            tensors: Contiguous parts of the parameters, changed in place. Number and sizes are the same on all ranks of the
+                group.
         """
         lossy = lossy_crossings(self.config.codecs[role], self.owners.grid)
         if tensors and lossy and dist.get_world_size(self._tensor) > 1:
-            dist._broadcast_coalesced(self._tensor, list(tensors), _COALESCED_BYTES, 0)  # as DDP's of its buffers
+            dist._broadcast_coalesced(self._tensor, list(tensors), _COALESCED_BYTES, 0)  # as DDP broadcasts its buffers
 
     def memory(self, optimizer: Any) -> dict[str, int]:
-        """Measured bytes of each state on this rank, without transient buffers, gradients and what error feedback keeps.
+        """Measures the bytes of each state on this rank, without transient buffers, gradients and error feedback.
 
         Args:
             optimizer: The engine's `HZeroStage1`.
@@ -115,20 +117,21 @@ class PipelineState(Traffic):
 
 # ---- messages between stages ------------------------------------------------------------------------------------------
 
-#: What goes in codecs. DeepSpeed sends masks as float16, whose numbers must stay zero or one; training in float16 is refused.
+#: Dtypes that codecs encode. DeepSpeed sends masks as float16, which must stay exact; training in float16 is refused.
 CODED = (torch.float32, torch.bfloat16)
-#: Messages that this rank has sent and nobody has received yet, before it waits for the oldest.
+#: Maximum number of sent messages in flight. Beyond it a rank waits until the oldest has been received.
 _AHEAD = 4
 
 
 class StageMessages:
-    """Sends and receives tensors of a neighbouring pipeline stage, in the order of DeepSpeed's schedule.
+    """Sends tensors to a neighbouring pipeline stage and receives them, in the order of DeepSpeed's schedule.
 
-    Tensors of float32 and bfloat16 go in the codec of the tier between the two ranks; others, such as masks, as in stock. A
-    send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule. Entered for a step.
+    Tensors of float32 and bfloat16 use the codec of the tier between the two ranks. Other tensors, such as masks, are sent as in
+    stock. Unlike stock's, a send does not wait for its receiver, so it cannot add a wait to the schedule. It is a context
+    manager, which is entered for each step.
 
     Args:
-        communicator: Of the ranks of one pipeline, numbered by their pipeline stages.
+        communicator: The communicator of one pipeline, whose ranks are numbered by pipeline stage.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -136,16 +139,16 @@ class StageMessages:
         self._sent: deque[Chain[None]] = deque()
 
     def __enter__(self) -> None:
-        """A step begins."""
+        """Begins a step."""
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Waits until all that this rank has sent has been received; what a failed step has sent is forgotten."""
+        """Waits until all messages of this rank have been received. After an error they are dropped instead."""
         while self._sent and kind is None:
             self._sent.popleft().wait()
         self._sent.clear()
 
     def send(self, tensor: torch.Tensor, dest_stage: int) -> Any:
-        """Sends a tensor of any shape and type to a pipeline stage. It may be changed afterwards."""
+        """Sends a tensor of any shape and dtype to a pipeline stage. You may change it afterwards."""
         if tensor.dtype not in CODED:
             return p2p.send(tensor, dest_stage)
         chain = self._communicator.send(tensor, dest_stage, async_op=True)
@@ -156,7 +159,7 @@ class StageMessages:
         return None
 
     def recv(self, tensor: torch.Tensor, src_stage: int) -> Any:
-        """Receives a tensor from a pipeline stage into ``tensor``, of the shape and type that were sent."""
+        """Receives a tensor from a pipeline stage into ``tensor``, which has the shape and dtype of the sent tensor."""
         if tensor.dtype not in CODED:
             return p2p.recv(tensor, src_stage)
         return tensor.copy_(self._communicator.recv(tensor, src_stage))
@@ -166,11 +169,11 @@ class StageMessages:
 
 
 class HZeroStage1(DeepSpeedZeroOptimizer):
-    """Stock ZeRO-1 but for its two collectives: each rank gets the sum of its own partition, and sends its new weights.
+    """Stock ZeRO-1 with other collectives for gradients and updated weights.
 
-    Stock reduces whole gradients on all ranks, of which each then reads its partition. Here a bucket holds the same columns of
-    all partitions, ``[data-parallel ranks, columns]``, whose reduce-scatter leaves each rank what it reads: half of the bytes,
-    and one lossy way instead of two. Sums are float32 in the order of ranks, tier by tier.
+    Stock all-reduces gradients, and each rank then reads its partition. Here a bucket has the same columns of all partitions,
+    ``[data-parallel ranks, columns]``. Its reduce-scatter gives each rank its partition only. This sends half of the bytes, and
+    values are rounded once instead of twice. Sums are float32 in the order of ranks, tier by tier.
 
     Attributes:
         hzero: Communicators and wire log.
@@ -180,18 +183,18 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     ready_for_gradients: bool
 
     def setup_buckets(self) -> None:
-        """Stock without its buffer: buckets are filled when gradients are complete."""
+        """Begins a backward as stock does, without stock's buffer. Buckets are filled when gradients are complete."""
         if not self.ready_for_gradients:
             self.micro_step_id += 1
             self.ready_for_gradients = True
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Averages the gradients of all micro-batches; `averaged_gradients` then holds this rank's partition, float32."""
+        """Averages the gradients of all micro-batches. `averaged_gradients` then has this rank's partition in float32."""
         for index in range(len(self.partition_size)):
             self.averaged_gradients[index] = self._build_compact_grad_partition_buffer(index)
         buckets = list(self._columns(self.reduce_bucket_size))
         started = (self._start_reduction(key, *bucket) for key, bucket in enumerate(buckets))
-        # The next bucket is filled while one is under way, and no more: each takes memory.
+        # At most two buckets are in memory: one in flight while the next one is filled.
         for (index, first, last), part in zip(buckets, one_ahead(started), strict=True):
             self.averaged_gradients[index].flat_partition[first:last] = part.view(-1)
         for index, size in enumerate(self.partition_size):
@@ -204,7 +207,7 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         self._clear_param_grad_only()
 
     def _start_reduction(self, key: int, index: int, first: int, last: int) -> Callable[[], torch.Tensor]:
-        """Starts to average the same columns of all partitions of a group; the result waits for this rank's."""
+        """Starts to average a group's columns in all partitions. The result waits for this rank's partition of them."""
         communicator = self.hzero.gradients
         sums = self.averaged_gradients[index].flat_partition
         bucket = sums.new_zeros(communicator.plan.grid.world_size, last - first)
@@ -213,14 +216,14 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         return communicator.reduce_scatter(bucket, "mean", key=key, async_op=True).wait
 
     def _columns(self, elements: int) -> Iterator[tuple[int, int, int]]:
-        """Parts of each group's partitions, of about so many elements over all of them: the group, first and last column."""
+        """Divides partitions into buckets of about ``elements``. Yields group, first column and end of columns."""
         step = max(1, elements // self.hzero.gradients.plan.grid.world_size)
         for index, size in enumerate(map(int, self.partition_size)):
             for first in range(0, size, step):
                 yield index, first, min(first + step, size)
 
     def _parts(self, index: int, start: int, size: int) -> Iterator[tuple[Any, int, int, int]]:
-        """Parameters in elements ``start`` to ``start + size`` of a flat group: each with its offset, and its part's two ends."""
+        """Yields the parameters in ``size`` elements of a flat group: parameter, its offset, and start and end of the part."""
         params, offsets = self.round_robin_bit16_groups[index], self.round_robin_bit16_offsets[index]
         for param, offset in zip(params, offsets, strict=True):
             first, last = max(start, offset), min(start + size, offset + param.numel())
@@ -228,14 +231,14 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
                 yield param, offset, first, last
 
     def _fill(self, index: int, row: torch.Tensor, start: int) -> None:
-        """Copies gradients from an element of the flat group on; a parameter without gradient leaves zeros."""
+        """Copies gradients into ``row``, from element ``start`` of the flat group. Without a gradient, zeros remain."""
         for param, offset, first, last in self._parts(index, start, row.numel()):
             gradient = self.get_gradient_for_reduction(param)
             if gradient is not None:
                 row[first - start : last - start] = gradient.reshape(-1)[first - offset : last - offset]
 
     def step(self, closure: Any = None) -> None:
-        """Stock, but for what sends the new weights; a step that is skipped leaves no residuals of error feedback."""
+        """Runs stock's step, and sends the new weights with codecs. A skipped step keeps no residuals of error feedback."""
         self.hzero.verify()
         with_names(DeepSpeedZeroOptimizer.step, all_gather_dp_groups=self._gather)(self, closure)
         feedback = self.hzero.gradients.feedback
@@ -244,7 +247,7 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
             self.hzero.settle()
 
     def _gather(self, **_: Any) -> None:
-        """Sends all partitions to all ranks; the owner too takes what the others decode, so that all have the same bits."""
+        """Sends all partitions to all ranks. The owner also uses the decoded weights, so that all ranks have the same bits."""
         gather, groups = self.hzero.optimizer.all_gather, self.parallel_partitioned_bit16_groups
         rank, columns = self.hzero.optimizer.plan.rank, list(self._columns(self.allgather_bucket_size))
         started = (gather(groups[index][rank][first:last], async_op=True).wait for index, first, last in columns)
@@ -256,7 +259,7 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
-        """Inside, weights are what the masters round to, sent without codecs. Collective over the data-parallel ranks."""
+        """Context in which weights are the rounded masters, sent without codecs. Collective over the data-parallel ranks."""
         with torch.no_grad():
             decoded = [flat.clone() for flat in self.bit16_groups_flat]
             masters = zip(self.parallel_partitioned_bit16_groups, self.single_partition_of_fp32_groups, strict=True)
@@ -269,7 +272,7 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
                 flat.copy_(before)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Stock; then drops what error feedback keeps: it belongs to the old weights, and checkpoints have none."""
+        """Loads stock's state, and drops residuals of error feedback. Checkpoints have none."""
         super().load_state_dict(*args, **kwargs)
         self.hzero.gradients.feedback.clear()
         if self.hzero.config.error_feedback and is_rank_0():
@@ -284,19 +287,19 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
 
 
 class HZeroPipelineEngine(PipelineEngine):
-    """DeepSpeed's engine of a ``PipelineModule`` with the block, whose messages go by tier and codec.
+    """DeepSpeed's engine of a ``PipelineModule`` with the block. Its messages cross tier by tier with codecs.
 
-    An engine becomes one at the beginning of its construction, see `hzero.deepspeed.install`. DeepSpeed's schedule is a list of
-    instructions for each pipeline stage, and `_INSTRUCTION_MAP` says which method runs one. Those that send and receive run with
-    `StageMessages` instead of DeepSpeed's ``p2p``. Gradients and updated weights are those of `HZeroStage1`. Shapes, tied
-    weights and losses are sent as in stock.
+    `hzero.deepspeed.install` changes the class of an engine at the start of its construction. DeepSpeed's schedule is a list of
+    instructions for each pipeline stage, and `_INSTRUCTION_MAP` has the method of each instruction. Methods that send or receive
+    use `StageMessages` instead of DeepSpeed's ``p2p``. `HZeroStage1` sends gradients and updated weights. Shapes, tied weights
+    and losses are sent as in stock.
 
-    Gradients of micro-batches are added up in float32, whatever the type of the weights. Stock has an optimizer of its own
-    for that with bfloat16 (``BF16_Optimizer``); here it is ZeRO-1's.
+    Gradients of micro-batches are added up in float32, for weights of any dtype. With bfloat16, stock uses
+    ``BF16_Optimizer`` for this. Here ZeRO-1 does it.
     """
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Types of the weights and of sums of gradients: float32."""
+        """Returns the dtypes of weights and of gradient sums. The latter is float32."""
         return super().get_data_types()[0], torch.float32
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
@@ -320,19 +323,19 @@ class HZeroPipelineEngine(PipelineEngine):
         return made
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Stock, of the gradients that ZeRO-1 keeps: in bfloat16 those are not ``weight.grad``."""
+        """Reduces gradients of tied weights as stock does, but from ZeRO-1. With bfloat16 they are not in ``weight.grad``."""
         for weight, group in self.module.get_tied_weights_and_groups():
             gradient = self.optimizer.get_gradient_for_reduction(weight)
             if gradient is not None:
                 comm.all_reduce(gradient, group=group)
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        """Stock; an error of its collectives names the ranks that did not come."""
+        """Trains a batch as stock does. If ranks do not join a collective, the error names them."""
         with blaming(), self._messages:
             return super().train_batch(data_iter)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As `train_batch`."""
+        """Evaluates a batch as stock does. See `train_batch` for errors."""
         with blaming(), self._messages:
             return super().eval_batch(*args, **kwargs)
 
@@ -342,21 +345,23 @@ MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad,
 
 
 def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None:
-    """Refuses lossy codecs that would drive copies of a weight apart. Collective.
+    """Refuses lossy codecs with which copies of a weight would diverge. Collective.
 
-    Those of a weight that several pipeline stages keep: each would round it, or its sums, in other blocks. Their gradients are
-    summed over the pipeline stages before the data-parallel ranks sum, so nothing would bring the copies together again. Those of
-    weights that all ranks of a tensor group have whole are brought together (`PipelineState.keep_alike`); so what is split has to
-    be known.
+    Tied weights have a copy on several pipeline stages. Each stage would round its copy, or the sums of its gradients, in
+    different blocks. DeepSpeed sums these gradients over the pipeline stages before the data-parallel ranks do, so the copies
+    would never become equal again.
+
+    All ranks of a tensor group have copies of the parameters that are not split. `PipelineState.keep_alike` keeps them equal.
+    So each parameter must either be marked as split or be equal on these ranks.
 
     Args:
         module: The ``PipelineModule``.
         mpu: Its grid.
         config: The block.
-        grid: Of the data-parallel ranks.
+        grid: Grid of the data-parallel ranks.
 
     Raises:
-        ConfigError: Names the codec and a parameter; the same on all ranks.
+        ConfigError: Copies would diverge. The message has the codec and a parameter, the same on all ranks.
     """
     roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
     lossy = [(role, tier) for role in roles for tier in lossy_crossings(config.codecs[role], grid)]
@@ -385,7 +390,7 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
 
 
 def _unlike(module: torch.nn.Module, group: Any) -> str | None:
-    """The first parameter that a tensor group neither has in equal parts, as it says, nor as copies of the same bits."""
+    """Returns the first parameter whose parts have different shapes, or whose copies have different bits, in a tensor group."""
     here = {
         name: (tuple(param.shape), None if is_model_parallel_parameter(param) else _digest(param))
         for name, param in module.named_parameters()

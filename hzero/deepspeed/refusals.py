@@ -1,4 +1,4 @@
-"""DeepSpeed features that the stage does not support, each refused by name; and the block, read and checked."""
+"""Checks a configuration and its block, and refuses DeepSpeed features that the stage does not support."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hzero.engine.engine import ranks_of
 from hzero.topology import Grid, declared_grid
 from hzero.validation import ConfigError, first_of_ranks, some
 
-#: Keys of DeepSpeed's configuration, and the values that are supported besides null, with a hint after them.
+#: Supported values of DeepSpeed's keys, besides null. A hint follows the semicolon.
 _SUPPORTED = {
     "compile.deepcompile": "false",
     "hybrid_engine.enabled": "false",
@@ -36,7 +36,7 @@ _SUPPORTED = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "false",
     "zero_optimization.stage3_allgather_sequential": "false",
 }
-#: Stock requires the first. An optimizer on the host gathers matrices past all hooks.
+#: Stock requires reduce_scatter false. An optimizer on the host would gather matrices without calling a hook of the stage.
 _SUPPORTED_WITH_MUON = {
     "zero_optimization.reduce_scatter": "false",
     "zero_optimization.offload_optimizer.device": "none",
@@ -57,13 +57,13 @@ _SUPPORTED_IN_PIPELINES = {
     "gradient_predivide_factor": "1.0 or 1",
     "zero_optimization.offload_optimizer.device": "none",
     "zero_optimization.overlap_comm": "false",
-    # Stock cannot load what it saves with the first, and with the second loads what was saved without it in another order.
+    # Stock cannot load an elastic checkpoint. With round_robin_gradients it loads other checkpoints in the wrong order.
     "zero_optimization.elastic_checkpoint": "false",
     "zero_optimization.round_robin_gradients": "false",
     "tensor_parallel.autotp_size": "0 or 1; tensor groups are those of the PipelineModule",
 }
 _SUPPORTED_WITH_SEQUENCES = {"tensor_parallel.autotp_size": "0 or 1", "sequence_parallel_size": "1"}
-#: Keys of the block that pipelines have; the others say how stage 3 shards, and what watches its resident weights.
+#: Keys of the block that have an effect with pipeline stages. The others configure the shards and resident weights of stage 3.
 _OF_PIPELINES = (
     *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
     "topology",
@@ -71,13 +71,13 @@ _OF_PIPELINES = (
 
 
 def check_config(config: DeepSpeedConfig) -> None:
-    """Refuses, by name, DeepSpeed features that the stage does not support, and what the block names and this machine lacks.
+    """Refuses DeepSpeed features that the stage does not support, and settings of the block that this machine cannot use.
 
     Args:
         config: The configuration, as DeepSpeed has read it, with the block parsed. Stage 1 is for a ``PipelineModule``.
 
     Raises:
-        ConfigError: Naming the key, what was found and what is possible.
+        ConfigError: A key has a value that is not supported. The message has the key, the value and the supported values.
     """
     declared_grid(config.hzero_block.topology, f"{KEY}.topology")
     if config.hzero_block.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
@@ -113,10 +113,10 @@ def check_config(config: DeepSpeedConfig) -> None:
 
 
 def check_engine(engine: DeepSpeedEngine) -> None:
-    """Refuses what only an engine shows: a model that its stage is not for, and the optimizer of a script.
+    """Refuses engines whose model, mpu or optimizer the stage does not support. The configuration does not show these.
 
     Raises:
-        ConfigError: Naming what was found and what is possible.
+        ConfigError: The stage does not fit the model, or the script passes an mpu or optimizer that is not supported.
     """
     stage, pipeline = engine.zero_optimization_stage(), isinstance(engine, PipelineEngine)
     if pipeline != (stage == 1):
@@ -127,41 +127,41 @@ def check_engine(engine: DeepSpeedEngine) -> None:
             f"{KEY}: found the engine {type(engine).__name__}, which {KEY} does not support; possible: a PipelineModule with "
             "deepspeed.initialize"
         )
-    if engine.mpu is not None and engine._config.hzero_block.sequence is not None:  # as of Ulysses, also in Accelerate
+    if engine.mpu is not None and engine._config.hzero_block.sequence is not None:  # Ulysses passes an mpu
         raise ConfigError(f"mpu: found {type(engine.mpu).__name__} with {KEY}.sequence; expected one of them")
     if (
         engine.client_optimizer is not None and engine.optimizer_name() == "Muon"
-    ):  # torch's takes flat shards for matrices
+    ):  # torch's would step flat shards as matrices
         raise ConfigError("optimizer: found Muon of the script; expected optimizer.type Muon in the configuration")
 
 
 def _refuse(config: DeepSpeedConfig, table: Mapping[str, str], where: str) -> None:
-    # Of its own block DeepSpeed knows older names, which it replaces.
+    # DeepSpeed's model of zero_optimization has replaced deprecated names.
     values = {**config._param_dict, PARENT: config.zero_config.model_dump(by_alias=True)}
     for key, possible in table.items():
         found: Any = values
         for name in key.split("."):
             found = found.get(name) if isinstance(found, Mapping) else None
-        found = getattr(found, "value", found)  # of an enum
+        found = getattr(found, "value", found)  # the value of an enum
         if found is not None and str(found).lower() not in possible.partition(";")[0].split(" or "):
             shown = "a block" if isinstance(found, Mapping) else found
             raise ConfigError(f"{key}: found {shown}, which {KEY} does not support{where}; possible: {possible}")
 
 
 def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:
-    """Reads a configuration as it is written, before there are ranks; reading one checks its block, see `hzero.autoload`.
+    """Reads and checks a configuration before ranks exist. `hzero.autoload` checks the block when DeepSpeed reads it.
 
-    Values "auto" are left out, since a client will fill them in, and ``train_batch_size`` if the number of ranks is not known.
+    Values "auto" are omitted, since a client will replace them. Without ``ranks``, ``train_batch_size`` is also omitted.
 
     Args:
-        config: The configuration.
-        ranks: Ranks that will share a batch; None if that is not known.
+        config: The configuration, as the user has written it.
+        ranks: Number of ranks that will share a batch. None: not known.
 
     Returns:
         The configuration, as DeepSpeed has read it.
 
     Raises:
-        ConfigError: As `parse_config` and `check_config`.
+        ConfigError: See `parse_config` and `check_config`.
         Exception: DeepSpeed refuses the configuration, with errors of many types.
     """
     without = _filled_in(config)
@@ -170,10 +170,10 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(without):
         without["train_micro_batch_size_per_gpu"] = 1
     if "stage" in (config.get(PARENT) or {}) and "stage" not in without[PARENT]:
-        without[PARENT]["stage"] = 3  # DeepSpeed's default is not the value that the client fills in
+        without[PARENT]["stage"] = 3  # the client will not fill in DeepSpeed's default
 
     class Config(DeepSpeedConfig):  # type: ignore[misc]
-        # DeepSpeed would ask the process group.
+        # DeepSpeed would read it from the process group.
         world_size = property(lambda self: ranks or 1, lambda self, asked: None)
 
     return Config(without)
@@ -194,7 +194,7 @@ def check_partition(module: torch.nn.Module, ranks: Sequence[int]) -> None:
     """Refuses parameters that are partitioned over other ranks than the engine's.
 
     Raises:
-        ConfigError: As where ``deepspeed.zero.Init`` knew nothing of an mpu.
+        ConfigError: The ranks differ, for example because ``deepspeed.zero.Init`` got no data-parallel group.
     """
     for name, param in module.named_parameters():
         found = ranks_of(getattr(param, "ds_process_group", None))
@@ -207,21 +207,22 @@ def check_partition(module: torch.nn.Module, ranks: Sequence[int]) -> None:
 
 
 def check_mpu(mpu: Any, world: Grid) -> None:
-    """Refuses groups of model parallelism that the stage does not work beside, on all ranks if it does on one. Collective.
+    """Refuses groups of model parallelism that the stage does not support. Collective: all ranks raise if one does.
 
     Args:
-        mpu: As DeepSpeed gets it.
+        mpu: The mpu of ``deepspeed.initialize``.
         world: Grid of the world.
 
     Raises:
-        ConfigError: Pipeline parallelism, or a tensor group that is not inside a node or does not fill its tiers evenly.
+        ConfigError: The mpu has pipeline stages without a ``PipelineModule``, a tensor group crosses nodes, or a group does
+            not fill its tiers evenly.
     """
-    # One of Ulysses splits sequences and no parameters.
+    # An mpu of Ulysses splits sequences, not parameters.
     if not hasattr(mpu, "get_model_parallel_group") or hasattr(mpu, "initialize_sequence_parallel"):
         return
     problem = None
     try:
-        if hasattr(mpu, "get_slice_parallel_group"):  # PipelineParallelGrid, whose model-parallel group has all stages
+        if hasattr(mpu, "get_slice_parallel_group"):  # a PipelineParallelGrid: its model-parallel group has all stages
             tensor = mpu.get_slice_parallel_group()
             for group in (mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()):
                 world.of_ranks(ranks_of(group))
@@ -240,7 +241,7 @@ def check_mpu(mpu: Any, world: Grid) -> None:
 
 
 def check_tensor_group(ranks: Sequence[int], world: Grid) -> None:
-    """Refuses the ranks of a tensor group that crosses nodes, or does not fill the tiers evenly. Raises `ConfigError`."""
+    """Raises `ConfigError` if a tensor group crosses nodes or does not fill the tiers evenly."""
     if world.of_ranks(ranks).nodes > 1:
         raise ConfigError(
             f"the tensor group of ranks {some(list(map(str, ranks)), 16)} crosses nodes ({world}); tensor groups have to lie "

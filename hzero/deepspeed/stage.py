@@ -28,56 +28,58 @@ BUCKET_NUMEL = 50_000_000
 
 
 class HZeroOffload(DeepSpeedZeRoOffload):
-    """DeepSpeed's gathers of a model, through resident weights: a `HZeroStage3` has one, or an engine without an optimizer.
+    """DeepSpeed's parameter offload, which gathers a model, with gathers from resident weights.
+
+    A `HZeroStage3` creates one. An engine without an optimizer creates it directly.
 
     Args:
         config: The block.
         module: The model.
-        *args: As of DeepSpeed's.
-        **kwargs: As of DeepSpeed's.
+        *args: Passed to ``DeepSpeedZeRoOffload``.
+        **kwargs: Passed to ``DeepSpeedZeRoOffload``.
     """
 
     @on_all_ranks()
     def __init__(self, config: HZeroConfig, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        module.ds_inflight_param_registry = InFlight()  # type: ignore[assignment]  # stock makes one if there is none
+        module.ds_inflight_param_registry = InFlight()  # type: ignore[assignment]  # otherwise stock creates its registry
         super().__init__(module, *args, **kwargs)
         persistent = {param.ds_id for param in self.persistent_parameters}
         params: list[ZeroParameter] = list(module.parameters())
         for param in params:
-            param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
-        group = self.dp_process_group or params[0].ds_process_group  # the latter without an optimizer
-        # A size of 0 turns prefetching off. Refreshes then have buckets of the default size.
+            param.ds_persist = param.ds_id in persistent  # zero.Init may have used the stock threshold
+        group = self.dp_process_group or params[0].ds_process_group  # without an optimizer there is no dp_process_group
+        # A size of 0 disables prefetching. Refreshes then use buckets of the default size.
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
         self.hzero = StageState(module, config, group, bucket_numel, self._max_available_parameters_in_numel)
         units = set(self.hzero.units.of.values())
-        # DeepSpeed counts the layer in use, which it has as a whole. A limit of one layer would leave nothing to gather ahead.
+        # DeepSpeed counts all parameters of the layer in use. With a limit of one layer it could not prefetch the next one.
         largest = max((sum(member.param.ds_numel for member in unit.members) for unit in units), default=0)
         self.param_coordinator._PartitionedParameterCoordinator__max_n_available_params += largest
         for unit in units:
             self.backward_hooks.append(unit.layer.register_forward_pre_hook(_by_keyword, with_kwargs=True))
 
-    # DeepSpeed's hooks before and after every module take more time than all that hzero does in a step. So they do nothing
-    # inside a layer that DeepSpeed has as a whole.
+    # DeepSpeed's hooks before and after every module need more host time than all of hzero's work in a step. They are skipped
+    # inside a layer whose parameters DeepSpeed has requested together.
 
     def pre_sub_module_forward_function(self, sub_module: torch.nn.Module) -> None:
-        """Stock, except inside a layer; the layer is held."""
+        """Runs stock's hook, except inside a layer."""
         units = self.hzero.units
         if units.inside(sub_module):
-            FWD_MODULE_STACK.append(sub_module)  # from which stock's hook takes it
+            FWD_MODULE_STACK.append(sub_module)  # stock's hook after the forward pops it
             return
         units.use(sub_module)
         super().pre_sub_module_forward_function(sub_module)
         units.held.add(sub_module)
 
-    @torch.compiler.disable  # as stock's hooks before a forward are
+    @torch.compiler.disable  # as for stock's hook before a forward
     def post_sub_module_forward_function(self, sub_module: torch.nn.Module) -> None:
-        """Stock, except inside a layer."""
+        """Runs stock's hook, except inside a layer."""
         if not self.hzero.units.inside(sub_module):
             self.hzero.units.held.discard(sub_module)
             super().post_sub_module_forward_function(sub_module)
 
     def pre_sub_module_backward_function(self, sub_module: torch.nn.Module) -> None:
-        """Stock, except inside a layer; the layer is held."""
+        """Runs stock's hook, except inside a layer."""
         units = self.hzero.units
         if not units.inside(sub_module):
             units.use(sub_module)
@@ -85,33 +87,36 @@ class HZeroOffload(DeepSpeedZeRoOffload):
             units.held.add(sub_module)
 
     def post_sub_module_backward_function(self, sub_module: torch.nn.Module) -> None:
-        """Stock, except inside a layer."""
+        """Runs stock's hook, except inside a layer."""
         if not self.hzero.units.inside(sub_module):
             self.hzero.units.held.discard(sub_module)
             super().post_sub_module_backward_function(sub_module)
 
     def partition_all_parameters(self) -> None:
-        """Stock; then nothing of a layer is kept."""
+        """Partitions all parameters as stock does, and drops the gathered layers."""
         super().partition_all_parameters()
         self.hzero.units.drop()
 
     def checkpoint_event_prologue(self) -> None:
-        """An engine without an optimizer announces checkpoints to this object only."""
+        """Partitions all parameters. An engine without an optimizer calls this before it saves or loads a checkpoint."""
         self.partition_all_parameters()
 
     def checkpoint_event_epilogue(self) -> None:
-        """The weights have been loaded, or saved."""
+        """Drops all state that is derived from the weights, since a load may have replaced them."""
         self.hzero.replaced()
 
     def destroy(self) -> None:
-        """Stock; then the engine's."""
+        """Removes stock's hooks, then frees the stage's buffers."""
         super().destroy()
         self.hzero.destroy()
 
 
 @torch.compiler.disable
 def _by_keyword(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before a forward of a layer: stock finds the end of its backward by its input, but only among positional arguments."""
+    """Forward pre-hook of a layer, which makes stock's end-of-backward hook cover keyword arguments.
+
+    Stock attaches that hook to the inputs of a layer, but only to positional ones.
+    """
     if layer.ds_grads_remaining:
         return args, kwargs
     follow = layer.post_bwd_fn.apply
@@ -125,11 +130,11 @@ def _by_keyword(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
-    """ZeRO-3 whose weights and gradients have shard degrees of their own.
+    """ZeRO-3 with separate shard degrees for weights and gradients.
 
-    The primary partition of weights, gradients and optimizer states stays DeepSpeed's, over the world or, beside tensor
-    groups, over the data-parallel ranks: norms, clipping, loss scaling, offload and checkpoints are stock.
-    `hzero.engine.gradients` delivers the gradients; forward and backward gather through `hzero.engine.weights`.
+    DeepSpeed keeps the primary partition of weights, gradients and optimizer states. It spans the world or, with tensor
+    parallelism, the data-parallel ranks. So norms, clipping, loss scaling, offload and checkpoints are stock.
+    `hzero.engine.gradients` delivers the gradients. Forward and backward gather from `hzero.engine.weights`.
     """
 
     hzero: StageState
@@ -139,23 +144,23 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stepping = False
-        self._arrived: set[int] = set()  # ids of parameters whose gradients of this window stock has received
+        self._arrived: set[int] = set()  # ids of parameters whose gradients stock has received in this window
         super().__init__(*args, **kwargs)
         self.hzero = self.parameter_offload.hzero
-        # Stock gathers persistent parameters flat over the world after each step, which takes 30 s on 32 nodes
-        # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
+        # After each step stock gathers persistent parameters in one flat all-gather over the world, 30 s on 32 nodes
+        # (deepspeedai/Megatron-DeepSpeed#384). `step` gathers them tier by tier instead.
         self.persistent_parameters = list(filter(is_expert, self.persistent_parameters))
-        self.reduce_scatter = True  # for Muon stock requires false, which would keep gradients from `accumulate`
+        self.reduce_scatter = True  # stock requires False for Muon, and would then bypass `accumulate`
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
-        self.hzero.mark_stale()  # stock has moved the primary shards
+        self.hzero.mark_stale()  # stock has moved the primary shards to other memory
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - the mangled name is how stock calls it
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[torch.Tensor]:
-        """Submits the reduction of one bucket over the gradients' scope; see `Gradients.accumulate`."""
-        if is_expert(params_to_reduce[0]):  # a bucket is of one partition
+        """Starts to reduce one bucket over the gradients' scope. See `Gradients.accumulate`."""
+        if is_expert(params_to_reduce[0]):  # all parameters of a bucket have the same partition
             self._arrived.update(param.ds_id for param in params_to_reduce)
             stock = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads  # type: ignore[misc]
             return stock(params_to_reduce, communication_data_type)  # type: ignore[no-any-return]
@@ -172,25 +177,27 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 deliver=self._deliver,
             )
         except BaseException:
-            self.ipg_buckets[communication_data_type].clear_params()  # stock would look for their gradients again
+            self.ipg_buckets[communication_data_type].clear_params()  # otherwise stock would reduce them again
             raise
         return []
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
-        """Stock for experts; `Gradients.accumulate` has taken other gradients, and shards reach stock by `_deliver`."""
+        """Partitions the gradients of experts as stock does.
+
+        `Gradients.accumulate` has taken all other gradients. `_deliver` passes their shards to stock.
+        """
         if params_to_release and is_expert(params_to_release[0]):
             super().partition_grads(params_to_release, grad_partitions)
 
     def backward_prologue(self) -> None:
-        """Stock; a micro-step counts."""
+        """Counts the micro-step for error messages, then runs stock's prologue."""
         shared_watchdog().micro += 1
         super().backward_prologue()
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """After a backward: stock, then at the boundary the outer hops.
+        """Ends a backward as stock does. At the boundary the sums then cross the outer tiers.
 
-        Before the boundary nothing is waited for: reductions go on behind the next forward, whether shards or partial sums
-        come of them.
+        Before the boundary this method waits for nothing, so reductions overlap with the next forward.
         """
         super().independent_gradient_partition_epilogue()
         self.hzero.units.end()
@@ -199,21 +206,21 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self._cross_boundary()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Unmanaged accumulation: the engine calls this first thing in ``step``."""
+        """Crosses the outer tiers. With unmanaged accumulation the engine calls this at the start of ``step``."""
         versions.set_boundary(self)
         self._cross_boundary()
 
     def step(self, closure: Any = None) -> None:
-        """Stock step, after gradients that still wait have crossed."""
+        """Runs stock's step, after all gradients have crossed the outer tiers."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
         self._stepping = True
         try:
             self.hzero.before_step(self._stepped(), self._gradient_of)
-            with blaming():  # the norm's all-reduce is no hop
+            with blaming():  # the norm's all-reduce is not a hop of hzero
                 super().step(closure)
-        except Exception as error:  # whoever catches it goes on with a new window
-            if isinstance(error, DivergenceError):  # discarded as by stock, with the weights of the last good step
+        except Exception as error:  # a caller that catches it starts a new window
+            if isinstance(error, DivergenceError):  # as stock discards a step; weights stay as they were
                 self._overflow_clean_up(self.loss_scale)
             self._new_window()
             raise
@@ -223,17 +230,17 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self._new_window()
         self.hzero.gather_kept_whole()
         self.hzero.lanes.before_others()
-        if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
+        if self.hzero.logged_hops.wanted():  # as the logger does for every collective of DeepSpeed
             self.hzero.settle()
 
     def _update_scale(self, has_overflow: bool = False) -> None:
-        """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
+        """Updates the loss scale as stock does, and reports a step that overflowed. See `Guard.discarded`."""
         if has_overflow:
             self.hzero.guard.discarded(self.loss_scaler, self._stepped(), self._gradient_of)
         super()._update_scale(has_overflow)
 
     def _apply_muon_to_accumulated_grads(self) -> None:
-        """Stock, before the norm is taken; the matrices travel by `hzero.deepspeed.muon`."""
+        """Replaces the gradients of Muon's matrices by their updates before the norm. See `hzero.deepspeed.muon`."""
         if not self.use_muon:
             return
         matrices = []
@@ -248,7 +255,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             for param, shard in zip(group, self.averaged_gradients[number]):
                 start = self.grad_position[self.get_param_id(param)][1]
                 matrices.append(Matrix(param, shard, momenta.narrow(0, start, shard.numel())))
-        assert self.hzero.orthogonalizer is not None  # the same parameters are marked
+        assert self.hzero.orthogonalizer is not None  # it exists if a parameter uses Muon
         self.hzero.orthogonalizer.update(matrices, self.muon_beta, self.muon_ns_method)
 
     def _new_window(self) -> None:
@@ -259,13 +266,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         return self._get_fp32_grad_state_partition(weight.param, True)[0]  # type: ignore[no-any-return]
 
     def _stepped(self) -> list[Managed]:
-        """The parameters in the optimizer."""
+        """Parameters that the optimizer steps."""
         return self.hzero.of(itertools.chain.from_iterable(self.fp16_groups))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done.
+        """Zeroes gradients and starts a new accumulation window, unless stock's step makes the call.
 
-        What a backward has left behind that an exception cut short is dropped too.
+        It also drops the remains of a backward that an exception has ended early.
         """
         if not self._stepping:
             self._new_window()
@@ -274,14 +281,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             while self.cut_short:
                 self.exit_backward()
             if set_to_none and get_accelerator().is_synchronized_device():
-                # Those that an error has left: stock would ask for their stream.
+                # Gradients that an error has left. Stock would use their stream, which these devices do not have.
                 for param in itertools.chain.from_iterable(self.fp16_groups):
                     param.grad = None
         super().zero_grad(set_to_none)
 
     @property
     def cut_short(self) -> bool:
-        """Between backwards: whether an exception has ended the last one early."""
+        """Whether an exception has ended the last backward early. Valid between backwards."""
         return bool(self._backward_active_depth > 0)
 
     @torch.no_grad()
@@ -291,27 +298,28 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             if self.offload_optimizer:
                 self._offload()
             self._silence()
-            # The host is about to wait anyway, and nothing has been stepped.
+            # The host is about to wait anyway, and no weight has been stepped yet.
             with self.hzero.gradients.all_or_nothing():
                 self.hzero.verify()
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
-        """Adds shards where stock keeps gradients; the first of a window replaces the remains of the last one.
+        """Adds shards to stock's gradients. The first shard of a window replaces the gradient of the last window.
 
-        Stock decides by the number of the micro-step, and would add the first gradient of a parameter that was silent before.
+        Stock decides this by the number of the micro-step. A parameter whose first gradient of a window arrives in a later
+        micro-step would then be added to the old gradient.
         """
         sums = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for weight, shard in zip(weights, shards):
             total, kept = shard.to(self.gradient_accumulation_dtype), sums[weight.key][: shard.numel()]
-            if weight.key in self._arrived:  # on the device, if they are kept on the host, where sums are slow
+            if weight.key in self._arrived:  # on the device, since sums on the host are slow
                 total = kept.to(shard.device, non_blocking=True).add_(total)
             kept.copy_(total, non_blocking=True)
         self._arrived.update(weight.key for weight in weights)
 
     def _offload(self) -> None:
-        """Moves gradients to the masters on the host, by stock's own function, which first copies them onto themselves."""
+        """Moves gradients to the masters on the host, with stock's function."""
         arrived = [param for param in itertools.chain.from_iterable(self.fp16_groups) if param.ds_id in self._arrived]
         sums, device = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition, current_device()
         with attributes((self, "micro_step_id", 0)):
@@ -320,8 +328,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _silence(self) -> None:
         """Zeroes the shards of parameters that received no gradient in this window, whether they require one now or not.
 
-        Stock leaves the gradients of the previous step there, and would apply them again. And it drops the gradient of a
-        parameter that was frozen later in the window, which torch's optimizers apply.
+        Stock keeps their gradients of the previous step, and would apply them again. Stock also drops the gradient of a
+        parameter that was frozen later in the window, but torch's optimizers apply it.
         """
         shards = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for number, group in enumerate(self.fp16_groups):
@@ -329,7 +337,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 if param.ds_id not in self._arrived:
                     shards[param.ds_id].zero_()
                     if self.offload_optimizer:
-                        self.norm_for_param_grads.pop(self.get_param_id(param), None)  # of an abandoned window
+                        self.norm_for_param_grads.pop(self.get_param_id(param), None)  # left by an abandoned window
                         super()._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0].zero_()
             if not self.offload_optimizer:
                 self.averaged_gradients[number] = [shards[param.ds_id] for param in group]
@@ -339,17 +347,21 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[ZeroParameter]) -> None:
-        """Stock, at the boundary; see `_before_reading`."""
+        """Calls stock's function. See `_before_reading`."""
         self._before_reading(param_list)
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
     def get_fp32_grad_partitions(self) -> Any:
-        """Stock, at the boundary; see `_before_reading`."""
+        """Calls stock's function. See `_before_reading`."""
         self._before_reading(itertools.chain.from_iterable(self.fp16_groups))
         return super().get_fp32_grad_partitions()
 
     def _before_reading(self, params: Iterable[ZeroParameter]) -> None:
-        """Gradients that are summed in every micro-step have arrived; partial sums over a scope are refused."""
+        """Waits for reduced gradients before a user reads them.
+
+        Raises:
+            RuntimeError: A gradient is still a partial sum over its scope.
+        """
         for param in params:
             if self.hzero.gradients.holds(param.ds_id):
                 scope = param.hzero_managed.route.plan.gradients_scope
@@ -358,17 +370,17 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                     "boundary. Read it after the backward of the last micro-step, before step(); with "
                     "managed_gradient_accumulation false, after optimizer.finalize_gradient_accumulation_boundary()"
                 )
-        # Shards that come of the micro-steps so far are added where stock keeps them.
+        # Adds the shards of the micro-steps so far to stock's gradients.
         with torch.no_grad(), get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.wait_reduced()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """The weights of a sub-group are new: on a device their refresh starts, behind the steps of other sub-groups.
+        """Starts the refresh of a sub-group's new weights. It overlaps with the steps of other sub-groups.
 
-        On CPUs it starts with the next gather. A script may end after any step, and torch.distributed aborts if
-        its groups are destroyed while gloo has a collective under way.
+        On CPU the next gather starts it instead. A script may end after any step, and torch.distributed aborts if a process
+        group is destroyed while gloo has a collective in flight.
         """
         super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         if self._stepping:
@@ -377,23 +389,27 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 self.hzero.weights.refresh_stepped(self.hzero.of(self.fp16_groups[sub_group_id]))
 
     def _restore_from_bit16_weights(self) -> None:
-        """The last call of stock's load without optimizer states: the weights have been replaced."""
+        """Drops state of the old weights. It is the last call of a load without optimizer states."""
         super()._restore_from_bit16_weights()
         self.hzero.replaced()
         self._new_window()
 
     def checkpoint_event_prologue(self) -> None:
-        """Stock. A resumed run refreshes whole weights first, so one that goes on has to do the same after a save."""
+        """Partitions all parameters before a save or a load, as stock does.
+
+        With refreshes of differences, a resumed run first refreshes whole weights. The run that saves must do the same, so
+        that both continue with the same weights.
+        """
         super().checkpoint_event_prologue()
         if self.hzero.config.refresh_differences and self.hzero.config.checkpoint is not None:
             self.hzero.mark_stale()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Parameters kept whole are there again after a save or a load, as in stock."""
+        """Gathers the parameters that are kept whole after a save or a load, as stock does."""
         self.hzero.gather_kept_whole()
 
     def state_dict(self) -> dict[str, Any]:
-        """Stock, and the stage's own state where it has some; see `StageState.state_dict`."""
+        """Returns stock's state and, if there is any, the stage's. See `StageState.state_dict`."""
         state: dict[str, Any] = super().state_dict()
         seeds = self.hzero.state_dict()
         return state if seeds is None else {**state, KEY: seeds}
@@ -401,12 +417,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def load_state_dict(
         self, state_dict_list: list[dict[str, Any]] | None, load_optimizer_states: bool = True, **kwargs: Any
     ) -> None:
-        """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights.
+        """Loads stock's state. Drops resident payloads, waiting gradients and residuals, which belong to the old weights.
 
         Raises:
-            ConfigError: The states are of another optimizer.
+            ConfigError: Another optimizer has written the states.
         """
-        saved = state_dict_list[self.hzero.plan.rank] if state_dict_list else {}  # a universal checkpoint gives none
+        saved = state_dict_list[self.hzero.plan.rank] if state_dict_list else {}  # None for a universal checkpoint
         if saved and load_optimizer_states:
             _check_same(self.optimizer, saved[OPTIMIZER_STATE_DICT])
         self._partition_all_parameters()
@@ -417,27 +433,27 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.load_state_dict(saved.get(KEY))
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Stock; resident payloads are freed too, and rebuilt at their next use."""
+        """Offloads states as stock does, and frees resident payloads. Their next use rebuilds them."""
         self.hzero.weights.before_change()
         super().offload_states(*args, **kwargs)
         self.hzero.drop_gathered()
         self.hzero.weights.free()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Stock; resident payloads are rebuilt at their next use."""
+        """Reloads states as stock does. The next use of resident payloads rebuilds them."""
         super().reload_states(non_blocking)
         self.hzero.mark_stale()
 
 
 @on_all_ranks()
 def _check_same(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Refuses states with other parameter groups, or without what the optimizer keeps for its parameters and their groups."""
+    """Refuses states with other parameter groups, or without an entry that this optimizer needs."""
     found, groups = saved["param_groups"], optimizer.param_groups
     if len(found) != len(groups):
         raise ConfigError(
             f"checkpoint: of {len(found)} parameter groups; found {len(groups)} in the optimizer; expected those of that run"
         )
-    kept = optimizer.state.values() if saved["state"] else ()  # an optimizer that has not stepped may have none yet
+    kept = optimizer.state.values() if saved["state"] else ()  # empty if no step has been made
     needed = set(optimizer.defaults).union(*kept)
     if lacking := sorted(needed.difference(*found, *saved["state"].values())):
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""DeepSpeed's parameters as the engine's: functions that DeepSpeed calls on them gather through resident weights.
+"""Connects DeepSpeed's parameters to the engine, so that DeepSpeed gathers them from resident weights.
 
-DeepSpeed partitions every parameter over the world; these partitions are the primary shards. Its coordinator calls functions that
-it has set on each parameter, which are replaced here. The first request for a parameter of a layer gathers the whole layer, its
-unit. The coordinator sees only the parameters that it has requested; the others wait in the unit.
+DeepSpeed partitions every parameter over the world. These partitions are the primary shards. DeepSpeed's coordinator calls
+functions that `zero.Init` has set on each parameter; this module replaces them. The first request for a parameter of a layer
+gathers the whole layer, which is a unit. The coordinator sees only the parameters that it has requested. The others wait in
+the unit.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from hzero.plan.shards import ShardPlan
 from hzero.sequence import detacher
 from hzero.validation import attributes, is_rank_0
 
-#: Elements from which on a unit has a message of its own: its time on a link is then longer than a hop's latency.
+#: A message with this many elements gets no further unit. Its transfer then takes longer than the latency of a hop.
 _MESSAGE_NUMEL = 1 << 20
-#: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
+#: A torch.nn.Parameter with DeepSpeed's attributes (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any
 
 
 @dataclass(eq=False, kw_only=True)
 class Managed(Parameter):
-    """One parameter of DeepSpeed that an engine gathers; DeepSpeed's has it as its attribute ``hzero_managed``.
+    """One parameter that an engine gathers. DeepSpeed's parameter refers to it by the attribute ``hzero_managed``.
 
     Attributes:
         param: DeepSpeed's parameter.
-        owner: Its engine.
-        stock: DeepSpeed's functions that are replaced, by name.
-        inexact: Whether ``param.data``, while it is available, came through a codec.
-        unit: The layer that it is gathered with; None: it is gathered when it is requested.
-        whole: The gathered parameter, until a handle takes it or the unit's turn is over.
-        layers: Modules that request it with their other parameters, though it is a parameter of a module inside.
+        owner: The engine that gathers it.
+        stock: DeepSpeed's replaced functions, by name.
+        inexact: Whether ``param.data`` has been decoded from a lossy codec, while the parameter is available.
+        unit: The layer whose parameters are gathered together. None: the parameter is gathered when it is requested.
+        whole: The gathered parameter, until a handle takes it or the unit is dropped.
+        layers: Layers that request the parameter although it belongs to a module inside them.
     """
 
     param: ZeroParameter
@@ -64,14 +65,14 @@ class Managed(Parameter):
     layers: list[torch.nn.Module] = field(default_factory=list)
 
     def attach(self, owner: StageState) -> None:
-        """Puts functions in the place of DeepSpeed's."""
+        """Replaces DeepSpeed's functions."""
         self.owner, param = owner, self.param
         self.stock = {name: getattr(param, name) for name in ("all_gather_coalesced", "all_gather", "partition")}
         param.all_gather_coalesced, param.all_gather, param.partition = owner.gather, self.all_gather, self.partition
         param.hzero_managed = self
 
     def detach(self) -> None:
-        """Gives the parameter DeepSpeed's functions back; a failed gather may have left it under way."""
+        """Restores DeepSpeed's functions, also if a failed gather has left the parameter in flight."""
         self.put_away(inexact=True)
         self.whole = None
         if self.param.ds_status == ZeroParamStatus.INFLIGHT:
@@ -85,56 +86,56 @@ class Managed(Parameter):
             self.unit.members.remove(self)
 
     def all_gather(self, param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``param.all_gather``: stock, see `gather_exactly`, unless a forward reads it outside its own module."""
-        in_forward = getattr(self.owner.module._parameters, "_in_forward", False)  # as DeepSpeed notes it
+        """``param.all_gather``. Gathers resident weights for a forward outside the parameter's module, else exact shards."""
+        in_forward = getattr(self.owner.module._parameters, "_in_forward", False)  # DeepSpeed's flag
         if param_list is None and in_forward and self.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
             return self.owner.gather([self.param]).wait()
         return self.stock["all_gather"](param_list, *args, **kwargs)
 
     def partition(self, *args: Any, free_data: bool = True, **kwargs: Any) -> None:
-        """``param.partition``: stock, see `note_changes`."""
+        """``param.partition``. Stock's function calls `note_changes`."""
         if not args and not kwargs and free_data and self.param.ds_status == ZeroParamStatus.AVAILABLE:
             with lasting():
-                # All that stock does here, without the texts that it makes and does not print.
+                # The same as stock, without the log messages that stock formats but does not print.
                 free_param(self.param)
             self.gone()
         else:
             self.stock["partition"](*args, free_data=free_data, **kwargs)
 
     def put_away(self, inexact: bool = False) -> None:
-        """Partitions the parameter if it is available and not in use; with ``inexact``, only if it came through a codec."""
+        """Partitions the parameter if it is available and not in use. With ``inexact``, only if it has been decoded."""
         param = self.param
         available = param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules
         if available and (self.inexact or not inexact):
             param.partition()
 
     def drop(self) -> None:
-        """Lets go of the gathered parameter, which has changed."""
+        """Drops the gathered parameter, since its shards have changed."""
         self.whole = None
         if self.unit is not None:
             self.unit.waiting.discard(self)
 
     def gone(self) -> None:
-        """DeepSpeed has partitioned it."""
+        """Notes that DeepSpeed has partitioned the parameter."""
         self.inexact = False
         if self.unit is not None:
             self.unit.out.discard(self)
 
 
 def managed_of(params: Iterable[ZeroParameter]) -> list[Managed]:
-    """The parameters that engines with a block gather, of any engines; those of stock engines are left out."""
+    """Returns the `Managed` of each parameter that an engine with a block gathers. Parameters of stock engines have none."""
     return [param.hzero_managed for param in params if hasattr(param, "hzero_managed")]
 
 
 def managed_parameters(
     module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route], codes: Collection[torch.nn.Parameter]
 ) -> list[Managed]:
-    """The parameters of a model, before an engine attaches itself to them.
+    """Creates a `Managed` for each parameter of a model, except experts. They are not attached to an engine yet.
 
     Args:
-        module: The model, its parameters partitioned by DeepSpeed.
-        routes: How each parameter travels, see `hzero.engine.parameter.routes_of`.
-        codes: Parameters that travel by their bytes.
+        module: The model, whose parameters DeepSpeed has partitioned.
+        routes: The route of each parameter. See `hzero.engine.parameter.routes_of`.
+        codes: Parameters that are sent as bytes.
     """
     found = []
     param: ZeroParameter
@@ -148,20 +149,20 @@ def managed_parameters(
 
 
 class StageState(Engine):
-    """The engine of one DeepSpeed engine with ZeRO-3, whose parameters gather from resident weights.
+    """hzero's engine for one DeepSpeed engine with ZeRO-3.
 
     Attributes:
         module: As given.
         units: The layers that are gathered.
-        logged_hops: Gives hops to DeepSpeed's ``comms_logger``, at the end of each step and in `settle`.
+        logged_hops: Passes hops to DeepSpeed's ``comms_logger``, at the end of each step and in `settle`.
 
     Args:
-        module: The model, its parameters partitioned by DeepSpeed.
+        module: The model, whose parameters DeepSpeed has partitioned.
         config: The block.
-        group: The ranks over which DeepSpeed partitions.
-        bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
-            the optimizer sets its own.
-        live_numel: Max elements of a layer that is gathered as a whole, beside the block's own limit.
+        group: The ranks over which DeepSpeed partitions. None: the world.
+        bucket_numel: Maximum number of elements in a message of a refresh. It is also the limit at the boundary until the
+            optimizer sets another one.
+        live_numel: Maximum number of elements of a layer that is gathered as a whole. The block's ``unit_numel`` also applies.
 
     Raises:
         ConfigError: A parameter is partitioned over other ranks.
@@ -186,7 +187,7 @@ class StageState(Engine):
         routes, codes = routes_of(module, plan)
         self.module = module
         self._dimensions = [one.take_over(module, config, owners.world) for one in (autotp, autoep)]
-        # DeepSpeed marks the parameters of models that it trains by Muon.
+        # DeepSpeed marks the parameters that Muon trains.
         uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
         self.orthogonalizer = Orthogonalizer(config, owners) if uses_muon else None
         self._make_whole = detacher(module)
@@ -197,17 +198,17 @@ class StageState(Engine):
             one.attach(self)
         experts: list[ZeroParameter] = [param for param in module.parameters() if autoep.is_expert(param)]
         self._experts = {param: param.all_gather_coalesced for param in experts}
-        for param in self._experts:  # a request may name both kinds, and calls the function of any of them
+        for param in self._experts:  # DeepSpeed calls the function of one parameter for all of a request
             param.all_gather_coalesced = self.gather
-        self._all = {one.key: one for one in managed}  # with those that a later engine has taken over
-        # Weights that are whole on every device need no gather.
+        self._all = {one.key: one for one in managed}  # also parameters that a later engine has taken over
+        # Weights that every device has completely need no gather.
         whole = all(route.plan.whole_copies for route in routes.values())
         layers = [] if whole else layers_of(module, min(plan.unit_numel, live_numel))
         self.units = units = Units()
         form_units(units, module, layers)
-        # Functions that hold nothing else, so that a copy of the model copies no engine.
+        # These functions refer to the units only, so that a copy of the model does not copy the engine.
         self._hooks = [
-            # Before DeepSpeed's hook, which gathers ahead.
+            # It must run before DeepSpeed's hook, which prefetches.
             module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop()), prepend=True),
             module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
         ]
@@ -215,7 +216,7 @@ class StageState(Engine):
             self._hooks.append(module.register_forward_pre_hook(self._enter_mode, prepend=True))
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
-            how = ""  # forward gathers weights
+            how = ""
             if plan.gather_hops() and not whole:
                 kinds = Counter(type(layer).__name__ for layer in layers)
                 named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
@@ -226,16 +227,16 @@ class StageState(Engine):
 
     @property
     def _managed(self) -> list[Managed]:
-        """The parameters that this engine gathers: no later engine has taken them over."""
+        """Parameters that this engine gathers. No later engine has taken them over."""
         return cast("list[Managed]", list(self.weights.parameters.values()))
 
     def replaced(self) -> None:
-        """As of `Engine`."""
+        """Forgets all state that is derived from the primary shards. See `Engine.replaced`."""
         self.drop_gathered()
         super().replaced()
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
-        """Measured bytes of each state on this rank, without transient buffers; see `Engine.memory`.
+        """Measures the bytes of each state on this rank, without transient buffers. See `Engine.memory`.
 
         Args:
             optimizer: The engine's optimizer, if it has one.
@@ -248,10 +249,10 @@ class StageState(Engine):
         }
 
     def destroy(self) -> None:
-        """Frees payloads and accumulators, and restores the model to what DeepSpeed made; its next engine may be a stock one."""
+        """Frees payloads and accumulators, and restores DeepSpeed's functions. The model's next engine may be a stock one."""
         for group in filter(None, self._dimensions):
             autotp.give_back(self.module, group)
-        self._dimensions.clear()  # DeepSpeed may hold this object, and nothing is sent over these groups any more
+        self._dimensions.clear()  # DeepSpeed may keep this object alive, but nothing uses these groups any more
         for param, stock in self._experts.items():
             param.all_gather_coalesced = stock
         for hook in self._hooks:
@@ -268,16 +269,17 @@ class StageState(Engine):
         self.weights.remove(managed)
 
     def of(self, params: Iterable[ZeroParameter]) -> list[Managed]:
-        """This engine's, of DeepSpeed's parameters."""
+        """Returns the `Managed` of each of DeepSpeed's parameters that belongs to this engine."""
         return [self._all[param.ds_id] for param in params if param.ds_id in self._all]
 
     # ---- staleness -----------------------------------------------------------------------------------------------
 
     def mark_stale(self, stepped: Iterable[ZeroParameter] | None = None) -> None:
-        """Payloads of ``stepped``, which a step has changed, or of all, are rebuilt before their next use.
+        """Marks payloads as stale. Their next use rebuilds them, which is collective, so all ranks must make the same calls.
 
-        A later engine may have taken over some of ``stepped``; then it keeps their payloads. All ranks must call this alike,
-        since rebuilding is a collective.
+        Args:
+            stepped: Parameters that a step has changed. Some may belong to a later engine, whose payloads are then marked.
+                None marks all parameters of this engine.
         """
         marked = self._managed if stepped is None else managed_of(stepped)
         for managed in marked:
@@ -288,7 +290,7 @@ class StageState(Engine):
             owner.weights.mark_stale(its if stepped is not None else None)
 
     def drop_gathered(self) -> None:
-        """Lets go of all that is gathered or under way, since all weights have changed."""
+        """Drops all gathered parameters, since all weights have changed."""
         for managed in self._managed:
             managed.drop()
         self.units.drop()
@@ -297,7 +299,7 @@ class StageState(Engine):
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
-        """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
+        """Context in which forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
         self.put_away_all()
         with attributes((self, "_exact", True)):
             try:
@@ -308,10 +310,10 @@ class StageState(Engine):
 
     @torch.compiler.disable
     def _enter_mode(self, module: torch.nn.Module, *_: Any) -> None:
-        """With ``exact_evaluation`` a forward in evaluation mode, and its backward, read exact weights, as inside `exact`.
+        """Forward pre-hook for ``exact_evaluation``: in evaluation mode, forward and backward read exact weights.
 
-        The mode is that of the whole module (``module.training``) when its forward begins. If it has changed, what the other
-        mode has left available is put away. No collective.
+        ``module.training`` of the whole model decides when its forward begins. If the mode has changed, parameters that are
+        still available are partitioned. It starts no collective.
         """
         if self._evaluating == module.training:
             self._evaluating = not module.training
@@ -329,14 +331,15 @@ class StageState(Engine):
         """Starts the gather of whole parameters for forward or backward (``param.all_gather_coalesced``).
 
         Args:
-            params: Parameters that are not available, the same on all ranks in any order; of any engines.
-            how: DeepSpeed's; only the exact path uses it.
+            params: Parameters that are not available. All ranks pass the same ones, in any order. They may belong to several
+                engines.
+            how: DeepSpeed's arguments. Only the exact path uses them.
 
         Returns:
-            A handle whose ``wait`` sets ``param.data``, ``[ds_shape]``, and the status AVAILABLE.
+            A handle. Its ``wait`` sets ``param.data`` of shape ``ds_shape`` and the status AVAILABLE.
 
         Raises:
-            RuntimeError: A parameter is already available or under way.
+            RuntimeError: A parameter is already available or in flight.
         """
         of_engines: dict[StageState | None, list[ZeroParameter]] = {}
         for param in sorted(params, key=lambda param: param.ds_id):
@@ -345,7 +348,7 @@ class StageState(Engine):
         handle = self._start(managed_of(of_engines.pop(self, [])), how)
         if not of_engines:
             return handle
-        # Their functions are those of their engine, or DeepSpeed's.
+        # Their functions belong to another engine or to DeepSpeed.
         others = [self._experts.get(of[0], of[0].all_gather_coalesced)(of, **how) for of in of_engines.values()]
         return Handles([handle, *others])
 
@@ -354,7 +357,7 @@ class StageState(Engine):
             self.weights.await_change()
             with lasting():
                 params = [managed.param for managed in wanted]
-                # An evaluation in inference mode may wait for it, and a backward may use what it gave.
+                # An evaluation in inference mode may wait for the gather, and a backward may use its tensors.
                 return Handles([wanted[0].stock["all_gather_coalesced"](params, **how)])
         for managed in wanted:
             if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
@@ -375,23 +378,23 @@ class StageState(Engine):
         for managed in wanted:
             managed.param.ds_status = ZeroParamStatus.INFLIGHT
             managed.inexact = managed.route.lossy
-            assert managed.whole is not None, "it has just been gathered, or its unit has it"
+            assert managed.whole is not None, "the parameter or its unit has just been gathered"
             messages.setdefault(managed.whole.gathering, []).append(managed)
         return Handles([GatherHandle(gathering, brought) for gathering, brought in messages.items()])
 
     def gather_kept_whole(self) -> None:
-        """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
+        """Gathers the parameters that are kept whole, and waits. Scripts read them at any time without a request."""
         kept = (managed.param for managed in self._managed if managed.param.ds_persist)
         self.gather(param for param in kept if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
 
 
 def _shard(param: ZeroParameter, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's partition of a parameter, flat, where the parameter is computed with."""
+    """Returns this rank's partition of a parameter, flat, on the device of the parameter."""
     return param.ds_tensor.detach().view(-1).view(dtype).to(param.device)  # type: ignore[no-any-return]
 
 
 def _measure(managed: Managed) -> bool:
-    """Takes over what may change of a parameter; whether its size has."""
+    """Updates the properties that may change. Returns whether the size has changed."""
     param = managed.param
     code_bytes = param.ds_tensor.dtype.itemsize if managed.dtype == torch.uint8 else 1
     changed = (param.ds_numel, code_bytes) != (managed.numel, managed.code_bytes)
@@ -400,18 +403,18 @@ def _measure(managed: Managed) -> bool:
     return changed
 
 
-# ---- what DeepSpeed calls on lists of parameters, of any engines ---------------------------------------------------------
+# ---- functions that DeepSpeed calls with parameters of several engines ---------------------------------------------------
 
 
 def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args: Any, **kwargs: Any) -> Any:
     """``Init._all_gather``, which stock's ``param.all_gather`` calls.
 
-    DeepSpeed calls ``params[0].all_gather(params)``, and the others may belong to other engines, with or without a block.
-    Available data may have been decoded. A reader that may write back must not see it, and must not write to the resident
-    copy: such parameters are partitioned first, and DeepSpeed gathers their primary shards.
+    DeepSpeed calls ``params[0].all_gather(params)``. The other parameters may belong to other engines, with or without a block.
+    Available data may have been decoded. A reader that may write back must not read it, and must not write to the resident
+    copy. So such parameters are partitioned first, and DeepSpeed then gathers their primary shards.
     """
     found = managed_of(param_list)
-    # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
+    # DeepSpeed cannot free parameters in use. GatheredParameters of one fails when the context ends.
     idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
     for managed in idle:
         stale = managed.inexact or managed.route.plan.whole_copies
@@ -427,7 +430,7 @@ def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args
 def note_changes(
     stock: Any, init: Any, param_list: list[ZeroParameter], *, has_been_updated: bool = False, **how: Any
 ) -> None:
-    """``Init._partition``, which stock's ``param.partition`` calls: payloads of written parameters become stale."""
+    """``Init._partition``, which stock's ``param.partition`` calls. Marks the payloads of written parameters as stale."""
     found = managed_of(param_list)
     for owner in dict.fromkeys(managed.owner for managed in found) if has_been_updated else ():
         owner.weights.before_change()
@@ -442,7 +445,7 @@ def note_changes(
 
 
 def note_step(stock: Any, optimizer: Any, sub_group_id: int) -> None:
-    """The end of a step of DeepSpeed's optimizer, whose parameters a later engine with a block may gather."""
+    """Ends the step of a stock optimizer. A later engine with a block may gather its parameters."""
     found = [] if hasattr(optimizer, "hzero") else managed_of(optimizer.fp16_groups[sub_group_id])
     for owner in dict.fromkeys(managed.owner for managed in found):
         owner.weights.before_change()
@@ -452,7 +455,7 @@ def note_step(stock: Any, optimizer: Any, sub_group_id: int) -> None:
 
 
 def release_all(module: torch.nn.Module) -> None:
-    """Releases the parameters and layers of a module from an earlier engine that was not destroyed."""
+    """Detaches the parameters and layers of a module from an earlier engine that was not destroyed."""
     detacher(module)()
     autotp.give_back(module)
     for managed in managed_of(module.parameters()):
@@ -464,11 +467,11 @@ def release_all(module: torch.nn.Module) -> None:
 
 
 class Unit:
-    """A layer, while it is gathered: DeepSpeed has some of its parameters, and the others wait here to be requested.
+    """A layer whose parameters are gathered together.
 
-    So DeepSpeed never holds a parameter that it has not requested, whichever modules of the layer a forward skips. What it
-    gives back is kept too, until the layer's turn is over: backward uses what activation checkpointing has just computed
-    from.
+    Gathered parameters wait here until DeepSpeed requests them. So DeepSpeed never has a parameter that it has not requested,
+    even if a forward skips modules of the layer. Parameters that DeepSpeed has released are also kept until the unit is
+    dropped, since a backward after activation checkpointing uses them again.
 
     Args:
         layer: The layer.
@@ -477,9 +480,9 @@ class Unit:
     Attributes:
         layer: As given.
         members: As given.
-        waiting: Those that a gather brings and DeepSpeed has not requested yet.
-        out: Those that DeepSpeed has.
-        used: Whether DeepSpeed has had one.
+        waiting: Gathered parameters that DeepSpeed has not requested yet.
+        out: Parameters that DeepSpeed has.
+        used: Whether DeepSpeed has had a parameter since the unit was gathered.
     """
 
     def __init__(self, layer: torch.nn.Module, members: list[Managed]) -> None:
@@ -489,13 +492,13 @@ class Unit:
         self.used = False
 
     def give(self, managed: Managed) -> None:
-        """DeepSpeed has a parameter."""
+        """Notes that DeepSpeed has received a parameter."""
         self.used = True
         self.waiting.discard(managed)
         self.out.add(managed)
 
     def drop(self) -> None:
-        """Lets go of all. What DeepSpeed has stays until it gives it back."""
+        """Drops all gathered parameters. Those in use by DeepSpeed remain until it releases them."""
         for managed in self.members:
             managed.whole = None
         self.waiting.clear()
@@ -504,28 +507,29 @@ class Unit:
 
 
 class Units:
-    """The units that are gathered, and when their turn is over: all ranks decide alike, by what DeepSpeed requests.
+    """The gathered units. DeepSpeed's requests decide when a unit is dropped, so all ranks decide the same.
 
     Attributes:
-        of: The unit of a layer, and of the modules in it whose parameters are all the unit's.
-        held: Layers that DeepSpeed has as a whole, for a forward or backward.
+        of: The unit of a layer, and of each module inside it whose parameters all belong to the unit.
+        held: Layers that a forward or backward uses, whose parameters DeepSpeed has requested together.
     """
 
     def __init__(self) -> None:
         self._gathered: dict[Unit, None] = {}
-        self._place = -1  # last key of the unit that is used; before a forward none is
+        self._place = -1  # last key of the unit in use; -1 before a forward
         self.of: dict[torch.nn.Module, Unit] = {}
         self.held: set[torch.nn.Module] = set()
 
     def inside(self, module: torch.nn.Module) -> bool:
-        """Whether a module is inside a layer that is held: then DeepSpeed has nothing to request and nothing to give back."""
+        """Returns whether a module is inside a layer in `held`. DeepSpeed then has nothing to request or to release."""
         unit = self.of.get(module)
         return unit is not None and unit.layer in self.held and module is not unit.layer
 
     def widened(self, wanted: Iterable[Managed]) -> list[list[Managed]]:
-        """Parameters to gather for a request: those that are not there yet, with the others of their units.
+        """Returns the parameters to gather for a request, by message. They include the other parameters of their units.
 
-        Each large unit has a message, which its forward or backward waits for. Those that come next are first.
+        A message ends with a unit once it has `_MESSAGE_NUMEL` elements, so a large layer waits only for its message. The
+        messages that are needed next are first.
         """
         found = {managed.key: managed for managed in wanted if managed.whole is None}
         for unit in {managed.unit for managed in found.values()} - {None}:
@@ -544,15 +548,15 @@ class Units:
         return messages[ahead:] + messages[:ahead][::-1]
 
     def bring(self, managed: Managed) -> None:
-        """A gather brings a parameter."""
+        """Notes that a gather of a parameter has started."""
         if managed.unit is not None:
             self._gathered[managed.unit] = None
             managed.unit.waiting.add(managed)
 
     def request(self, requested: Collection[Managed]) -> None:
-        """Parameters of other units are requested: lets go of complete ones.
+        """Drops units that are complete, if DeepSpeed requests parameters of other units.
 
-        So the last layer of a forward stays for its backward, where the modules behind it have no unit.
+        The last layer of a forward thus remains for its backward, if the modules after it have no unit.
         """
         now = {managed.unit for managed in requested} - {None}
         if now:
@@ -560,10 +564,10 @@ class Units:
             self._drop(unit for unit in others if unit.used and not unit.waiting and not unit.out)
 
     def use(self, module: torch.nn.Module) -> None:
-        """A module is about to be used: if it has a unit, lets go of other ones.
+        """Drops the other units before a module with a unit is used.
 
-        Incomplete units go too, of which a module was skipped or is kept by DeepSpeed for its next use. One that was only
-        gathered ahead stays. Handles do not decide this, since ranks wait for them in different orders.
+        This includes incomplete units, of which a forward has skipped a module or DeepSpeed has kept one for its next use.
+        Prefetched units that are not used yet remain. Handles cannot decide this, since ranks wait for them in different orders.
         """
         now = self.of.get(module)
         if now is not None:
@@ -571,13 +575,13 @@ class Units:
             self._drop(unit for unit in self._gathered if unit is not now and unit.used)
 
     def end(self) -> None:
-        """At the end of a forward or backward: lets go of what has been used."""
+        """Drops the units that have been used, at the end of a forward or backward."""
         self.held.clear()
         self._place = -1
         self._drop(unit for unit in self._gathered if unit.used)
 
     def drop(self) -> None:
-        """Lets go of everything."""
+        """Drops all units."""
         self._drop(self._gathered)
         self.end()
 
@@ -588,12 +592,12 @@ class Units:
 
 
 def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
-    """The layers of a model, whose parameters DeepSpeed has partitioned, from the outside in.
+    """Finds the layers of a model whose parameters DeepSpeed has partitioned, in module order.
 
-    They are the innermost modules that ``_no_split_modules`` names, as models of transformers do, since that list may also
-    name a whole encoder; elsewhere those of a class that repeats in a ``ModuleList`` or ``Sequential``. A layer of more
-    than ``limit`` elements is divided into its children. DeepSpeed's leaf modules are none: it requests their parameters
-    together anyway.
+    In models of transformers, layers are the modules whose class is in ``_no_split_modules``. The list may also contain a whole
+    encoder, so the innermost modules count. Otherwise a layer is a module whose class repeats in a ``ModuleList`` or
+    ``Sequential``. A layer of more than ``limit`` elements is divided into its children. DeepSpeed's leaf modules are
+    excluded, since DeepSpeed requests their parameters together anyway.
     """
     names = {name for one in module.modules() for name in getattr(one, "_no_split_modules", None) or ()}
 
@@ -614,15 +618,15 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
             for child in layer.children():
                 yield from fitting(child)
         elif sum(any(True for _ in one.parameters(recurse=False)) for one in layer.modules()) > 1:
-            yield layer  # one module's parameters come together anyway
+            yield layer  # DeepSpeed requests the parameters of one module together anyway
 
     return list(found(module))
 
 
 def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
-    """Makes a unit of each layer, without parameters that another part of the model shares or that are kept whole.
+    """Makes a unit of each layer, without parameters that other parts of the model share or that are kept whole.
 
-    From now on DeepSpeed requests all of them when the layer's forward or backward begins.
+    DeepSpeed then requests all parameters of a unit when the forward or backward of the layer begins.
     """
     users: dict[torch.nn.Parameter, set[int]] = {}
     inside = {one: number for number, layer in enumerate(layers) for one in layer.modules()}
@@ -649,14 +653,14 @@ def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.
 
 
 class Gathering:
-    """One gather of whole parameters, each with a `Whole` that alone holds its memory: two layers may have one gather."""
+    """One gather of whole parameters, maybe of two layers. The `Whole` of each parameter has the only reference to its memory."""
 
     def __init__(self, wait: Unsharded, on_streams: bool) -> None:
         self._wait, self._on_streams, self._arrived = wait, on_streams, False
         self._parts: list[ref[Whole]] = []
 
     def add(self) -> Whole:
-        """The part of the next parameter."""
+        """Creates the part of the next parameter."""
         part = Whole(self)
         self._parts.append(ref(part))
         return part
@@ -674,7 +678,7 @@ class Gathering:
 
 
 class Whole:
-    """A whole parameter, flat ``[world * chunk]``, once its gather has been waited for."""
+    """A whole parameter. ``flat`` is ``[world * chunk]`` after `Gathering.wait`, None before."""
 
     def __init__(self, gathering: Gathering) -> None:
         self.gathering = gathering
@@ -682,7 +686,7 @@ class Whole:
 
 
 class GatherHandle:
-    """Handle of the parameters that a gather brings, or of some, as DeepSpeed's coordinator waits on it."""
+    """Handle on which DeepSpeed's coordinator waits for some parameters of a gather."""
 
     def __init__(self, gathering: Gathering, managed: Sequence[Managed]) -> None:
         self._gathering, self.params = gathering, {one.param for one in managed}
@@ -694,32 +698,32 @@ class GatherHandle:
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
 
-        ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors alias no communication buffer, and the
-        current stream waits for them.
+        DeepSpeed's ``handle_dependency`` has no effect. The decoded tensors alias no communication buffer, and the current
+        stream waits for them.
         """
         if not self._parts:
             return
         self._gathering.wait()
         with lasting():
             for one, part in self._parts:
-                assert part is not None and part.flat is not None, "gather has started it"
+                assert part is not None and part.flat is not None, "`gather` has started the gather"
                 param = one.param
-                flat = part.flat.view(param.ds_tensor.dtype)  # or they are bytes
+                flat = part.flat.view(param.ds_tensor.dtype)  # parameters of codes arrive as bytes
                 param.data = flat[: param.ds_numel].view(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 if one.unit is not None and one.whole is part:
                     one.unit.give(one)
-        self._parts = []  # they hold the tensors
+        self._parts = []  # frees the tensors
 
 
 class Handles:
-    """Several handles as one; some may be DeepSpeed's own."""
+    """Several handles as one. Some may be DeepSpeed's."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = handles
 
     def of(self, param: ZeroParameter) -> Any:
-        """The handle of the message that brings a parameter, where it has its own."""
+        """Returns the handle of the message that contains a parameter. If there is none, returns this object."""
         return next((one for one in self._handles if param in getattr(one, "params", ())), self)
 
     def wait(self, **how: Any) -> None:
@@ -730,13 +734,13 @@ class Handles:
 
 
 class InFlight(InflightParamRegistry):  # type: ignore[misc]
-    """DeepSpeed's handles of parameters that are gathered: a module waits for the messages of its parameters only."""
+    """DeepSpeed's registry of handles. A module waits only for the messages of its parameters."""
 
     def __setitem__(self, param: ZeroParameter, handle: Any) -> None:
         super().__setitem__(param, handle.of(param) if isinstance(handle, Handles) else handle)
 
 
-# ---- what DeepSpeed measures --------------------------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------------------------------
 
 
 def _bytes(tensors: list[Any]) -> int:
@@ -744,7 +748,7 @@ def _bytes(tensors: list[Any]) -> int:
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of a ZeRO optimizer on this rank: float32 masters and the states of the wrapped optimizer."""
+    """Returns the bytes of a ZeRO optimizer on this rank: float32 masters and states of the wrapped optimizer."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # of stage 3, of stage 1
     masters = [master for name in names for master in getattr(optimizer, name, ())]
     inner = getattr(optimizer, "optimizer", None)
@@ -753,10 +757,10 @@ def optimizer_bytes(optimizer: Any) -> int:
 
 
 class LoggedHops:
-    """Gives DeepSpeed's ``comms_logger`` the hops of a wire log, whenever it is settled.
+    """Passes the hops of a wire log to DeepSpeed's ``comms_logger``, in every `Traffic.settle`.
 
     Args:
-        traffic: Counts the hops.
+        traffic: The lanes and wire log of the hops.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -765,12 +769,12 @@ class LoggedHops:
 
     @staticmethod
     def wanted() -> bool:
-        """Whether the user has turned the logger on, for all operations or for those named ``hzero``."""
+        """Returns whether the user has enabled the logger, for all operations or for ``hzero``."""
         logger = comm.comms_logger
         return bool(logger.enabled and (logger.prof_all or "hzero" in logger.prof_ops))
 
     def _log(self) -> None:
-        """Adds the hops since the last time, with their mean bytes and mean time."""
+        """Logs the hops since the last call, with their mean bytes and mean time."""
         for entry in self._wire_log.entries() if self.wanted() else ():
             name = f"hzero {entry.role}, {entry.tier}, {entry.codec}"
             wire_bytes, hops, seconds = self._logged.get(name, (0, 0, 0.0))
@@ -780,16 +784,16 @@ class LoggedHops:
             received, hops, seconds = entry.wire_bytes - wire_bytes, entry.hops - hops, entry.seconds - seconds
             for number in range(hops if received else 0):
                 size = received // hops if number else received - received // hops * (hops - 1)
-                # The logger computes the bandwidth of `recv` from these bytes, without a factor for the ranks of the world.
+                # For `recv` the logger computes the bandwidth from these bytes, without a factor for the world size.
                 comm.comms_logger.append("recv", name, max(seconds / hops * 1e3, 1e-6), size)
 
 
 def async_accelerator() -> Any:
-    """DeepSpeed's accelerator; None where it is synchronised, which runs everything in order, as CPUs do."""
+    """Returns DeepSpeed's accelerator, or None for synchronous devices such as CPUs."""
     accelerator = get_accelerator()
     return None if accelerator.is_synchronized_device() else accelerator
 
 
 def current_device() -> torch.device:
-    """The device of this rank."""
+    """Returns the device of this rank."""
     return torch.device(get_accelerator().current_device_name())

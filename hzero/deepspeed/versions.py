@@ -1,9 +1,9 @@
-"""The supported versions of DeepSpeed: what hzero relies on in them, and how they differ.
+"""The supported versions of DeepSpeed and their differences.
 
-No other module depends on the version. ``releases.json`` lists the methods that are overridden, wrapped or called, with the
-arguments that are relied on and the hash of the source in every tested release, and the attributes that are read. A method
-that is missing or has other arguments is an error. A changed body is a warning of ``hzero doctor``, and fails a test:
-``scripts/deepspeed_sources.py`` adds a release to the list, once the change has been read.
+No other module depends on the version. ``releases.json`` lists the methods of DeepSpeed that hzero overrides, wraps or calls. For
+each one it has the required arguments, and the hash of the source in every tested release. It also lists the attributes that
+hzero reads. A method that is missing or has other arguments is an error. If a body has changed, ``hzero doctor`` warns and a test
+fails. After reading the change, add the release with ``scripts/deepspeed_sources.py``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from hzero.block import KEY
 from hzero.validation import ConfigError
 
-#: The versions supported: the first, and the first that is not.
+#: The first supported version, and the first version after it that is not supported.
 VERSIONS = ((0, 18, 6), (0, 20))
 SUPPORTED = "hzero supports deepspeed >=0.18.6,<0.20"
-#: What only newer ones of them can do: the first that can.
+#: Features that only newer supported versions have, with the first such version.
 NEWER = {
     "pipeline stages": "0.19.8",
     "AutoTP": "0.19.8",
     "Muon": "0.19.8",
     "managed_gradient_accumulation false": "0.19.4",
 }
-#: What is relied on for them alone.
+#: Parts of ``releases.json`` that only these features need.
 _PARTS = {"pipeline": "pipeline stages", "muon": "Muon"}
 #: ``{"methods": {part: {"module:Class.method": {"arguments": "...", "sources": {hash: "releases"}}}}, "attributes": {...}}``.
 RELEASES = json.loads((Path(__file__).parent / "releases.json").read_text())
@@ -47,7 +47,7 @@ def check_deepspeed() -> None:
     """Checks that hzero supports this DeepSpeed.
 
     Raises:
-        ConfigError: The version is outside ``>=0.18.6,<0.20``, or something of `differences`.
+        ConfigError: The version is outside ``>=0.18.6,<0.20``, or `differences` finds a method.
     """
     if not VERSIONS[0] <= installed() < VERSIONS[1]:
         raise ConfigError(f"deepspeed: found {deepspeed.__version__}; {SUPPORTED}")
@@ -56,11 +56,11 @@ def check_deepspeed() -> None:
 
 
 def differences() -> Iterator[str]:
-    """Methods that this DeepSpeed lacks, or that have other arguments, one line each."""
+    """Yields one line for each method that this DeepSpeed lacks or that has other arguments."""
     for part in _parts():
         for place, known in RELEASES["methods"][part].items():
             name, expected = place.split(":")[1], known["arguments"].split()
-            found: list[str] | None = None  # it is missing
+            found: list[str] | None = None  # the method is missing
             with contextlib.suppress(ImportError, AttributeError):
                 found = _arguments(pkgutil.resolve_name(f"deepspeed.{place}"))
             if found is None or found[: len(expected)] != expected:
@@ -68,7 +68,10 @@ def differences() -> Iterator[str]:
 
 
 def changes() -> Iterator[str]:
-    """What was changed in the sources that hzero relies on, against the tested release of this version or the newest one."""
+    """Yields one line for each source that differs from a tested release.
+
+    The sources are compared with the tested release of this version, or with the newest tested release if there is none.
+    """
     methods = [known for part in RELEASES["methods"].values() for known in part.values()]
     releases = {release for known in methods for of_hash in known["sources"].values() for release in of_hash.split()}
     version = ".".join(map(str, installed()))
@@ -88,7 +91,7 @@ def changes() -> Iterator[str]:
 
 @functools.cache
 def sources(file: Path) -> dict[str, str]:
-    """Hashes of the sources of a file's methods, by ``Class.method``, and of its functions."""
+    """Returns hashes of the sources of a file's functions and, by ``Class.method``, of its methods."""
     text = file.read_text()
     lines, body = text.splitlines(), ast.parse(text).body
     found = {one.name: one for one in body if isinstance(one, ast.FunctionDef)}
@@ -102,25 +105,25 @@ def sources(file: Path) -> dict[str, str]:
 
 
 def lacking() -> list[str]:
-    """What the installed version cannot do of `NEWER`."""
+    """Returns the features of `NEWER` that the installed version lacks."""
     return [feature for feature, first in NEWER.items() if installed() < _numbers(first)]
 
 
 def check_features(config: DeepSpeedConfig) -> None:
-    """Refuses what a newer version of DeepSpeed can do, and the installed one cannot.
+    """Refuses features of `NEWER` that the installed version of DeepSpeed lacks.
 
     Args:
         config: The configuration, as DeepSpeed has read it. Stage 1 is for pipeline stages.
 
     Raises:
-        ConfigError: Naming the feature, and the first version that has it.
+        ConfigError: The configuration uses such a feature. The message has the first version with it.
     """
     size, managed = config.tensor_parallel_config.autotp_size, "managed_gradient_accumulation"
     asked = {
         "pipeline stages": "zero_optimization.stage: found 1" if config.zero_config.stage == 1 else "",
         "AutoTP": f"tensor_parallel.autotp_size: found {size}" if size > 1 else "",
         "Muon": "optimizer.type: found muon" if config.optimizer_name == "muon" else "",
-        # Such a version ignores the key.
+        # Older versions ignore the key.
         f"{managed} false": f"{managed}: found False" if config._param_dict.get(managed, True) is False else "",
     }
     for feature in lacking():
@@ -132,27 +135,27 @@ def check_features(config: DeepSpeedConfig) -> None:
 
 
 def describe() -> str:
-    """The installed version and what hzero supports there, on one line."""
+    """Describes the installed version and hzero's support for it, on one line."""
     missing = [f"{feature} (deepspeed >={NEWER[feature]})" for feature in lacking()]
     return f"{deepspeed.__version__}: stage 3 is supported; {', '.join(missing) or 'nothing'} missing"
 
 
 def installed() -> tuple[int, ...]:
-    """The numbers of the installed version."""
+    """Returns the numbers of the installed version."""
     return _numbers(deepspeed.__version__.split("+")[0])
 
 
-# ---- what differs -----------------------------------------------------------------------------------------------------
+# ---- differences between versions -------------------------------------------------------------------------------------
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Whether an optimizer is in the last micro-step of a window: a method since DeepSpeed 0.19.5, a value before it."""
+    """Returns whether an optimizer is in the last micro-step of a window. Before DeepSpeed 0.19.5 this is an attribute."""
     found = optimizer.is_gradient_accumulation_boundary
     return bool(found() if callable(found) else found)
 
 
 def set_boundary(optimizer: Any) -> None:
-    """Puts an optimizer into the last micro-step of its window."""
+    """Makes the current micro-step of an optimizer the last one of its window."""
     if callable(optimizer.is_gradient_accumulation_boundary):
         optimizer.set_gradient_accumulation_boundary(True)
     else:
@@ -160,12 +163,16 @@ def set_boundary(optimizer: Any) -> None:
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A copy of a method of DeepSpeed that finds these values under global names of its module, which stays as it is.
+    """Copies a method of DeepSpeed, and replaces global names in the copy. The method's module does not change.
 
-    A subclass so replaces one call in the middle of a long method, and inherits the rest.
+    A subclass can thus replace one call in the middle of a long method.
+
+    Args:
+        function: The method.
+        **names: New values of global names.
 
     Raises:
-        ConfigError: The method does not use such a name.
+        ConfigError: The method does not use one of the names.
     """
     function = inspect.unwrap(function)
     assert isinstance(function, types.FunctionType) and function.__closure__ is None
@@ -200,7 +207,7 @@ def _file(module: str) -> Path:
 
 
 def _arguments(method: Any) -> list[str]:
-    """Names of a method's arguments, also if DeepSpeed's profiling decorator hides them behind (*args, **kwargs)."""
+    """Returns the names of a method's arguments, also for methods under DeepSpeed's profiling decorator (*args, **kwargs)."""
     method = inspect.unwrap(method)
     found = list(inspect.signature(method).parameters)
     for cell in getattr(method, "__closure__", None) or () if found == ["args", "kwargs"] else ():

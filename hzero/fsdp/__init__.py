@@ -1,4 +1,4 @@
-"""hzero under PyTorch's FSDP2: call `apply` after ``fully_shard``, or give Trainer a `Callback`."""
+"""hzero with PyTorch's FSDP2. Call `apply` after ``fully_shard``, or pass a `Callback` to Trainer."""
 
 from hzero.fsdp.callback import Callback
 from hzero.fsdp.state import FsdpState, apply

@@ -1,4 +1,4 @@
-"""hzero in Hugging Face's Trainer, which shards the model inside ``train()``."""
+"""hzero with FSDP2 in Hugging Face's Trainer, which shards the model inside ``train()``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from hzero.validation import ConfigError
 
 
 class Callback:
-    """Applies hzero when Trainer has sharded the model: ``Trainer(..., callbacks=[hzero.fsdp.Callback("topo")])``.
+    """Applies hzero after Trainer has sharded the model: ``Trainer(..., callbacks=[hzero.fsdp.Callback("topo")])``.
 
-    Trainer must use FSDP2, as with ``fsdp_config={"version": 2}`` in its arguments. It says which backward is the last one of a
-    step. The callback has the methods of a ``TrainerCallback`` without being one, since transformers need not be installed.
+    Trainer must use FSDP2, for example with ``fsdp_config={"version": 2}`` in its arguments. Trainer sets the flags that mark the
+    last backward of a step. The callback has the methods of a ``TrainerCallback`` but is not one, since transformers need not be
+    installed.
 
     Args:
-        preset: As of `apply`.
-        topology: As of `apply`.
-        block: As of `apply`.
+        preset: See `apply`.
+        topology: See `apply`.
+        block: Other keys of the block. See `apply`.
 
     Attributes:
-        state: Of the model that is trained; None before `on_train_begin`.
+        state: State of the trained model. None before `on_train_begin`.
 
     Raises:
-        ConfigError: A wrong key.
+        ConfigError: A key or value is wrong.
     """
 
     def __init__(self, preset: str = "topo", topology: Any = "discover", **block: Any) -> None:
@@ -32,21 +33,21 @@ class Callback:
                 f"hzero.fsdp.Callback: accumulation: found {block['accumulation']!r}; leave it out, since Trainer says itself "
                 "which backward is the last one (gradient_accumulation_steps)"
             )
-        config_of(preset, topology, block)  # an error now, and not when the data has been read
+        config_of(preset, topology, block)  # raises before the data is read
         self._how = preset, topology, block
         self._model: Any = None
         self.state: FsdpState | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_"):  # an event that needs nothing
+        if name.startswith("on_"):  # an event without work for hzero
             return lambda *_, **__: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Applies hzero, unless an earlier ``train()`` of this model has.
+        """Applies hzero, unless an earlier ``train()`` of this model has applied it.
 
         Raises:
-            ConfigError: As `apply`.
+            ConfigError: See `apply`.
         """
         if self._model is model:
             return
@@ -56,6 +57,6 @@ class Callback:
         self.state, self._model = apply(model, preset, topology, **block), model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Waits for what is under way, so that the wire log of `state` is complete."""
+        """Waits for all hops, so that the wire log of `state` is complete."""
         if self.state is not None:
             self.state.settle()

@@ -1,4 +1,4 @@
-"""FSDP2's modules as hzero reads them. Every private attribute of torch that hzero needs is in this file, and checked here."""
+"""Access to FSDP2's modules. This file has all uses of private attributes of FSDP2, and checks that they exist."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hzero.engine.parameter import plain_name
 from hzero.validation import ConfigError, attributes
 
 _divide_factors: Any = None
-with contextlib.suppress(ImportError):  # else `sharded_modules` refuses this torch by name
+with contextlib.suppress(ImportError):  # otherwise `torch_support` raises
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors as _divide_factors
 
-#: The first release of torch whose FSDP2 has all that is needed, and those with which the tests have passed.
+#: The oldest supported release of torch, and the releases with which the tests have passed.
 OLDEST, TESTED = (2, 10), ("2.10", "2.13", "2.14")
-#: What is read of FSDP2's objects.
+#: Required attributes of FSDP2's objects.
 _READ = {
     "state": ("_state_ctx",),
     "context": ("is_last_backward", "post_backward_final_callback_queued"),
@@ -38,27 +38,27 @@ _READ = {
 
 
 class ShardedModule:
-    """A module, or several, whose parameters FSDP2 gathers and reduces together: a parameter group.
+    """A parameter group of FSDP2: one or more modules whose parameters FSDP2 gathers and reduces together.
 
-    FSDP2's flat buffers are ``[rank][parameter]``, of every parameter the shard padded to the size of the first rank's.
+    FSDP2's flat buffers are ``[rank][parameter]``. Each shard in them is padded to the size of the first rank's shard.
 
     Args:
-        name: Of the module.
-        module: The module, for which ``fully_shard`` has been called.
+        name: Name of the module.
+        module: The module, after ``fully_shard``.
 
     Attributes:
         name: As given, or the class of a root module.
         module: As given.
         params: FSDP2's parameters, in the order of its buffers.
-        chunks: Elements of a padded shard of each.
-        process_group: The ranks that share them.
-        ranks: Of the world: those that share them or, with tensor parallelism, another part of them.
-        device: Where the module is computed.
+        chunks: Number of elements in a padded shard of each parameter.
+        process_group: The ranks over which the parameters are sharded.
+        ranks: Ranks of the world that have a part of the parameters, including tensor parallelism.
+        device: The device that computes the module.
         stock_gather: FSDP2's all-gather.
-        dtype: Type in which parameters are gathered.
+        dtype: Dtype of gathered parameters.
 
     Raises:
-        ConfigError: FSDP2 is used in a way that hzero does not support, which the message names.
+        ConfigError: hzero does not support this use of FSDP2. The message has the reason.
     """
 
     def __init__(self, name: str, module: Any) -> None:
@@ -68,7 +68,7 @@ class ShardedModule:
         (self._group,) = (_checked("group", group) for group in _groups_of(self._state))
         group = self._group
         if not any(param.is_meta for param in module.parameters()):
-            group.lazy_init()  # a load may have replaced parameters, which FSDP2 notices before the first forward
+            group.lazy_init()  # a load may have replaced parameters; FSDP2 checks this before the first forward
         self.stock_gather, self._stock_reduce = group._all_gather_comm, group._reduce_scatter_comm
         self._stock_flags = group.force_sum_reduction_for_comms, getattr(group, "reduce_scatter_unused_params", None)
         self.params: list[Any] = [_checked("parameter", param) for param in self._group.fsdp_params]
@@ -77,7 +77,7 @@ class ShardedModule:
         self._check()
         self.process_group = _checked("mesh", self._group.mesh_info).shard_process_group
         self.dtype = self._types().pop()
-        self._views: dict[int, tuple[torch.Tensor, int]] = {}  # by place: see `note_views`
+        self._views: dict[int, tuple[torch.Tensor, int]] = {}  # by index in `params`; see `note_views`
         widest = max((param.sharded_param.device_mesh for param in self.params), key=lambda mesh: mesh.size())
         self.ranks: list[int] = widest.mesh.flatten().tolist()
 
@@ -110,21 +110,21 @@ class ShardedModule:
                 raise self.refusal(found, "FSDP2's collectives")
 
     def refusal(self, found: str, expected: str) -> ConfigError:
-        """The error of something that hzero does not support in this module."""
+        """Returns the error for a use of this module that hzero does not support."""
         return ConfigError(f"hzero.fsdp.apply: module {self.name}: found {found}; expected {expected}")
 
     def attach(self, gather: Any, reduce: Any) -> None:
-        """Makes FSDP2 gather and reduce by these; unused parameters get zero gradients.
+        """Replaces FSDP2's collectives. Since torch 2.12, parameters that a backward does not use get zero gradients.
 
-        Else nothing tells which parameters a reduction holds: torch before 2.12 leaves unused ones out of it.
+        Otherwise hzero would not know which parameters a reduction contains. Older torch leaves unused ones out.
         """
         self.module.set_custom_all_gather(gather)
         self.module.set_custom_reduce_scatter(reduce)
-        # Sums are divided when they are delivered. Gloo has no PREMUL_SUM, and AVG is slow on AMD.
+        # Sums are divided on delivery, since Gloo has no PREMUL_SUM and AVG is slow on AMD.
         self._set_flags(True, True)
 
     def detach(self) -> None:
-        """Gives FSDP2 its collectives and flags back."""
+        """Restores FSDP2's collectives and flags."""
         self._group._all_gather_comm, self._group._reduce_scatter_comm = self.stock_gather, self._stock_reduce
         self._set_flags(*self._stock_flags)
 
@@ -136,15 +136,15 @@ class ShardedModule:
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def shard(self, members: Sequence[int]) -> torch.Tensor:
-        """This rank's shards of some parameters, one after the other, ``[sum of chunks]``, in the type of gathers."""
+        """Returns this rank's shards of some parameters, concatenated, ``[sum of chunks]``, in the dtype of gathers."""
         shards = [self.params[place]._sharded_param_data for place in members]
         return torch.cat([shard.detach().to(self.device, self.dtype) for shard in shards])
 
     def writes(self, members: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Changes whenever some parameters are written or replaced, but for writes through ``.data``; the same on all ranks.
+        """Returns counters that change when some parameters are written or replaced, except through ``.data``.
 
-        Local tensors have counters of their own, which writes to ``to_local()`` move. They count only if all ranks have a part of
-        the parameter: others have nothing to write to, and all ranks must refresh alike.
+        Writes to ``to_local()`` change the counter of the local tensor. It counts only if all ranks have a part of the parameter.
+        Otherwise some ranks have no local elements to write, and ranks would not refresh together.
         """
         others, found = self.process_group.size() - 1, []
         for place in members:
@@ -155,12 +155,12 @@ class ShardedModule:
         return found
 
     def note_views(self, views: Mapping[int, torch.Tensor]) -> None:
-        """A state dict gives others views of the shards, in which ``torch.distributed.checkpoint`` loads in place.
+        """Notes a state dict's views of the shards. ``torch.distributed.checkpoint`` loads into them in place.
 
-        That moves the counters of the views alone.
+        Such a load changes only the counters of the views.
 
         Args:
-            views: Those of `views_in`.
+            views: The result of `views_in`.
         """
         for place, param in enumerate(self.params):
             view = views.get(param.sharded_param._local_tensor.data_ptr())
@@ -168,79 +168,79 @@ class ShardedModule:
                 self._views[place] = view, self._written(place) - view._version
 
     def _written(self, place: int) -> int:
-        """Writes to a parameter through views of state dicts."""
+        """Returns the number of writes to a parameter through views of state dicts."""
         view, before = self._views.get(place, (None, 0))
         return before if view is None else before + view._version
 
     def trained(self) -> tuple[bool, ...]:
-        """Whether each parameter requires a gradient."""
+        """Returns whether each parameter requires a gradient."""
         return tuple(param.sharded_param.requires_grad for param in self.params)
 
     def changed_whole(self) -> bool:
-        """Whether ``requires_grad_`` was called on whole parameters, of which FSDP2 tells the shards nothing."""
+        """Returns whether ``requires_grad_`` was called on whole parameters. FSDP2 does not pass this on to the shards."""
         pairs = [(param.sharded_param, getattr(param, "_unsharded_param", None)) for param in self.params]
         return any(whole is not None and whole.requires_grad != shard.requires_grad for shard, whole in pairs)
 
     def optimized(self, members: Sequence[int], ids: set[int]) -> bool:
-        """Whether an optimizer has any of some parameters, by the ids of all that it has."""
+        """Returns whether ``ids``, the ids of an optimizer's parameters, include one of some parameters."""
         return any(id(self.params[place].sharded_param) in ids for place in members)
 
     def nbytes(self) -> int:
-        """Memory of the primary shards, in bytes."""
+        """Returns the memory of the primary shards in bytes."""
         return sum(param._sharded_param_data.nbytes for param in self.params)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
-        """Whether FSDP2 has begun a backward of this module's root and not ended it."""
+        """Whether a backward of this module's root is running in FSDP2."""
         return bool(self._state._state_ctx.post_backward_final_callback_queued)
 
     @property
     def is_last(self) -> bool:
-        """Whether the user's flags say that no other backward of this window follows."""
+        """Whether the user's flags mark this backward as the last one of the window."""
         return bool(self._state._state_ctx.is_last_backward and self._group.all_reduce_grads)
 
     def divisor(self, dtype: torch.dtype) -> float:
-        """What FSDP2 divides sums of this type by. It has divided the gradients of float16 by a part of it before."""
+        """Returns FSDP2's divisor for sums of this dtype. For float16, FSDP2 has divided by a part of it before the reduction."""
         factor = self._group.gradient_divide_factor
         _, divisor, _, _ = _divide_factors(self.process_group, None, dtype, self.device.type, factor, True)
         return float(divisor)
 
     def steps_in_backward(self, members: Sequence[int]) -> bool:
-        """Whether a hook reads gradients as soon as FSDP2 has them, as an optimizer in backward does."""
+        """Returns whether a hook reads gradients as soon as FSDP2 has them, for example an optimizer in backward."""
         return any(getattr(self.params[place].sharded_param, "_post_accumulate_grad_hooks", None) for place in members)
 
     def gradients(self, members: Sequence[int]) -> list[torch.Tensor]:
-        """This rank's shards of the gradients that are there, without padding."""
+        """Returns this rank's shards of the existing gradients, without padding."""
         found = [self.params[place].sharded_param.grad for place in members]
         return [gradient._local_tensor for gradient in found if gradient is not None]
 
     def add_gradients(self, members: Sequence[int], shards: torch.Tensor) -> None:
-        """Adds this rank's padded shards of gradients, one after the other, where FSDP2 has put zeros."""
+        """Adds this rank's padded shards of gradients, concatenated, to the zeros that FSDP2 has stored."""
         parts = shards.split([self.chunks[place] for place in members])
         for param, part in zip((self.params[place] for place in members), parts):
-            if param.grad_offload_event is not None:  # the zeros are on their way to the host
+            if param.grad_offload_event is not None:  # the copy of the zeros to the host is in flight
                 param.grad_offload_event.synchronize()
             local = param.sharded_param.grad._local_tensor
             local += part[: local.numel()].view(local.shape).to(local.device, local.dtype)
 
     def drop_gradients(self, members: Sequence[int]) -> None:
-        """Discards gradients."""
+        """Sets gradients to None."""
         for place in members:
             self.params[place].sharded_param.grad = None
 
     def gradient_writes(self) -> list[tuple[int, int]]:
-        """Changes when gradients are zeroed or dropped, as by ``zero_grad``."""
+        """Returns counters that change when gradients are zeroed or dropped, for example by ``zero_grad``."""
         found = [param.sharded_param.grad for param in self.params]
         return [(id(one), -1 if one is None else one._version) for one in found]
 
 
 def torch_support() -> str:
-    """Says what is known of hzero with this torch.
+    """Describes whether hzero was tested with this torch.
 
     Raises:
-        ConfigError: Its FSDP2 lacks what hzero needs.
+        ConfigError: This torch is too old, or its FSDP2 lacks a required function.
     """
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST or _divide_factors is None:
@@ -250,17 +250,16 @@ def torch_support() -> str:
 
 
 def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
-    """The modules of a model that ``fully_shard`` has been called for and that have parameters, from the outside in.
+    """Returns the modules with parameters for which ``fully_shard`` has been called, parents first.
 
     Raises:
-        ConfigError: There are none, they are used in a way that hzero does not support, or torch is not a release that it
-            supports.
+        ConfigError: There are no such modules, or hzero does not support their use or this release of torch.
     """
     torch_support()
     found: dict[Any, ShardedModule] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward may have left whole parameters in the place of shards
+            module.reshard()  # a forward may have left whole parameters
             state = module._get_fsdp_state()
             groups = _groups_of(state)
             if len(groups) > 1:
@@ -279,18 +278,18 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
 
 
 def views_in(state_dict: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """The shards in a state dict by their addresses."""
+    """Returns the shards in a state dict by their addresses."""
     shards = [value._local_tensor for value in state_dict.values() if isinstance(value, DTensor)]
     return {shard.data_ptr(): shard for shard in shards if shard.numel()}
 
 
 def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:
-    """Makes ``set_requires_gradient_sync(False)`` mean: reduce over the inner tiers, and do not cross the outer ones.
+    """Changes ``set_requires_gradient_sync(False)``, so that backward still reduces over the inner tiers.
 
     FSDP2 would keep whole gradients until the next reduction. Sums over the inner tiers need less memory.
 
     Returns:
-        A function that ends this.
+        A function that undoes the change.
     """
 
     def keep(module: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -303,10 +302,10 @@ def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls a function when the backward that runs now ends, after what FSDP2 does then.
+    """Calls a function at the end of the running backward, after FSDP2's callback.
 
     Raises:
-        ConfigError: None runs: the schedules of torch.distributed.pipelining reduce outside of backward.
+        ConfigError: No backward is running. Schedules of torch.distributed.pipelining reduce outside of backward.
     """
     try:
         torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
@@ -317,7 +316,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Its parameter groups; torch before 2.12 has one or none."""
+    """Returns the parameter groups of an FSDP state. Before torch 2.12 there is at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) is not None else []
@@ -325,7 +324,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _checked(kind: str, found: Any) -> Any:
-    """One of FSDP2's objects, which has all that is read."""
+    """Returns one of FSDP2's objects, after a check of its required attributes."""
     if kind == "state":
         _checked("context", getattr(found, "_state_ctx", None))
     for name in _READ[kind]:

@@ -1,4 +1,4 @@
-"""FSDP2 over the tiers of a machine: gathers from resident weights, and gradients that cross nodes once per step."""
+"""FSDP2 with hzero: gathers from resident weights, and gradients that cross nodes once per optimizer step."""
 
 from __future__ import annotations
 
@@ -28,41 +28,43 @@ from hzero.validation import ConfigError, on_all_ranks, one_of
 
 logger = logging.getLogger("hzero")
 
-#: Keys of the block that say something of DeepSpeed's modules and checkpoints.
+#: Keys of the block that only have an effect with DeepSpeed.
 _OF_DEEPSPEED = ("unit", "unit_numel", "checkpoint")
 
 
 def apply(
     model: torch.nn.Module, preset: str = "topo", topology: Any = "discover", accumulation: int = 1, **block: Any
 ) -> FsdpState:
-    """Makes a model that ``fully_shard`` has sharded gather and reduce tier by tier, each tier with its codec.
+    """Makes a model gather and reduce tier by tier, each tier with its codec, after ``fully_shard``.
 
     FSDP2 keeps its shards, so its optimizers, clipping and checkpoints work as before. The weights are also resident over the
-    preset's scope, such as a package or a node: forward and backward gather from there, and a refresh crosses the outer tiers
-    once per optimizer step. Gradients are summed over the node in every backward, and cross nodes after the last one of a step.
+    preset's scope, such as a package or a node. Forward and backward gather from this scope, and a refresh crosses the outer
+    tiers once per optimizer step. Every backward sums gradients over the node. The sums cross nodes after the last backward of a
+    step.
 
-    Which backward is the last one of a step:
+    The last backward of a step is
 
-    - the one with ``set_is_last_backward(True)``, ``set_requires_all_reduce(True)`` or ``set_requires_gradient_sync(True)`` after
-      some with False, as Accelerate and Trainer set them;
-    - else every ``accumulation``-th. Those of modules that alone were told to wait, as for a loss in chunks, do not count.
+    - the backward with ``set_is_last_backward(True)``, ``set_requires_all_reduce(True)`` or ``set_requires_gradient_sync(True)``
+      after backwards with False. Accelerate and Trainer set these flags.
+    - otherwise every ``accumulation``-th backward. If the flags defer only some modules, as for a loss in chunks, the backward
+      does not count.
 
     Parameters that a backward does not use get zero gradients, as with ``set_reduce_scatter_unused_params(True)``.
 
     Args:
-        model: The model, after ``fully_shard`` for its layers and for itself, on meshes of one dimension or on one dimension
-            of a mesh with tensor parallelism. All ranks call this alike.
+        model: The model, after ``fully_shard`` for its layers and for itself. The mesh has one dimension, or is one dimension of
+            a mesh with tensor parallelism. All ranks must make the same call.
         preset: Shard degrees and codecs (docs/presets.md).
         topology: Places of the ranks: ``discover``, a preset, a file, or a dictionary such as
             ``{"gpus_per_node": 4, "gcds_per_gpu": 2}``.
-        accumulation: Backwards per optimizer step, if nothing sets FSDP2's flags.
+        accumulation: Number of backwards per optimizer step, if FSDP2's flags are not used.
         block: Other keys of the block (docs/configuration.md), such as ``codecs`` or ``error_feedback``.
 
     Returns:
         The state, with plan, wire log and measured memory.
 
     Raises:
-        ConfigError: A wrong key, ranks that do not fill the tiers evenly, or a use of FSDP2 that hzero does not support.
+        ConfigError: A key or value is wrong, the ranks do not fill the tiers evenly, or hzero does not support the use of FSDP2.
     """
     with on_all_ranks():
         if not dist.is_initialized():
@@ -75,10 +77,10 @@ def apply(
 
 
 def config_of(preset: str, topology: Any, block: Mapping[str, Any]) -> HZeroConfig:
-    """The block of `apply`.
+    """Parses the block of `apply`.
 
     Raises:
-        ConfigError: A wrong key.
+        ConfigError: A key or value is wrong.
     """
     for key in _OF_DEEPSPEED:
         if key in block:
@@ -91,12 +93,12 @@ def config_of(preset: str, topology: Any, block: Mapping[str, Any]) -> HZeroConf
 
 @dataclass(eq=False, kw_only=True)
 class FlatParam(Parameter):
-    """Parameters of one module that travel in one way. They are one parameter of the engine.
+    """Parameters of one module with the same route, as one parameter of the engine.
 
     Attributes:
         owner: The module.
-        members: Their places in it.
-        writes: Those of its shards that are known, see `ShardedModule.writes`.
+        members: Indices of the parameters in the module.
+        writes: The last known counters of writes. See `ShardedModule.writes`.
     """
 
     owner: Unit
@@ -111,10 +113,10 @@ class Unit:
     Attributes:
         module: The module.
         routes: The route of each parameter.
-        layouts: Its flat parameters for each set of trained parameters that there has been.
-        trains: Which parameters are trained now.
-        divisor: What the sums of gradients are divided by.
-        left: The gradients that the last backward has left, see `ShardedModule.gradient_writes`.
+        layouts: The flat parameters for each set of trained parameters so far.
+        trains: Whether each parameter is trained now.
+        divisor: Divisor of gradient sums.
+        left: Counters of the gradients after the last backward. See `ShardedModule.gradient_writes`.
     """
 
     module: ShardedModule
@@ -126,11 +128,11 @@ class Unit:
 
     @property
     def flats(self) -> list[FlatParam]:
-        """Its parameters: those of one route that are trained, or frozen, are one flat parameter."""
+        """The current flat parameters. Trained and frozen parameters of one route are separate flat parameters."""
         return self.layouts[self.trains]
 
     def lay_out(self, keys: Iterator[int]) -> None:
-        """Follows which parameters are trained; ``keys`` are for the engine."""
+        """Updates the flat parameters to the parameters that are trained now. ``keys`` are the engine's keys."""
         self.trains = self.module.trained()
         if self.trains in self.layouts:
             return
@@ -154,17 +156,17 @@ class Unit:
             made.append(flat)
 
     def trained(self) -> list[FlatParam]:
-        """The flat parameters that the optimizer changes."""
+        """Returns the trained flat parameters."""
         return [flat for flat in self.flats if flat.trained]
 
     def parts(self, buffer: torch.Tensor, flats: Sequence[FlatParam]) -> list[torch.Tensor]:
-        """Each flat parameter's part ``[rank][member]`` of a buffer of FSDP2 that holds all ``flats``."""
+        """Returns the part ``[rank][member]`` of each of ``flats`` in a buffer of FSDP2 that contains all of them."""
         if len(flats) == 1:
             return [buffer]
         return [torch.cat(columns, dim=1).view(-1) for columns in self._columns(buffer, flats)]
 
     def fill(self, buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Puts such parts of all flat parameters into a buffer."""
+        """Copies the parts of all flat parameters into a buffer of FSDP2. See `parts`."""
         for columns, part in zip(self._columns(buffer, self.flats), parts):
             widths = [column.shape[1] for column in columns]
             torch._foreach_copy_(columns, list(part.view(len(columns[0]), -1).split(widths, dim=1)))
@@ -177,10 +179,10 @@ class Unit:
 
 
 class FsdpState(Engine):
-    """What hzero keeps for one model under FSDP2; `apply` makes it.
+    """hzero's engine for one model under FSDP2. `apply` creates it.
 
     Attributes:
-        accumulation: Backwards per optimizer step, if nothing sets FSDP2's flags.
+        accumulation: Number of backwards per optimizer step, if FSDP2's flags are not used.
 
     Args:
         model: The model.
@@ -188,7 +190,7 @@ class FsdpState(Engine):
         accumulation: As above.
 
     Raises:
-        ConfigError: As `apply`.
+        ConfigError: See `apply`.
     """
 
     ADVICE = (
@@ -202,7 +204,7 @@ class FsdpState(Engine):
         ranks = ranks_of(first.process_group)
         for module in modules:
             if ranks_of(module.process_group) != ranks:
-                raise module.refusal("another mesh than that of " + first.name, "one mesh for all modules")
+                raise module.refusal("another mesh than module " + first.name, "one mesh for all modules")
         owners = Owners.of(first.process_group, config.topology)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         if config.sequence is not None and len(owners.ranks) < owners.world.world_size:
@@ -215,15 +217,15 @@ class FsdpState(Engine):
             unit.lay_out(self._keys)
         weights = [flat for unit in self._units for flat in unit.flats]
         accelerator = torch.cuda if first.device.type == "cuda" else None
-        together = max((module.ranks for module in modules), key=len)  # they train the model
+        together = max((module.ranks for module in modules), key=len)  # the ranks that train the model
         whole_world = len(together) == dist.get_world_size()
         group = None if whole_world else process_group(("model", "node"), together, world_timeout())
-        # One refresh for each module: they are as large as FSDP2's own messages.
+        # One refresh for each module, with the size of FSDP2's messages.
         super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, group)
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module
-        self._backwards = 0  # of this window that have ended; those of a loss in chunks are a part of the next one
+        self._backwards = 0  # completed in this window; backwards of a loss in chunks count with the next one
         self._in_backward = self._crosses = self._flagged = self._counts = False
-        self._in_chunks: set[Unit] = set()  # modules that have been told alone to wait, as those of a loss in chunks
+        self._in_chunks: set[Unit] = set()  # modules that the flags defer without the others, as for a loss in chunks
         self._windows = 0  # since the last optimizer step
         self._discarded = self._warned = False
         for unit in self._units:
@@ -246,9 +248,9 @@ class FsdpState(Engine):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, output: torch.Tensor) -> Callable[[], None]:
-        """Starts to gather a module's parameters into FSDP2's buffer; the result waits for them."""
+        """Starts to gather a module's parameters into FSDP2's buffer. The returned function waits for them."""
         self._notice_cut_short()
-        # Refreshes go ahead of gathers, so the first gather notes the writes of all modules before any begins.
+        # Refreshes run before gathers, so the first gather checks the writes to all modules.
         for one in self._units if unit.flats[0].writes is None else (unit,):
             self._follow(one)
         flats = unit.flats
@@ -269,7 +271,7 @@ class FsdpState(Engine):
         return wait
 
     def _follow(self, unit: Unit) -> None:
-        """Marks what has been written outside of optimizer steps, or is trained from now on, or no more."""
+        """Marks parameters that were written outside of optimizer steps, and updates the set of trained parameters."""
         if unit.trains != unit.module.trained():
             for flat in unit.flats:
                 self.weights.remove(flat)
@@ -284,13 +286,13 @@ class FsdpState(Engine):
                 self.weights.mark_edited(flat)
 
     def mark_stale(self) -> None:
-        """The weights have been changed in a way that hzero cannot see, such as through ``.data``. On all ranks."""
+        """Marks all weights as changed. Call it on all ranks after changes that hzero cannot detect, as through ``.data``."""
         self.weights.mark_stale()
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def _reduce(self, unit: Unit, gradients: torch.Tensor) -> None:
-        """Starts to reduce a module's whole gradients; the sums arrive at the end of a backward."""
+        """Starts to reduce a module's whole gradients. The sums arrive at the end of a backward."""
         module, trained = unit.module, unit.trained()
         self._notice_cut_short()
         if not self._in_backward:
@@ -321,7 +323,7 @@ class FsdpState(Engine):
     def _begin_backward(self) -> None:
         begun = self._backwards or self._in_chunks
         if begun and any(unit.left != unit.module.gradient_writes() for unit in self._units):
-            self._new_window()  # zero_grad has dropped what the last backwards have left
+            self._new_window()  # zero_grad has dropped the gradients of the last backwards
         at_end_of_backward(self._end_backward)
         self._in_backward, self._counts = True, False
         self._flagged |= not any(unit.module.is_last for unit in self._units)
@@ -329,7 +331,7 @@ class FsdpState(Engine):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """After a backward: the outer hops if it is the last one of its window."""
+        """Ends a backward. If it is the last one of its window, the sums cross the outer tiers."""
         self._in_backward = False
         if self._counts or len(self._in_chunks) == sum(bool(unit.trained()) for unit in self._units):
             self._end_micro_batch()
@@ -358,7 +360,7 @@ class FsdpState(Engine):
         self._in_chunks.clear()
 
     def _notice_cut_short(self) -> None:
-        """An exception has ended a backward, and FSDP2 has been reset: its window is lost."""
+        """Drops the window of a backward that an exception has ended, once FSDP2 has been reset."""
         if self._in_backward and not any(unit.module.in_backward for unit in self._units):
             self._in_backward = False
             self._new_window()
@@ -395,7 +397,7 @@ class FsdpState(Engine):
             return torch.cat(shards) if shards else torch.empty(0)
 
         self.before_step(flats, gradient_of)
-        # A loss scaler that tells the optimizer itself finds its scale by steps like these.
+        # A loss scaler that passes found_inf to the optimizer handles such steps.
         guarded = self.config.guard.discarded_steps and getattr(optimizer, "found_inf", None) is None
         if guarded and not self._finite(flats):
             self.guard.discarded(None, flats, gradient_of)
@@ -404,7 +406,7 @@ class FsdpState(Engine):
             self._discarded = True
 
     def _finite(self, flats: Sequence[FlatParam]) -> bool:
-        """Whether the gradients of all ranks are finite; a step with others would spoil the weights."""
+        """Returns whether the gradients of all ranks are finite. Collective."""
         locals_ = [one for flat in flats for one in flat.owner.module.gradients(flat.members) if one.numel()]
         found = torch.zeros((), dtype=torch.uint8, device=self.device)
         if locals_:
@@ -414,7 +416,7 @@ class FsdpState(Engine):
         return not int(found)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Fused optimizers write without moving version counters."""
+        """Marks stepped weights as stale, since fused optimizers write without changing version counters."""
         flats = self._flats_in(optimizer)
         if not flats:
             return
@@ -426,33 +428,33 @@ class FsdpState(Engine):
         self._discarded, self._windows = False, 0
 
     def _flats_in(self, optimizer: torch.optim.Optimizer) -> list[FlatParam]:
-        """The trained flat parameters that an optimizer changes."""
+        """Returns the trained flat parameters that an optimizer steps."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [flat for unit in self._units for flat in unit.trained() if unit.module.optimized(flat.members, ids)]
 
     # ---- checkpoints, and the end --------------------------------------------------------------------------------
 
     def _given_away(self, _: Any, state_dict: Mapping[str, Any], *__: Any) -> None:
-        """``state_dict`` has given views of the weights away, which may be written."""
+        """Notes the views in a new ``state_dict``, which may be written."""
         views = views_in(state_dict)
         for unit in self._units:
             unit.module.note_views(views)
 
     def _loaded(self, *_: Any) -> None:
-        """``load_state_dict`` has replaced the weights."""
+        """Drops all state of the weights that ``load_state_dict`` has replaced."""
         self._new_window()
         self.replaced()
-        self.load_state_dict(None)  # says that residuals start at zero
+        self.load_state_dict(None)  # logs that residuals start at zero
 
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """As of `Engine`, and of the primary shards and the optimizer."""
+        """Measures bytes as `Engine.memory` does, also for the primary shards and the optimizer."""
         states = [value for state in optimizer.state.values() for value in state.values()] if optimizer else []
         local = [getattr(one, "_local_tensor", one) for one in states if isinstance(one, torch.Tensor)]
         primary = sum(unit.module.nbytes() for unit in self._units)
         return {"primary weights": primary, **super().memory(), "optimizer": sum(one.nbytes for one in local)}
 
     def close(self) -> None:
-        """Gives FSDP2 its collectives back, and frees resident weights and accumulators. On all ranks."""
+        """Restores FSDP2's collectives, and frees resident weights and accumulators. Call it on all ranks."""
         if not self._hooks:
             return
         for remove in self._hooks:
@@ -461,17 +463,17 @@ class FsdpState(Engine):
         super().close()
 
 
-# ---- what FSDP2 calls ---------------------------------------------------------------------------------------------------
+# ---- functions that FSDP2 calls -----------------------------------------------------------------------------------------
 
 
 class _Comm:
-    """A collective of one module, as FSDP2 calls it."""
+    """A custom collective of one module."""
 
     def __init__(self, state: FsdpState, unit: Unit) -> None:
         self._of, self._unit = state, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with lasting():  # evaluations in inference mode gather too, and lanes write from other threads
+        with lasting():  # inference mode also gathers, and other threads write
             return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -480,7 +482,7 @@ class _Gather(_Comm):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         module = self._unit.module
-        # With an integer reshard_after_forward backward gathers over a smaller mesh what forward has gathered.
+        # With an integer reshard_after_forward, backward gathers the same parameters over a smaller mesh.
         again = group.size() != module.process_group.size()
         if again or (self._of.config.exact_evaluation and not module.module.training):
             return module.stock_gather(
@@ -490,7 +492,7 @@ class _Gather(_Comm):
 
 
 class _Gathering(dist.Work):
-    """A gather under way: FSDP2 waits for it before it copies the parameters out, so gathers overlap."""
+    """A gather in flight. FSDP2 waits for it before it copies the parameters out, so gathers overlap with compute."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()
@@ -505,7 +507,7 @@ class _Reduce(_Comm):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        output_tensor.zero_()  # FSDP2 reads it at once; the sums are added when the backward ends
+        output_tensor.zero_()  # FSDP2 reads it immediately; the sums are added at the end of backward
         self._of._reduce(self._unit, input_tensor)
 
 
@@ -513,7 +515,7 @@ class _Reduce(_Comm):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that lives longer than the state, and does nothing then."""
+    """Returns a hook that does nothing after the state has been freed."""
     weak = WeakMethod(method)
 
     def hook(*arguments: Any) -> None:
