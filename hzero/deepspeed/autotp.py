@@ -61,13 +61,13 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Ow
     if config.tensor_parallel_config.tp_overlap_comm and coded:
         whose = "" if written else f" of preset {block.preset!r}"
         raise ConfigError(
-            f"tensor_parallel.tp_overlap_comm: found True, with {KEY}.codecs.tensor{whose}, whose sums are waited for; possible: "
-            "false, or codec none"
+            f"tensor_parallel.tp_overlap_comm: found True with {KEY}.codecs.tensor{whose}, whose sums cannot overlap with "
+            "compute; expected false, or codec none"
         )
     if written and not coded:
         raise ConfigError(
-            f"{KEY}.codecs.tensor: none on the tiers that tensor groups of {size} ranks "
-            f"{'cross' if world is not None else 'can cross'} ({', '.join(tiers)}), and so without effect"
+            f"{KEY}.codecs.tensor: found none on the tiers that tensor groups of {size} ranks "
+            f"{'cross' if world is not None else 'can cross'} ({', '.join(tiers)}); expected a codec on one of them"
         )
     return owners
 
@@ -106,7 +106,7 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
             layer.hzero_group, layer.forward = group, types.MethodType(_FORWARDS[type(layer).forward], layer)
     if others and is_rank_0():
         logger.warning(
-            "hzero: codecs.tensor does not reach layers of AutoTP with a forward of their own: %s",
+            "hzero: codecs.tensor has no effect on layers of AutoTP with another forward: %s",
             some(others, 4),
         )
     return group

@@ -243,7 +243,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
                 if without:
                     logger.warning("hzero: %r was written without the key checkpoint; skipped", str(named))
                 if not complete and any(folder.glob(f"*/{NOTE}")):
-                    raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder)}")
+                    raise IncompleteError(f"checkpoint: {str(folder)!r} has no complete checkpoint{_beside(folder)}")
                 if complete or named is None:
                     return None, complete
         assert place is not None
@@ -251,7 +251,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             return None, [Manifest.read(place)]
         if not place.exists():
             raise IncompleteError(f"checkpoint: no folder {str(place)!r}{_beside(folder)}")
-        logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(place))
+        logger.warning("hzero: %r was written without the key checkpoint, so its files are not verified", str(place))
         return os.path.relpath(place, folder), []
 
     def _keep_batch(self, note: Manifest) -> None:
@@ -386,14 +386,14 @@ class Resharding:
         missing = sorted(self.old.counts.items() ^ sharding.counts.items())
         if missing:
             names = some(list(dict.fromkeys(name for name, _ in missing)), 4)
-            raise ConfigError(f"checkpoint: {str(folder)!r} holds other parameters than the model: {names}")
+            raise ConfigError(f"checkpoint: {str(folder)!r} has other parameters than the model: {names}")
 
     def path(self, rank: int, kind: str) -> Path:
         """Returns the path of the file that a rank of the other world has written. Files of bf16 runs have a prefix."""
         found = sorted(self._folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}"))
         if len(found) != 1:
             raise ConfigError(
-                f"checkpoint: {str(self._folder)!r} has {len(found)} files *zero_pp_rank_{rank}_mp_rank_00_{kind}"
+                f"checkpoint: {str(self._folder)!r} has {len(found)} files *zero_pp_rank_{rank}_mp_rank_00_{kind}; expected 1"
             )
         return found[0]
 
@@ -506,7 +506,7 @@ def _beside(folder: Path, *tried: Path) -> str:
         for path in complete_in(place):
             if path not in (folder, *tried):
                 return f"; the newest complete one is {str(path)!r}"
-    return "; there is no complete one beside it"
+    return "; there is no other complete one"
 
 
 def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) -> int:
@@ -618,7 +618,7 @@ def _candidates_of_trainer(output_dir: str, asked: Any) -> list[Manifest]:
     if asked is not True and Path(asked) != Path(last or ""):
         complete = {path: note for path, note in complete.items() if path == Path(asked)}
     elif last is not None and not complete and newest is None:
-        raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
+        raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} has no complete checkpoint")
     elif last is not None and newest == Path(last):
         return []
     return list(complete.values())
@@ -737,7 +737,7 @@ def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> An
         ConfigError: The file needs classes or functions that are not in `_ALLOWED`, is damaged, or is not a file of torch.
     """
     if not os.path.isfile(path):  # torch would block on a pipe
-        raise ConfigError(f"{path!r} is missing, as after a run in another type of weights, or no regular file")
+        raise ConfigError(f"{path!r} is missing or not a regular file; a run with another dtype has other names")
     try:
         with only_tensors(trust, repr(path)):
             return torch.load(path, map_location, weights_only=not trust, mmap=mmap and zipfile.is_zipfile(path))
@@ -748,8 +748,8 @@ def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> An
 def _refusal(what: str, error: Exception) -> ConfigError:
     if found := re.search(r"GLOBAL ([\w.]+)", str(error)):  # torch's message has the refused name
         return ConfigError(
-            f'{what} needs {found[1]}, which is no tensor and could run code, so it is not loaded; "checkpoint": '
-            '{"trust": true} loads it all the same, if you trust whoever wrote it'
+            f'{what} needs {found[1]}, which is not a tensor and could run code, so it is not loaded; "checkpoint": '
+            '{"trust": true} loads it, if you trust its author'
         )
     reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return ConfigError(f"{what} cannot be loaded as tensors: {reason.splitlines()[0][:200]}")

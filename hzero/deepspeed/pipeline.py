@@ -79,8 +79,8 @@ class PipelineState(Traffic):
         self.logged_hops = LoggedHops(self)
         if is_rank_0() and (clusters := self.owners.grid.clusters) > 1:
             logger.warning(
-                "hzero: the ranks of a pipeline stage are on %d clusters, so gradients cross the links between clusters; only "
-                "activations do with %d stages, or a multiple, and ranks that are numbered cluster by cluster",
+                "hzero: the ranks of a pipeline stage are on %d clusters, so gradients cross the links between clusters; "
+                "with %d stages or a multiple, and ranks numbered cluster by cluster, only activations cross them",
                 clusters,
                 world.clusters,
             )
@@ -309,7 +309,7 @@ class HZeroPipelineEngine(PipelineEngine):
     @on_all_ranks()
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         if self.has_moe_layers:
-            raise ConfigError(f"{KEY}: found experts with pipeline stages; possible: layers that every rank has")
+            raise ConfigError(f"{KEY}: found experts with pipeline stages; expected a model without experts")
         state = PipelineState(self.module, self.mpu, self._config.hzero_block)
         self._messages = StageMessages(state.pipeline)
         self._INSTRUCTION_MAP = {
@@ -369,7 +369,7 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
         return
     role, tier = lossy[0]
     found = f"{KEY}.codecs.{role}.{tier}: found {config.codecs[role][tier].codec!r} with"
-    possible = f"possible: {', '.join(LOSSLESS)}, or"
+    expected = f"expected {', '.join(LOSSLESS)}, or"
     stages: dict[str, set[int]] = {}
     for number, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
@@ -377,15 +377,15 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
     shared = next((key for key, owners in stages.items() if len(owners) > 1), None)
     if shared is not None:
         raise ConfigError(
-            f"{found} weights that are tied over stages ({shared}), whose copies it would drive apart; {possible} weights that "
-            "are not tied"
+            f"{found} weights that are tied over stages ({shared}), whose copies would diverge; {expected} weights that are "
+            "not tied"
         )
     if mpu.get_slice_parallel_world_size() == 1:
         return
     if (name := first_of_ranks(_unlike(module, mpu.get_slice_parallel_group()))) is not None:
         raise ConfigError(
-            f"{found} parameter {name}, which differs between the ranks of a tensor group and does not say that it is split; "
-            f"{possible} tensor_model_parallel = True on parameters that are split, as Megatron-LM sets it, and equal parts"
+            f"{found} parameter {name}, which differs between the ranks of a tensor group and is not marked as split; "
+            f"{expected} tensor_model_parallel = True on split parameters, as in Megatron-LM, with parts of equal size"
         )
 
 

@@ -86,7 +86,7 @@ def check_config(config: DeepSpeedConfig) -> None:
     stage = int(config.zero_config.stage)
     if stage not in (1, 3):
         raise ConfigError(
-            f"{KEY} needs zero_optimization.stage 3, found {stage}; set it to 3 or remove the {KEY} block"
+            f"zero_optimization.stage: found {stage} with the {KEY} block; expected 3, or 1 for a PipelineModule"
         )
     muon = config.optimizer_name == "muon"
     _refuse(config, _SUPPORTED | (_SUPPORTED_WITH_MUON if muon else {}), " with Muon" if muon else "")
@@ -107,8 +107,8 @@ def check_config(config: DeepSpeedConfig) -> None:
         unused += [key for key in ("codecs.weights", "codecs.except") if key in written]
         if unused:
             raise ConfigError(
-                f"{KEY}.{unused[0]}: has no effect with pipeline stages; possible: {', '.join(_OF_PIPELINES)}, of "
-                "codecs gradients, pipeline, optimizer and those of the model's dimensions"
+                f"{KEY}.{unused[0]}: has no effect with pipeline stages; expected {', '.join(_OF_PIPELINES)}; codecs for "
+                "gradients, pipeline, optimizer and the model's dimensions"
             )
 
 
@@ -120,18 +120,19 @@ def check_engine(engine: DeepSpeedEngine) -> None:
     """
     stage, pipeline = engine.zero_optimization_stage(), isinstance(engine, PipelineEngine)
     if pipeline != (stage == 1):
-        needed = "1 with a PipelineModule, found 3" if pipeline else "3, found 1, which is for a PipelineModule"
-        raise ConfigError(f"{KEY} needs zero_optimization.stage {needed}; change it or remove the {KEY} block")
+        found, expected = ("3 with", 1) if pipeline else ("1 without", 3)
+        raise ConfigError(
+            f"zero_optimization.stage: found {found} a PipelineModule; expected {expected}, or no {KEY} block"
+        )
     if pipeline and type(engine) is not PipelineEngine:  # such as DualPipeVEngine
         raise ConfigError(
-            f"{KEY}: found the engine {type(engine).__name__}, which {KEY} does not support; possible: a PipelineModule with "
-            "deepspeed.initialize"
+            f"{KEY}: found the engine {type(engine).__name__}; expected the engine of deepspeed.initialize for a PipelineModule"
         )
-    if engine.mpu is not None and engine._config.hzero_block.sequence is not None:  # Ulysses passes an mpu
+    # Ulysses passes an mpu.
+    if engine.mpu is not None and engine._config.hzero_block.sequence is not None:
         raise ConfigError(f"mpu: found {type(engine.mpu).__name__} with {KEY}.sequence; expected one of them")
-    if (
-        engine.client_optimizer is not None and engine.optimizer_name() == "Muon"
-    ):  # torch's would step flat shards as matrices
+    # torch's Muon would step flat shards as matrices.
+    if engine.client_optimizer is not None and engine.optimizer_name() == "Muon":
         raise ConfigError("optimizer: found Muon of the script; expected optimizer.type Muon in the configuration")
 
 
@@ -200,9 +201,9 @@ def check_partition(module: torch.nn.Module, ranks: Sequence[int]) -> None:
         found = ranks_of(getattr(param, "ds_process_group", None))
         if found != list(ranks) and not is_expert(param):
             raise ConfigError(
-                f"parameter {name}: partitioned over {len(found)} ranks, and the engine over {len(ranks)}"
-                f"{', others' if len(found) == len(ranks) else ''}; hzero needs one partition for all but AutoEP's experts, "
-                "and under deepspeed.zero.Init data_parallel_group=mpu.get_data_parallel_group()"
+                f"parameter {name}: found a partition over {len(found)} ranks; expected the engine's {len(ranks)} ranks"
+                f"{', which are others' if len(found) == len(ranks) else ''}; pass deepspeed.zero.Init "
+                "data_parallel_group=mpu.get_data_parallel_group()"
             )
 
 
@@ -228,8 +229,7 @@ def check_mpu(mpu: Any, world: Grid) -> None:
                 world.of_ranks(ranks_of(group))
         elif (stages := bwc_pipeline_parallel_world_size(mpu)) > 1:
             raise ConfigError(
-                f"mpu: found {stages} pipeline stages, which {KEY} supports with deepspeed.PipelineModule alone; possible: "
-                "tensor parallelism"
+                f"mpu: found {stages} pipeline stages; expected a deepspeed.PipelineModule, or tensor parallelism only"
             )
         else:
             tensor = mpu.get_model_parallel_group()
@@ -244,6 +244,6 @@ def check_tensor_group(ranks: Sequence[int], world: Grid) -> None:
     """Raises `ConfigError` if a tensor group crosses nodes or does not fill the tiers evenly."""
     if world.of_ranks(ranks).nodes > 1:
         raise ConfigError(
-            f"the tensor group of ranks {some(list(map(str, ranks)), 16)} crosses nodes ({world}); tensor groups have to lie "
-            "inside a node, devices of a package first"
+            f"the tensor group of ranks {some(list(map(str, ranks)), 16)} crosses nodes ({world}); expected tensor groups "
+            "inside a node, with the devices of a package first"
         )

@@ -451,12 +451,12 @@ def _check_same(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None
     found, groups = saved["param_groups"], optimizer.param_groups
     if len(found) != len(groups):
         raise ConfigError(
-            f"checkpoint: of {len(found)} parameter groups; found {len(groups)} in the optimizer; expected those of that run"
+            f"checkpoint: found {len(groups)} parameter groups in the optimizer; expected {len(found)}, as in the checkpoint"
         )
     kept = optimizer.state.values() if saved["state"] else ()  # empty if no step has been made
     needed = set(optimizer.defaults).union(*kept)
     if lacking := sorted(needed.difference(*found, *saved["state"].values())):
         raise ConfigError(
-            f"checkpoint: of another optimizer: found {type(optimizer).__name__}, for which it lacks {some(lacking, 4)}; "
-            "expected the optimizer of that run"
+            f"checkpoint: found optimizer {type(optimizer).__name__} and states without {some(lacking, 4)}; expected the "
+            "optimizer that has written them"
         )

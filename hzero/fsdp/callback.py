@@ -30,8 +30,8 @@ class Callback:
     def __init__(self, preset: str = "topo", topology: Any = "discover", **block: Any) -> None:
         if "accumulation" in block:
             raise ConfigError(
-                f"hzero.fsdp.Callback: accumulation: found {block['accumulation']!r}; leave it out, since Trainer says itself "
-                "which backward is the last one (gradient_accumulation_steps)"
+                f"hzero.fsdp.Callback: accumulation: found {block['accumulation']!r}; expected no such key, since Trainer marks "
+                "the last backward of a step (gradient_accumulation_steps)"
             )
         config_of(preset, topology, block)  # raises before the data is read
         self._how = preset, topology, block

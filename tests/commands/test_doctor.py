@@ -410,7 +410,7 @@ def test_a_configuration_is_shown_as_it_will_be_used(
 
 
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
-    ({}, {"zero_optimization": {"stage": 2, "hzero": {}}}, UNUSABLE, "needs zero_optimization.stage 3, found 2"),
+    ({}, {"zero_optimization": {"stage": 2, "hzero": {}}}, UNUSABLE, "zero_optimization.stage: found 2"),
     ({}, {"zero_optimization": {"stage": 3, "stge": 3, "hzero": {}}}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"zero_optimization": {"stage": 3}}, DEGRADED, 'no "hzero" block'),
     ({}, {"gradient_clip": 1.0}, DEGRADED, "unknown key 'gradient_clip'; did you mean 'gradient_clipping'"),
@@ -441,7 +441,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),
     # AutoTP.
     ({"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
-     "hzero.codecs.tensor: none on the tiers that tensor groups of 2 ranks cross (gcd)"),
+     "hzero.codecs.tensor: found none on the tiers that tensor groups of 2 ranks cross (gcd)"),
     ({"topology": EIGHT}, {"tensor_parallel": {"autotp_size": 3}}, UNUSABLE,
      "tensor_parallel.autotp_size: found 3, which does not divide 8 ranks"),
 ]  # fmt: skip

@@ -163,5 +163,5 @@ def check_layers_of_autotp_with_a_forward_of_their_own_are_named() -> None:
         _train(block, accumulation=1)
     assert len(taken) == 2 * 7
     said = [call.args[0] % call.args[1:] for call in warned.mock_calls]
-    named = "with a forward of their own: model.layers.0.mlp.down_proj (LinearAllreduce)"
+    named = "with another forward: model.layers.0.mlp.down_proj (LinearAllreduce)"
     assert [named in text for text in said] == [True] * (dist.get_rank() == 0), said

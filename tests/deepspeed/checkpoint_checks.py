@@ -255,9 +255,9 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
         resumed.destroy()
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     for key, tag, parts, says in (
-        ({}, source, 2, "of another optimizer: found SGD, .*lacks dampening"),
+        ({}, source, 2, "found optimizer SGD and states without dampening"),
         (None, target, 2, "was written by 3 ranks; found"),
-        (None, source, 1, "of 2 parameter groups; found 1 in the optimizer"),
+        (None, source, 1, "found 1 parameter groups in the optimizer; expected 2"),
         ({}, source, 1, "is in group 0 of the optimizer, and was in group 1"),
     ):
         other = engine("topo", 9, key, parts, optimizer=optimizer)

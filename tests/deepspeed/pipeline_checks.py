@@ -414,7 +414,7 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
         groups.mpu = None
 
     for message, zero in (
-        ("needs zero_optimization.stage 1 with a PipelineModule, found 3", {"stage": 3}),
+        ("zero_optimization.stage: found 3 with a PipelineModule; expected 1", {"stage": 3}),
         ("offload_optimizer.device: found cpu", {"offload_optimizer": {"device": "cpu"}}),
         ("zero_optimization.elastic_checkpoint: found True", {"elastic_checkpoint": True}),
         ("zero_optimization.round_robin_gradients: found True", {"round_robin_gradients": True}),

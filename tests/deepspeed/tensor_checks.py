@@ -174,7 +174,7 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
         with deepspeed.zero.Init(config_dict_or_path=ds_config()):
             model = SplitNet(None)
         with pytest.raises(
-            ConfigError, match=r"parameter embed.weight: partitioned over 8 ranks, and the engine over 4"
+            ConfigError, match=r"parameter embed.weight: found a partition over 8 ranks; expected the engine's 4 ranks"
         ):
             engine_of(config, model, mpu=mpu)
 
