@@ -59,8 +59,7 @@ class HostMemory:
             return list(tensors)
         self._leaving[1].wait()
         self._place = tensors[0].device
-        pinned = self._place.type != "cpu"
-        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors]
+        hosts = [_on_host(tensor) for tensor in tensors]
         self._leaving = tensors, self._copy(hosts, tensors)
         return hosts
 
@@ -102,3 +101,7 @@ class HostMemory:
                 target.copy_(source, non_blocking=True)
             event.record()
         return event
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")

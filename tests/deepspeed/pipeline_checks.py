@@ -175,8 +175,10 @@ def same_weights(engine: Any) -> bool:
     optimizer = engine.optimizer
     whole = [param for param in engine.module.parameters() if not is_model_parallel_parameter(param)]
     for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        start = optimizer.hzero.gradients.plan.rank * int(optimizer.partition_size[index])
-        whole += [master[a - start : b - start] for a, b in optimizer._copied(index, start)]
+        size = int(optimizer.partition_size[index])
+        start = optimizer.hzero.gradients.plan.rank * size
+        parts = optimizer._parts(index, start, size)
+        whole += [master[a - start : b - start] for param, _, a, b in parts if not is_model_parallel_parameter(param)]
     equal = torch.ones(1, dtype=torch.int64)
     for flats, group in (
         (optimizer.bit16_groups_flat, engine.mpu.get_data_parallel_group()),
