@@ -39,7 +39,7 @@ def check_model(model: Any) -> dict[str, Any]:
     if not isinstance(model, dict):
         raise ConfigError(f"model: found {model!r}; expected a block with keys {', '.join(SHAPE)}")
     checked = _of(model)
-    assert checked.numels, "transformers can build it"
+    assert checked.architecture.numels, "transformers can build it"
     return {key: checked["model"][key] for key in SHAPE}
 
 
@@ -61,7 +61,7 @@ def build(model: dict[str, Any], seed: int) -> Any:
 
 def numels(model: dict[str, Any]) -> list[int]:
     """Elements of every parameter."""
-    return _of(model).numels
+    return list(_of(model).architecture.numels)
 
 
 def layer_numel(model: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ RED, GREY = "#D55E00", "#8c959f"
 
 def main() -> None:
     """Writes the picture beside this file."""
-    grid, numels, accumulation = Grid(48, 4, 2), compose(["model=gpt_neox_20b"]).numels, 8
+    grid, numels, accumulation = Grid(48, 4, 2), compose(["model=gpt_neox_20b"]).architecture.numels, 8
     plan = ShardPlan.from_config(parse_config({"preset": "topo"}), grid, 0)
     others = schemes_node_bytes(grid, numels, accumulation=accumulation)
     bars = {

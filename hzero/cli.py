@@ -38,7 +38,7 @@ COMMANDS = {
 #: Packages of the extras ``train`` and ``data`` that commands need. They are looked up before the work, since some are used
 #: at its end.
 NEEDS = {
-    "train": ("hydra", "transformers", "accelerate", "datasets", "matplotlib"),
+    "train": ("hydra", "transformers", "accelerate", "datasets"),
     "data": ("hydra", "transformers", "datasets", "rich", "distributed"),
     "plan": ("hydra", "transformers", "rich"),
 }

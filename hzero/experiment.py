@@ -121,7 +121,6 @@ class TrainBlock(Frozen):
     micro_batch: int = Field(ge=1, le=1_000_000)
     grad_accumulation: int = Field(ge=1, le=10_000)  # a plan counts every micro-step
     lr: Rate
-    min_lr_ratio: FiniteFloat = Field(ge=0, le=1)
     warmup_steps: Count
     weight_decay: Rate
     betas: Betas
@@ -143,13 +142,6 @@ class CheckpointBlock(Frozen):
     keep: Positive
     model: bool
     dtype: Literal["fp32", "bf16", "fp16"] | None
-
-
-class SampleBlock(Frozen):
-    """Text that the model writes after every evaluation."""
-
-    prompt: Name | None
-    tokens: Positive
 
 
 class ZeroGroup(BaseModel, extra="allow"):
@@ -220,7 +212,6 @@ class Configuration(Frozen):
     run: RunBlock
     train: TrainBlock
     checkpoint: CheckpointBlock
-    sample: SampleBlock
     trainer: dict[str, Any]
     deepspeed: DeepSpeedGroup
 
@@ -404,11 +395,6 @@ class Experiment:
         """Shapes of the model, counted on torch's meta device. Raises `ConfigError` if transformers cannot build it."""
         with library_errors("model.config"):
             return _counted(transformers_config(self.config["model"]))
-
-    @property
-    def numels(self) -> list[int]:
-        """Elements of every parameter of the model; tied ones count once."""
-        return list(self.architecture.numels)
 
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration with the block. Trainer fills values that are ``auto``, and makes optimizer and schedule."""

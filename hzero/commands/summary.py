@@ -1,4 +1,4 @@
-"""The summary of a run: bytes by tier next to ZeRO-3's, loss, speed and memory; as JSON, text and picture."""
+"""The summary of a run, as JSON and as text: bytes by tier next to ZeRO-3's, loss, speed and memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def summary_of(
     return {
         "status": "stopped" if eval_loss is None else "finished",
         "model": experiment["model"]["name"],
-        "parameters": sum(experiment.numels),
+        "parameters": sum(experiment.architecture.numels),
         "preset": experiment.preset,
         "world_size": world,
         "grid": {tier: experiment.grid.size(tier) for tier in experiment.grid.tiers},
@@ -138,30 +138,6 @@ def lines(summary: dict[str, Any]) -> list[str]:
 
 
 def write(summary: dict[str, Any], folder: Path) -> None:
-    """Writes ``summary.json`` and ``summary.png``. JSON has null instead of numbers that are not finite."""
+    """Writes ``summary.json``, with null instead of numbers that are not finite."""
     with replacing(folder / "summary.json") as file:
         json.dump(json.loads(json.dumps(summary), parse_constant=lambda _: None), file, indent=1)
-    draw(summary, folder / "summary.png")
-
-
-def draw(summary: dict[str, Any], path: Path) -> None:
-    """Draws the loss of every step, and bytes by tier next to ZeRO-3's."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot(range(1, len(summary["losses"]) + 1), summary["losses"])
-    left.set(xlabel="step", ylabel="loss", title=f"{summary['model']}, preset {summary['preset']}")
-    bars = {"received": summary["bytes_per_step"], "ZeRO-3 (computed)": summary["zero3_bytes_per_step"]}
-    tiers = [tier for tier in TIERS if any(row["tier"] == tier for rows in bars.values() for row in rows)]
-    for at, (label, rows) in enumerate(bars.items()):
-        sizes = [sum(row["received"] for row in rows if row["tier"] == tier) / 1e6 for tier in tiers]
-        right.bar([place + 0.4 * at for place in range(len(tiers))], sizes, 0.4, label=label)
-    right.set_xticks([place + 0.2 for place in range(len(tiers))], tiers)
-    right.set(ylabel="MB per step, all ranks", title="bytes by tier")
-    right.legend(frameon=False)
-    with replacing(path, "wb") as file:
-        figure.savefig(file, dpi=120, format="png")
-    plt.close(figure)

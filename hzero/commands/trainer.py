@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import tempfile
-import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -70,7 +69,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         join(experiment["train"]["timeout_s"])
     stop = hzero.StopAndSave(experiment["train"]["time_limit"])
     # As soon as there are arguments of Trainer, transformers builds and loads each layer under zero.Init.
-    whole = build_model(experiment, corpus.tokenizer) if sum(experiment.numels) < ZERO_INIT_FROM else None
+    whole = build_model(experiment, corpus.tokenizer) if sum(experiment.architecture.numels) < ZERO_INIT_FROM else None
     arguments = TrainingArguments(**arguments_of(experiment, folder), **experiment["trainer"])
     model = build_model(experiment, corpus.tokenizer) if whole is None else whole
     text = {"train_dataset": corpus.train, "eval_dataset": corpus.evaluation}
@@ -78,7 +77,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     trainer.remove_callback(PrinterCallback)
     meter = _Meter(trainer)
     trace = _Trace(experiment["train"]["trace_step"], folder)
-    for callback in (meter, _Progress(folder), trace, _Sample(experiment, trainer), stop):
+    for callback in (meter, _Progress(folder), trace, stop):
         trainer.add_callback(callback)
     status = 0
     with blaming():
@@ -114,7 +113,10 @@ def check(experiment: Experiment) -> None:
         if experiment.dtype == "fp16":
             raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on GPUs only; expected fp32 or bf16")
         # Weights, gradients, and AdamW's float32 weights and moments.
-        needed, there = 16 * sum(experiment.numels), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        needed, there = (
+            16 * sum(experiment.architecture.numels),
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
         if needed > there and not dist.is_initialized():
             raise ConfigError(
                 f"model: found states of {size_text(needed)} for {experiment['model']['name']}; expected at most "
@@ -348,7 +350,9 @@ class _Progress(TrainerCallback):
         self._bar.set_postfix_str(f"loss {logs['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
         if step in (1, last) or step % max(last // 10, 1) == 0:
-            say(f"step {step}/{last}  loss {logs['loss']:.4f}  gradient norm {logs.get('grad_norm', 0):.3f}")
+            line = f"step {step}/{last}  loss {logs['loss']:.4f}  gradient norm {logs.get('grad_norm', 0):.3f}"
+            tqdm.write(line, file=sys.stdout)  # above the progress bar
+            sys.stdout.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.close()
@@ -369,32 +373,3 @@ class _Trace(TrainerCallback):
         if state.is_world_process_zero and state.global_step == self._step:
             self._profile.stop()
             self._profile.export_chrome_trace(str(self._file))
-
-
-def say(line: str) -> None:
-    """Prints a line above the progress bar."""
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()
-
-
-class _Sample(TrainerCallback):
-    """Lets the model write text after every evaluation: the most likely tokens."""
-
-    def __init__(self, experiment: Experiment, trainer: Trainer) -> None:
-        sample, length = experiment["sample"], experiment["model"]["seq_length"]
-        self._trainer, self._tokens = trainer, min(sample["tokens"], length // 2)
-        ids = trainer.eval_dataset[0]["input_ids"][:16]
-        if sample["prompt"]:
-            ids = trainer.processing_class(sample["prompt"])["input_ids"]
-        self._prompt = torch.tensor([ids[self._tokens - length :]], device=trainer.args.device)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        engine, tokenizer = self._trainer.model_wrapped, self._trainer.processing_class
-        mask, pad = torch.ones_like(self._prompt), tokenizer.pad_token_id or 0
-        how = {"max_new_tokens": self._tokens, "do_sample": False, "pad_token_id": pad, "attention_mask": mask}
-        with hzero.exact_weights(engine):  # ranks call forward equally often, since every one gathers
-            ids = engine.module.generate(self._prompt, synced_gpus=True, **how)[0]
-        if dist.get_rank() == 0:
-            size = self._prompt.shape[1]
-            text = f"{tokenizer.decode(ids[:size])!r} -> {tokenizer.decode(ids[size:])!r}"
-            say(textwrap.fill(f"sample after step {state.global_step}: {text}", 78, subsequent_indent="  "))
