@@ -71,12 +71,12 @@ def split(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str
     for where, place in places.items():
         for name in place:
             if name != KEY and str(name).lower().replace("_", "").replace("-", "") == KEY:
-                raise ConfigError(f"{where.removesuffix(KEY)}{name}: unknown key; did you mean {KEY!r}?")
+                raise ConfigError(f"{where.removesuffix(KEY)}{name}: found key {name!r}; expected {KEY!r}")
     found = {where: place.pop(KEY) for where, place in places.items() if KEY in place}
     if len(found) == 2:
         raise ConfigError(f"{KEY}: found at the top level and in {PARENT}; keep the one in {PARENT}")
     for where, block in found.items():
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{where}: found {block!r}, expected a block of keys")
+            raise ConfigError(f"{where}: found {block!r}; expected a block of keys")
         return block, rest
     return None, rest

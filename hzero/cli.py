@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 2
         if parsed.command not in COMMANDS:
-            raise one_of("", parsed.command, COMMANDS, "command")
+            raise one_of("COMMAND", parsed.command, COMMANDS)
         missing = [name for name in NEEDS.get(parsed.command, ()) if importlib.util.find_spec(name) is None]
         if missing:
             extra = "data,train" if parsed.command == "data" else "train"

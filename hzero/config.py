@@ -53,7 +53,7 @@ def tiers_outside(scope: Scope) -> tuple[Tier, ...]:
 def _in_order(value: Any) -> tuple[Any, ...]:
     """Unknown tiers stay, to be refused by name."""
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"found {reprlib.repr(value)}, expected a list of tiers ({', '.join(TIERS)})")
+        raise ValueError(f"found {reprlib.repr(value)}; expected a list of tiers ({', '.join(TIERS)})")
     known = all(tier in TIERS for tier in value)
     return tuple(tier for tier in TIERS if tier in value) if known else tuple(value)
 
@@ -151,13 +151,13 @@ class CodecConfig(Frozen):
         scaled = ", ".join(BLOCK_CODECS)
         if self.rotation and (not self.traits.codes or self.block_size % self.rotation):
             found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
-            raise ValueError(f"{found}; possible with {scaled}, where it divides block_size")
+            raise ValueError(f"{found}; expected {scaled} and a divisor of block_size")
         if self.rounding != "nearest" and not self.traits.codes:
-            raise ValueError(f"found rounding {self.rounding!r} with codec {self.codec}; possible with {scaled}")
+            raise ValueError(f"found rounding {self.rounding!r} with codec {self.codec}; expected {scaled}")
         for codec, traits in TRAITS.items():
             for setting in traits.settings if codec != self.codec else ():
                 if (value := getattr(self, setting)) is not None:
-                    raise ValueError(f"found {setting} {value} with codec {self.codec}; possible with {codec}")
+                    raise ValueError(f"found {setting} {value} with codec {self.codec}; expected {codec}")
         return self
 
     @property
@@ -363,7 +363,7 @@ class SequenceConfig(Frozen):
 def _groups(value: Any) -> Any:
     if value in (None, AUTOMATIC) or (type(value) is int and value >= 1):
         return value
-    raise ValueError(f"found {reprlib.repr(value)}, expected a number of nodes, null for no groups, or {AUTOMATIC!r}")
+    raise ValueError(f"found {reprlib.repr(value)}; expected a number of nodes, null for no groups, or {AUTOMATIC!r}")
 
 
 Groups: TypeAlias = Annotated[int | Literal["automatic"] | None, BeforeValidator(_groups)]
@@ -406,7 +406,7 @@ class TopologyConfig(Frozen):
         written = tuple(map(str, value)) if isinstance(value, (list, tuple)) else ()
         if not set(BASE_TIERS) <= set(written) <= set(TIERS) or len(set(written)) < len(written):
             raise ValueError(
-                f"found {reprlib.repr(value)}, expected node, gpu and gcd in some order, slowest first; possible beside them: "
+                f"found {reprlib.repr(value)}; expected node, gpu and gcd in some order, slowest first; possible beside them: "
                 f"{', '.join(OPTIONAL_TIERS)}"
             )
         return written
@@ -426,10 +426,10 @@ class TopologyConfig(Frozen):
 
 def _source_alone(value: Any) -> Any:
     if value == "auto":  # the default's name, had Accelerate and Trainer not taken it for values that they fill in
-        raise ValueError('found "auto", expected "discover", which is the default, a file, a preset or a block')
+        raise ValueError('found "auto"; expected "discover", which is the default, a file, a preset or a block')
     if not isinstance(value, (str, Mapping, TopologyConfig)):
         raise ValueError(
-            f'found {reprlib.repr(value)}, expected "discover", a file, a preset, or '
+            f'found {reprlib.repr(value)}; expected "discover", a file, a preset, or '
             '{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
         )
     return {"source": value} if isinstance(value, str) else value
@@ -568,10 +568,10 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     """
     if not isinstance(block, Mapping):
         keys = ", ".join(Block.model_fields)
-        raise ConfigError(f"{path}: found {reprlib.repr(block)}, expected a block with keys {keys}")
+        raise ConfigError(f"{path}: found {reprlib.repr(block)}; expected a block with keys {keys}")
     preset = block.get("preset", DEFAULT_PRESET)
     if preset not in tuple(PRESETS):
-        raise one_of(f"{path}.preset", preset, PRESETS, "preset")
+        raise one_of(f"{path}.preset", preset, PRESETS)
     start = PRESETS[preset]
     written, size = block.get("shard", {}), block.get("block_size", DEFAULT_BLOCK_SIZE)
     shard = {"weights": start.weights, "gradients": start.gradients}
@@ -590,14 +590,14 @@ def _check_together(block: Block, path: str) -> None:
     """Refuses values that exclude each other."""
 
     def refuse(key: str, found: str, possible: str) -> ConfigError:
-        return ConfigError(f"{path}.{key}: {found}; possible: {possible}")
+        return ConfigError(f"{path}.{key}: {found}; expected {possible}")
 
     scope, weights = block.shard.weights, block.codecs.weights
     if block.resident == "decoded" and scope != "device":
-        raise refuse("resident", f"found 'decoded' with weights over the {scope}", "with weights over the device")
+        raise refuse("resident", f"found 'decoded' with weights over the {scope}", "weights over the device")
     if block.refresh_differences and scope == "world":
         why = "found true with weights over the world, of which no copy is kept"
-        raise refuse("refresh_differences", why, f"with {path}.shard.weights {', '.join(SCOPES[:-1])}")
+        raise refuse("refresh_differences", why, f"{path}.shard.weights {', '.join(SCOPES[:-1])}")
     for key, patterns in (("shard", block.shard.exceptions), ("codecs", block.codecs.exceptions)):
         if any(not pattern.strip() for pattern in patterns):
             raise refuse(f"{key}.except", "found an empty pattern", "one such as *norm*")

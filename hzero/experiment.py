@@ -299,7 +299,7 @@ def one_line(error: Exception) -> str:
     """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return str(one_of(group, option, sorted(error.options), "option"))
+        return str(one_of(group, option, sorted(error.options)))
     text = " ".join(str(error).split())
     if isinstance(error, OverrideParseException):
         return (
@@ -490,7 +490,7 @@ def transformers_config(model: dict[str, Any]) -> Any:
 
     kind = str(written.get("model_type") or "")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise one_of("model.config.model_type", kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model")
+        raise one_of("model.config.model_type", kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for key, value in written.items():
         if key.endswith(("_size", "_layers", "_heads", "_dim")) and isinstance(value, int):
             limit = 1000 if key.endswith("_layers") else 10_000_000

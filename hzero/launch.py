@@ -427,5 +427,5 @@ def _number(environ: Mapping[str, str], variable: str) -> int | None:
     if not value:
         return None
     if not (value.isascii() and value.isdigit() and len(value) < 10):
-        raise ConfigError(f"{variable}: found {value[:40]!r}, expected a number")
+        raise ConfigError(f"{variable}: found {value[:40]!r}; expected a number")
     return int(value)

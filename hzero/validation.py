@@ -250,14 +250,27 @@ def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | N
     return next(iter(difflib.get_close_matches(str(value), list(possible), n=1, cutoff=cutoff)), None)
 
 
-def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -> ConfigError:
-    """The error for a value that is not possible; names the nearest possible one."""
+def did_you_mean(value: Any, possible: Iterable[str]) -> str:
+    """The end of a message that names the possible value most similar to ``value``; empty if none is similar."""
+    near = nearest(value, possible)
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def one_of(key: str, value: Any, possible: Iterable[str], kind: str = "") -> ConfigError:
+    """The error for a value that is not possible.
+
+    Args:
+        key: The key, which may be empty.
+        value: The value that was found.
+        possible: The values that are possible. The message lists at most 30.
+        kind: Kind of the value, such as ``key``, if the key does not tell it.
+    """
     names = [str(name) for name in possible]
-    near = nearest(value, names)
-    hint = f"; did you mean {near!r}?" if near else "."
-    return ConfigError(
-        f"{key}{': ' if key else ''}unknown {what} {reprlib.repr(value)}{hint} Possible: {some(names, 30)}"
-    )
+    listed = some(names, 30)
+    if len(names) <= 30:
+        listed = " or ".join(listed.rsplit(", ", 1))
+    found = f"{kind} {reprlib.repr(value)}".strip()
+    return ConfigError(f"{key}: found {found}; expected {listed}{did_you_mean(value, names)}".removeprefix(": "))
 
 
 class Parser(argparse.ArgumentParser):
@@ -289,7 +302,7 @@ def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float
         with contextlib.suppress(ValueError):
             if 0 < (value := kind(text)) <= most:
                 return value
-        raise argparse.ArgumentTypeError(f"found {text[:40]!r}, expected more than 0 and at most {most:,.0f}")
+        raise argparse.ArgumentTypeError(f"found {text[:40]!r}; expected more than 0 and at most {most:,.0f}")
 
     return read
 
@@ -311,7 +324,7 @@ def seconds_of(duration: str | float) -> float:
             for part in text.split(":"):
                 seconds = 60 * seconds + float(part)
     if not seconds:
-        raise ValueError(f"found {reprlib.repr(duration)}, expected seconds, or a duration such as 1h30m or 1:30:00")
+        raise ValueError(f"found {reprlib.repr(duration)}; expected seconds, or a duration such as 1h30m or 1:30:00")
     return seconds
 
 
@@ -326,7 +339,7 @@ class Frozen(BaseModel):
         """Refuses unknown keys with the nearest known one, before pydantic misses the keys that were meant."""
         keys = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(values, (Mapping, cls)):
-            raise ValueError(f"found {reprlib.repr(values)}, expected a block with keys {', '.join(keys)}")
+            raise ValueError(f"found {reprlib.repr(values)}; expected a block with keys {', '.join(keys)}")
         for key in values if isinstance(values, Mapping) else ():
             if key not in keys:
                 raise one_of("", key, keys, "key")

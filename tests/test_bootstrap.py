@@ -101,7 +101,7 @@ def test_alone() -> None:
     [
         (srun(3, RANK="4", WORLD_SIZE="16"), "RANK=4 of WORLD_SIZE=16 and SLURM_PROCID=3 of SLURM_STEP_NUM_TASKS=16"),
         ({"RANK": "3"}, "RANK, WORLD_SIZE: found one of them; expected both"),
-        ({"RANK": "four", "WORLD_SIZE": "4"}, "RANK: found 'four', expected a number"),
+        ({"RANK": "four", "WORLD_SIZE": "4"}, "RANK: found 'four'; expected a number"),
         ({"PMI_RANK": "4", "PMI_SIZE": "4"}, "PMI_RANK: found 4, but PMI_SIZE is 4"),
         (torchrun(7), "LOCAL_RANK: found 7; expected 0 to 3, the visible devices"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "LOCAL_RANK: found None; expected 0 to 3, the visible"),

@@ -139,42 +139,42 @@ def int4(**settings: Any) -> dict[str, Any]:
     return codec({"codec": "int4", **settings}, "gradients")
 
 
-NO_FIXED_SIZE = "found 'mpc', whose messages have no fixed size, as those of a stage have; possible: none"
+NO_FIXED_SIZE = "found 'mpc', whose messages have no fixed size, as those of a stage have; expected none"
 #: Blocks, and what is said behind "hzero.".
 BAD: list[tuple[Any, str]] = [
-    ({"preset": "tpoo"}, "preset: unknown preset 'tpoo'; did you mean 'topo'"),
-    ({"presets": "topo"}, "unknown key 'presets'; did you mean 'preset'"),
-    ({"shard": {"weight": "node"}}, "shard: unknown key 'weight'; did you mean 'weights'"),
-    ({"shard": {"weights": "nod"}}, "shard.weights: unknown value 'nod'; did you mean 'node'"),
-    ({"shard": {"except": {"*": {"weights": "nod"}}}}, "shard.except.*.weights: unknown value 'nod'; did you mean 'node'"),
-    ({"shard": {"except": {"*": {"weight": "node"}}}}, "shard.except.*: unknown key 'weight'; did you mean 'weights'"),
-    ({"shard": {"except": {"": {}}}}, "shard.except: found an empty pattern; possible: one such as *norm*"),
-    ({"shard": {"except": {"*": "node"}}}, "shard.except.*: found 'node', expected a block with keys weights, gradients"),
-    (codec("int8", tier="gpuu"), "codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
-    (codec("int9"), "codecs.weights.gpu.codec: unknown value 'int9'"),
-    ({"codecs": {"tensors": "int8"}}, "codecs: unknown key 'tensors'; did you mean 'tensor'"),
+    ({"preset": "tpoo"}, "preset: found 'tpoo'; expected .. did you mean 'topo'"),
+    ({"presets": "topo"}, "found key 'presets'; expected .. did you mean 'preset'"),
+    ({"shard": {"weight": "node"}}, "shard: found key 'weight'; expected .. did you mean 'weights'"),
+    ({"shard": {"weights": "nod"}}, "shard.weights: found 'nod'; expected .. did you mean 'node'"),
+    ({"shard": {"except": {"*": {"weights": "nod"}}}}, "shard.except.*.weights: found 'nod'; expected .. did you mean 'node'"),
+    ({"shard": {"except": {"*": {"weight": "node"}}}}, "shard.except.*: found key 'weight'; expected .. did you mean 'weights'"),
+    ({"shard": {"except": {"": {}}}}, "shard.except: found an empty pattern; expected one such as *norm*"),
+    ({"shard": {"except": {"*": "node"}}}, "shard.except.*: found 'node'; expected a block with keys weights, gradients"),
+    (codec("int8", tier="gpuu"), "codecs.weights: found key 'gpuu'; expected .. did you mean 'gpu'"),
+    (codec("int9"), "codecs.weights.gpu.codec: found 'int9'"),
+    ({"codecs": {"tensors": "int8"}}, "codecs: found key 'tensors'; expected .. did you mean 'tensor'"),
     (codec({"codec": "int8", "block_size": 8}), "codecs.weights.gpu.block_size: found 8"),
-    (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; possible with int8, int4, int2"),
-    (codec({"codec": "bf16", "rounding": "stochastic"}), "found rounding 'stochastic' with codec bf16; possible with int8"),
-    (codec({"codec": "none", "rounding": "stochastic"}), "found rounding 'stochastic' with codec none; possible with int8"),
-    (int4(scale="fp32"), "codecs.gradients.gpu: unknown key 'scale'"),
+    (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; expected int8, int4, int2"),
+    (codec({"codec": "bf16", "rounding": "stochastic"}), "found rounding 'stochastic' with codec bf16; expected int8"),
+    (codec({"codec": "none", "rounding": "stochastic"}), "found rounding 'stochastic' with codec none; expected int8"),
+    (int4(scale="fp32"), "codecs.gradients.gpu: found key 'scale'"),
     ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
-    ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling', expected a block with keys algorithm"),
+    ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling'; expected a block with keys algorithm"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "node_all_gather: found algorithm 'pairs' without below_bytes"),
-    (codec("exp"), "codecs.weights.gpu.codec: unknown value 'exp'. Possible: none, bf16, int8, int4, int2, zfp, mpc"),
+    (codec("exp"), "codecs.weights.gpu.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp or mpc"),
     (codec("mpc", "gradients", "node"), f"codecs.gradients.node: {NO_FIXED_SIZE}"),
     (codec("mpc"), f"codecs.weights.gpu: {NO_FIXED_SIZE}"),
     ({"codecs": {"except": {"*": "mpc"}}}, f"codecs.except.*: {NO_FIXED_SIZE}"),
-    (codec({"codec": "int8", "rate": 8}), "codecs.weights.gpu: found rate 8 with codec int8; possible with zfp"),
-    (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.gpu: found dimension 1 with codec bf16; possible with mpc"),
+    (codec({"codec": "int8", "rate": 8}), "codecs.weights.gpu: found rate 8 with codec int8; expected zfp"),
+    (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.gpu: found dimension 1 with codec bf16; expected mpc"),
     ({"preset": "zero3", "refresh_differences": True}, "refresh_differences: found true with weights over the world, of which"),
     ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with codec "
-     "none, where a difference has no fewer bytes; possible: bf16, int8, int4, int2, zfp in hzero.codecs.weights"),
+     "none, where a difference has no fewer bytes; expected bf16, int8, int4, int2, zfp in hzero.codecs.weights"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
     ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
     ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),
     ({"guard": 5.5}, "guard.discarded_steps: found 5.5; input should be a valid integer"),
-    ({"checkpoint": True}, "checkpoint: found True, expected a block with keys same_batch, verify, trust"),
+    ({"checkpoint": True}, "checkpoint: found True; expected a block with keys same_batch, verify, trust"),
     ({"topology": {"nodes": 2}}, "topology.gpus_per_node: missing"),
     ({"topology": {"gpus_per_node": 2, "order": ["node", "gpu"]}}, "topology.order"),
 ]  # fmt: skip
@@ -184,7 +184,8 @@ BAD: list[tuple[Any, str]] = [
 def test_bad_blocks_are_named(block: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config(block)
-    assert str(error.value).startswith("hzero") and message in str(error.value)
+    assert str(error.value).startswith("hzero")
+    assert all(part in str(error.value) for part in message.split(" .. ")), error.value
     assert "\n" not in str(error.value)
 
 
@@ -220,7 +221,7 @@ def test_auto_and_presets() -> None:
     with pytest.raises(ConfigError, match="discovery found 1 ranks; expected 8"):
         grid_of("discover", 8)
     with pytest.raises(
-        ConfigError, match=r"no such file: 'frontie'; expected discover, a file, .*did you mean 'frontier'"
+        ConfigError, match=r"found no file 'frontie'; expected discover, a file, .*did you mean 'frontier'"
     ):
         grid_of("frontie", 8)
 

@@ -129,7 +129,7 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
     names, catalog = parsed.schemes, whole["catalog"]
     for scheme in names:
         if scheme not in catalog:
-            raise one_of("schemes", scheme, catalog, "scheme")
+            raise one_of("schemes", scheme, catalog)
         if names.count(scheme) > 1:
             raise ConfigError(f"schemes: {scheme} is named {names.count(scheme)} times")
     entries = {scheme: schemes.check(scheme, catalog[scheme]) for scheme in names}

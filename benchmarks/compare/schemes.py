@@ -69,7 +69,7 @@ def check(name: str, entry: Any) -> dict[str, Any]:
         raise ConfigError(f"{where}: found {entry!r}, expected a block with the key engine")
     engine = entry.get("engine")
     if not isinstance(engine, str) or engine not in ENGINES:
-        raise one_of(f"{where}.engine", engine, ENGINES, "engine")
+        raise one_of(f"{where}.engine", engine, ENGINES)
     validated(ENGINES[engine], entry, where)
     return entry
 

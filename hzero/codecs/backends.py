@@ -68,7 +68,7 @@ def choice(kind: str) -> Choice:
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted not in BACKENDS:
-        raise one_of(VARIABLE, wanted, BACKENDS, "backend")
+        raise one_of(VARIABLE, wanted, BACKENDS)
     if wanted in ("hip", "cuda") and not getattr(torch.version, wanted):
         raise ConfigError(f"{VARIABLE}: {wanted} cannot be used: this torch, {torch.__version__}, is not built for it")
     if wanted == "reference":

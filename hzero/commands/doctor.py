@@ -632,16 +632,16 @@ def build(config: Any) -> None:
     types = [name for name in DtypeEnum._value2member_map_ if isinstance(name, str)]
     for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         if (found := getattr(config, key, None)) not in (None, *types):
-            raise one_of(f"data_types.{key}", found, types, "type")
+            raise one_of(f"data_types.{key}", found, types)
     adam = {"adam": optim.AdamW, "adamw": optim.AdamW}
     optimizers = {**dict.fromkeys(DEEPSPEED_OPTIMIZERS), **adam, **_classes(optim)}
     schedulers = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
     schedulers |= _classes(optim.lr_scheduler)
     name, schedule = config.optimizer_name or "AdamW", config.scheduler_name
     if name not in optimizers:
-        raise one_of("optimizer.type", name, optimizers, "optimizer")
+        raise one_of("optimizer.type", name, optimizers)
     if schedule is not None and schedule not in schedulers:
-        raise one_of("scheduler.type", schedule, schedulers, "scheduler")
+        raise one_of("scheduler.type", schedule, schedulers)
     given, kind = config.optimizer_params or {}, optimizers[name]
     kept = {key: value for key, value in given.items() if value != "auto" and key not in _OF_KERNELS}
     made = kind([zeros(1)], **kept) if kind is not None else optim.AdamW([zeros(1)])

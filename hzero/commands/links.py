@@ -105,7 +105,7 @@ def run_links(arguments: Sequence[str]) -> int:
 def _size(text: str) -> int:
     found = re.fullmatch(r"([1-9]\d{0,14})([KMG]?)(?:i?B)?", text, re.IGNORECASE | re.ASCII)
     if found is None:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected bytes, such as 512, 4K, 16M or 1G (powers of 1024)")
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected bytes, such as 512, 4K, 16M or 1G (powers of 1024)")
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
@@ -113,7 +113,7 @@ def check_output(parsed: argparse.Namespace) -> None:
     """Refuses a file that could not be written: ranks measure for minutes before they write it. Raises `ConfigError`."""
     out: Path = parsed.out
     if not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"--out: found {str(out)!r}, expected a file in a folder that you can write to")
+        raise ConfigError(f"--out: found {str(out)!r}; expected a file in a folder that you can write to")
     if out.is_dir() or (out.exists() and not parsed.overwrite):
         raise ConfigError(f"--out: {str(out)!r} exists; --overwrite replaces a file, --out FILE writes elsewhere")
 

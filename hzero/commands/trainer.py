@@ -113,10 +113,8 @@ def check(experiment: Experiment) -> None:
         if experiment.dtype == "fp16":
             raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on GPUs only; expected fp32 or bf16")
         # Weights, gradients, and AdamW's float32 weights and moments.
-        needed, there = (
-            16 * sum(experiment.architecture.numels),
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
+        needed = 16 * sum(experiment.architecture.numels)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > there and not dist.is_initialized():
             raise ConfigError(
                 f"model: found states of {size_text(needed)} for {experiment['model']['name']}; expected at most "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -18,7 +18,6 @@ from hzero.config import (
     NET_TIERS,
     PLAIN,
     ROLES,
-    TIERS,
     CodecConfig,
     CodecsConfig,
     Dimension,
@@ -316,20 +315,3 @@ def schemes_node_bytes(
     m, f, a = sum(numels) * itemsize, (grid.nodes - 1) / grid.nodes, accumulation
     deepspeed = {"ZeRO-3": 3 * a * m * f, "hpZ": (1 + a) * m * f, "ZeRO++": (0.5 + 0.25 * a) * m * f * 2 / itemsize}
     return {**deepspeed, "FSDP2": 3 * a * m * f, "HSDP, node": 2 * m * f}
-
-
-def link_seconds(traffic: Sequence[TierTraffic], rates_gb_s: Mapping[str, float | None]) -> dict[Tier, float]:
-    """Seconds per step that each tier's links need by their bandwidth alone; tiers without a rate are left out.
-
-    All bytes that cross a tier, over the bandwidth of all its links. Both sides of the division are per device: the
-    average over the devices, and a device's share of the links. On 8 devices that share NICs of 100 GB/s, 12.5 GB/s are a
-    device's share, and a flat ring that brings M bytes into the node has brought M / 8 per device.
-
-    Latency, computation and overlap are left out. The result is a lower bound if no link of the tier carries more than its
-    rate; it is reached if the bytes are spread evenly over the links.
-    """
-    return {
-        tier: sum(row.wire_bytes for row in traffic if row.tier == tier) / (rate * 1e9)
-        for tier in TIERS
-        if (rate := rates_gb_s.get(tier))
-    }

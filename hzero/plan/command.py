@@ -46,7 +46,6 @@ from hzero.plan.against import IN_FSDP, Price, against, draw, node_counts
 from hzero.plan.collectives import (
     Scheme,
     TierTraffic,
-    link_seconds,
     muon_traffic,
     node_bytes,
     schemes_node_bytes,
@@ -168,12 +167,12 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     if links := scenario.links:
         rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
         source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
-    muon = muon_traffic(plan, job.matrices, itemsize)
-    by_tier = [
-        {**asdict(row), "seconds": link_seconds([row], rates).get(row.tier), "zero3_bytes": flat and flat.wire_bytes}
-        for row, flat in itertools.zip_longest([*traffic, *muon], stock)
-        if row.used
-    ]
+    by_tier = []
+    for row, flat in itertools.zip_longest([*traffic, *muon_traffic(plan, job.matrices, itemsize)], stock):
+        if row.used:
+            # Average bytes over a device's share of the links, by bandwidth alone (see the command's help).
+            seconds = row.wire_bytes / rate / 1e9 if (rate := rates.get(row.tier)) else None
+            by_tier.append({**asdict(row), "seconds": seconds, "zero3_bytes": flat and flat.wire_bytes})
     minimum = schemes_node_bytes(grid, numels, **about)
     schemes: dict[str, dict[str, Any]] = {}
     for name, one in {**{name: scenario.shard_plan(name) for name in PRESETS}, experiment.preset: plan}.items():

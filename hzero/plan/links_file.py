@@ -108,7 +108,7 @@ class LinksFile(Frozen):
     @model_validator(mode="after")
     def _agrees(self) -> LinksFile:
         if not set(BASE_TIERS) <= set(self.grid) or min(self.grid.values()) < 1:
-            raise ValueError(f"grid: found {self.grid}, expected sizes of at least 1 for {', '.join(BASE_TIERS)}")
+            raise ValueError(f"grid: found {self.grid}; expected sizes of at least 1 for {', '.join(BASE_TIERS)}")
         for index, row in enumerate(self.rows):
             if row.ranks != (size := self.grid.get(row.tier, 1)):
                 raise ValueError(f"rows.{index}.ranks: found {row.ranks}, but tier {row.tier} has {size}")

@@ -111,16 +111,15 @@ class Profile(Frozen):
     def _sourced(self) -> Profile:
         for name, constant in {**dict.fromkeys(CONSTANTS), **self.constants}.items():
             if name not in CONSTANTS:
-                raise ValueError(str(one_of("constants", name, CONSTANTS, "constant")))
+                raise one_of("constants", name, CONSTANTS, "key")
             if constant is None:
                 raise ValueError(f"constants.{name}: missing")
             if constant.value == 0 and (name.endswith("_gb_s") or name in ("compute_tflops", "ll_share", "fill_kib")):
-                raise ValueError(f"constants.{name}.value: found 0, expected more than 0")
+                raise ValueError(f"constants.{name}.value: found 0; expected more than 0")
             if constant.value > 1 and name.endswith("_share"):
-                raise ValueError(f"constants.{name}.value: found {constant.value:g}, expected a share of at most 1")
+                raise ValueError(f"constants.{name}.value: found {constant.value:g}; expected a share of at most 1")
             if constant.source not in self.sources:
-                possible = ", ".join(self.sources)
-                raise ValueError(f"constants.{name}.source: found {constant.source!r}, possible: {possible}")
+                raise one_of(f"constants.{name}.source", constant.source, self.sources)
         return self
 
     @property
@@ -139,7 +138,7 @@ class Profile(Frozen):
         if shape != (self.gpus_per_node, self.gcds_per_gpu):
             expected = f"{self.gpus_per_node} x {self.gcds_per_gpu}"
             raise ConfigError(
-                f"profile {self.name}: found nodes of {shape[0]} x {shape[1]} devices, expected {expected}"
+                f"profile {self.name}: found nodes of {shape[0]} x {shape[1]} devices; expected {expected}"
             )
         for key, count in (("gpus_per_hive", grid.gpus_per_hive), ("clusters", grid.clusters)):
             if count > 1:
@@ -160,7 +159,7 @@ def profile_names() -> list[str]:
 
 def _shipped(name: str) -> Path:
     if name not in profile_names():
-        raise one_of("profile", name, profile_names(), "profile")
+        raise one_of("profile", name, profile_names())
     return _FOLDER / f"{name}.yaml"
 
 

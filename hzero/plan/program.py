@@ -142,10 +142,6 @@ class Cross:
         """Bytes of each peer's part in one rank's message, of a reduction."""
         return self.message_bytes(chunks, itemsize) // self.ranks
 
-    def array_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
-        """Bytes of the whole array over the group, as nccl-tests count sizes."""
-        return self.message_bytes(chunks, itemsize) * (self.ranks if self.kind == "all_gather" else 1)
-
 
 @dataclass(frozen=True)
 class Sum:

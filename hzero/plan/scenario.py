@@ -255,7 +255,7 @@ class Scenario:
         group = self.grid.nodes_per_group  # which an automatic grid chooses again
         if group is not None and nodes % group and not self.grid.automatic:
             if nodes > group:
-                raise ConfigError(f"nodes: found {nodes:,}, expected a multiple of topology.nodes_per_group, {group}")
+                raise ConfigError(f"nodes: found {nodes:,}; expected a multiple of topology.nodes_per_group, {group}")
             group = None
         return replace(self, grid=replace(self.grid, nodes=nodes, ranks=None, nodes_per_group=group))
 
@@ -313,10 +313,8 @@ def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigErr
     """The profile of that name, or else the topology's, if its machine can have such a grid."""
     topology, grid = experiment["topology"], experiment.grid
     if not (chosen := name or topology.get("profile")):
-        return ConfigError(
-            "profile: none is known for this topology; give profile=NAME or a .yaml, possible: "
-            f"{', '.join(profile_names())}"
-        )
+        names = ", ".join(profile_names())
+        return ConfigError(f"profile: none is known for this topology; expected a file.yaml or one of {names}")
     profile = load_profile(chosen)
     if gbit := topology.get("nic_gbit"):
         profile = with_nics(profile, grid, gbit * topology.get("nics_per_node", 1))
@@ -362,5 +360,5 @@ def _bytes_of(text: str) -> int:
     """Bytes of a text such as ``64GB``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)?", text)
     if found is None:
-        raise ConfigError(f"memory: found {text!r}, expected GB as in memory=64GB")
+        raise ConfigError(f"memory: found {text!r}; expected GB as in memory=64GB")
     return int(float(found[1]) * (2**30 if found[2] == "GiB" else 1e9))

@@ -149,7 +149,7 @@ def _fitting(every: Sequence[Setting]) -> list[Setting]:
     most = ", ".join(f"{name} {size_text(memory.states[name].bytes)}" for name in largest)
     raise ConfigError(
         f"memory: found {size_text(there)}, and the smallest setting ({smallest}) needs {size_text(memory.bytes)} at "
-        f"{memory.fullest}: {most}; possible: more nodes, a smaller model, shorter sequences, smaller buckets"
+        f"{memory.fullest}: {most}; expected more nodes, a smaller model, shorter sequences or smaller buckets"
     )
 
 

@@ -176,7 +176,7 @@ class ShardPlan:
         for role, scope in scopes.items():
             if scope not in grid.scopes:
                 raise ConfigError(
-                    f"{key}.{role}: found {scope!r}, which this machine does not have ({grid}); possible: "
+                    f"{key}.{role}: found {scope!r}, which this machine does not have ({grid}); expected "
                     f"{', '.join(grid.scopes)}; {_DECLARED_BY[scope]} in hzero.topology declares it"
                 )
         for role in reversed(ROLES):

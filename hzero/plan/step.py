@@ -289,7 +289,8 @@ class _Builder:
             phases = [machine.kernel(taken + left)]
             if isinstance(step, Cross):
                 number = program.crossings.index(step)
-                size, sent, phases = step.array_bytes(chunks, self._job.itemsize), step, []
+                # Of the whole array over the group, as nccl-tests count sizes.
+                size, sent, phases = taken * (step.ranks if step.kind == "all_gather" else 1), step, []
                 if stage is not None and stage.checksum:
                     size += CHECKSUM_BYTES * step.ranks
                     written, read = program.checked(index)

@@ -200,13 +200,12 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     places = sorted((place for ranks in hosts.values() for place in places_of(ranks)), key=lambda place: place.rank)
     clusters, notes = clusters_of(hosts), list[str]()
     sizes = Counter(clusters.values())
-    if equal := len({*sizes.values()}) == 1:
-        joined = "form clusters, which tier cluster joins"
-    else:
-        joined = (
-            f"cannot form clusters of equal size ({', '.join(map(str, sizes.values()))} nodes), so tier node joins them"
-        )
+    equal = len({*sizes.values()}) == 1
     if len(sizes) > 1:
+        joined = "form clusters, which tier cluster joins"
+        if not equal:
+            counts = ", ".join(map(str, sizes.values()))
+            joined = f"cannot form clusters of equal size ({counts} nodes), so tier node joins them"
         nodes = {number: host for host, number in reversed(clusters.items())}
         names = ", ".join(f"{'+'.join(hosts[host][0].subnets)} of node {host}" for host in reversed(nodes.values()))
         notes.append(f"nodes on {len(sizes)} fabrics ({names}) {joined}")
@@ -391,7 +390,7 @@ def visible_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> li
                 uuids = "".join(f", {device.uuid}" for device in seen if device.uuid)
                 raise ConfigError(
                     f"{variable}={value!r}: entry {entry!r} names {len(found) or 'no'} devices, or one that the list has "
-                    f"already; possible: 0 to {len(seen) - 1}{uuids}"
+                    f"already; expected 0 to {len(seen) - 1}{uuids}"
                 )
             listed += found
         seen = listed

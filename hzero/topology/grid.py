@@ -218,7 +218,7 @@ class Grid:
             ValueError: The rank is out of range.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank: found {rank}, expected 0..{self.world_size - 1}")
+            raise ValueError(f"rank: found {rank}; expected 0..{self.world_size - 1}")
         return Coordinates(*map(int, self._index(rank)))
 
     def rank(self, gcd: int, hive: int, gpu: int, node: int, group: int, cluster: int) -> int:

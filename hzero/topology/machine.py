@@ -143,7 +143,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         if len(self.devices) > MAX_DEVICES:
-            raise ConfigError(f"{self.source}: {len(self.devices)} devices in one node, expected at most {MAX_DEVICES}")
+            raise ConfigError(f"{self.source}: {len(self.devices)} devices in one node; expected at most {MAX_DEVICES}")
         for what, values in (
             ("device number", [str(device.number) for device in self.devices]),
             ("PCI bus id", [device.bus for device in self.devices if device.bus]),
@@ -193,7 +193,7 @@ def bus_id(text: str, where: str = "") -> str:
     found = _BUS.fullmatch(text.strip())
     if found is None:
         place = f"{where}: " if where else ""
-        raise ConfigError(f"{place}found {text[:40]!r}, expected a PCI bus id such as 0000:c1:00.0")
+        raise ConfigError(f"{place}found {text[:40]!r}; expected a PCI bus id such as 0000:c1:00.0")
     domain, bus, slot, function = found.groups()
     return f"{int(domain or '0', 16):04x}:{bus}:{slot}.{function}".lower()
 
@@ -357,7 +357,7 @@ def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
     """
     packages = packages_of(machine)
     if len(sizes := {len(package) for package in packages}) > 1:
-        raise ConfigError(f"{machine.source}: found packages of {sorted(sizes)} devices, expected one size")
+        raise ConfigError(f"{machine.source}: found packages of {sorted(sizes)} devices; expected one size")
     shape = {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])}
     return validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes, **keys}, where)
 

@@ -41,7 +41,7 @@ from hzero.topology.machine import (
     bus_id,
     merge_links,
 )
-from hzero.validation import ConfigError, Frozen, nearest, validated
+from hzero.validation import ConfigError, Frozen, did_you_mean, nearest, validated
 
 #: Where the kernel's tree is, for containers that see the host's elsewhere.
 SYSFS = "HZERO_SYSFS"
@@ -68,7 +68,7 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str 
     """
     found = this_machine(environ) if source in HERE else read_source(source, where)
     if isinstance(found, TopologyConfig):
-        raise ConfigError(f"{source}: declares a grid (gpus_per_node), expected a node (devices or packages)")
+        raise ConfigError(f"{source}: declares a grid (gpus_per_node); expected a node (devices or packages)")
     return found
 
 
@@ -97,14 +97,14 @@ def read_source(source: str, where: str) -> Machine | TopologyConfig:
             raise ConfigError(f"{where}: found no {NODES} in {source!r}; expected /sys or a copy of it")
         return read_sysfs(Path(source))
     if not os.path.exists(source):
-        near = nearest(source, PRESETS)
-        hint = f" (did you mean {near!r}?)" if near else ""
-        known = f"discover, a file, or a preset: {', '.join(PRESETS)}"
-        raise ConfigError(f"{where}: no such file: {source[:200]!r}; expected {known}{hint}")
+        expected = f"discover, a file, or a preset: {', '.join(PRESETS)}{did_you_mean(source, PRESETS)}"
+        raise ConfigError(f"{where}: found no file {source[:200]!r}; expected {expected}")
     text = read_text(source, _MAX_BYTES)
     if text.lstrip().startswith("<"):
         return read_dump(text, source)
-    return read_matrix(text, source) if is_matrix(text) else read_declared(text, source)
+    if re.search(r"^\s*GPU[0-9]+\s", _ESCAPE.sub("", text), re.MULTILINE):
+        return read_matrix(text, source)
+    return read_declared(text, source)
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
     """
     root = sysfs / NODES
     if not sysfs.is_dir():
-        raise ConfigError(f"{sysfs}: is no folder, expected /sys or a copy of it")
+        raise ConfigError(f"{sysfs}: is no folder; expected /sys or a copy of it")
     if not root.is_dir():
         remark = "no KFD topology: no AMD GPU, or its driver is not loaded"
         return Machine(str(root), (), nics=_nics(sysfs), remarks=(remark,))
@@ -227,7 +227,7 @@ def _properties(path: Path) -> dict[str, int] | None:
     for place, line in enumerate(content.decode("ascii", "replace").splitlines(), start=1):
         found = _LINE.fullmatch(line.strip())
         if found is None or found[1] in values:
-            raise ConfigError(f"{path}:{place}: found {line[:40]!r}, expected a name, once, and a number from 0")
+            raise ConfigError(f"{path}:{place}: found {line[:40]!r}; expected a name, once, and a number from 0")
         values[found[1]] = int(found[2])
     return values or None
 
@@ -314,7 +314,7 @@ def read_dump(text: str, path: str) -> Machine:
     except ElementTree.ParseError as error:
         raise ConfigError(f"{path}: is not valid XML: {error}") from None
     if root.tag != "system" or root.get("version") not in ("1", "2"):
-        raise ConfigError(f"{path}: found <{root.tag[:40]}>, expected system of version 1 or 2")
+        raise ConfigError(f"{path}: found <{root.tag[:40]}>; expected system of version 1 or 2")
     devices: dict[str, Device] = {}  # by PCI bus id
     rates: dict[int, float | None] = {}  # of one link, by device
     links: list[tuple[int, Element]] = []
@@ -336,7 +336,7 @@ def read_dump(text: str, path: str) -> Machine:
                 speed = _integer(net, "speed", path, 0, 10**9, "0")  # Mbit/s
                 nics[name] = Nic(name, _nic_kind(name, pci), speed / 8000 if speed else None)
     if (hosts := len({cpu.get("host_hash", "") for cpu in root.iter("cpu")})) > 1:
-        raise ConfigError(f"{path}: has {hosts} hosts, expected a dump of one node")
+        raise ConfigError(f"{path}: has {hosts} hosts; expected a dump of one node")
     merged = merge_links(path, _links(links, devices, rates, path))
     return Machine(path, tuple(devices.values()), merged, tuple(nics.values()))
 
@@ -372,7 +372,7 @@ def _between(a: int, b: int, kind: str, count: int, rates: dict[int, float | Non
 def _integer(element: Element, name: str, path: str, low: int, high: int, default: str = "") -> int:
     text = element.get(name, default).strip()
     if not re.fullmatch("-?[0-9]{1,12}", text) or not low <= int(text) <= high:
-        raise ConfigError(f"{path}: {element.tag}: found {name}={text[:40]!r}, expected {low} to {high}")
+        raise ConfigError(f"{path}: {element.tag}: found {name}={text[:40]!r}; expected {low} to {high}")
     return int(text)
 
 
@@ -405,11 +405,6 @@ def query_nvidia() -> Machine:
     return read_matrix(f"{_run(_MATRIX)}\n{_run(_DEVICES)}", "nvidia-smi")
 
 
-def is_matrix(text: str) -> bool:
-    """Whether a text looks like the output of the tool."""
-    return re.search(r"^\s*GPU[0-9]+\s", _ESCAPE.sub("", text), re.MULTILINE) is not None
-
-
 def read_matrix(text: str, name: str) -> Machine:
     """The node that a saved matrix describes.
 
@@ -429,7 +424,7 @@ def read_matrix(text: str, name: str) -> Machine:
         if not columns and words and _GPU.fullmatch(words[0]):
             columns = list(itertools.takewhile(_GPU.fullmatch, words))  # those of NICs follow
             if len(set(columns)) < len(columns) or len(columns) > MAX_DEVICES:
-                raise ConfigError(f"{name}: found {len(columns)} GPUs, expected at most {MAX_DEVICES}, each once")
+                raise ConfigError(f"{name}: found {len(columns)} GPUs; expected at most {MAX_DEVICES}, each once")
         elif words and words[0] in columns and words[0] not in rows:
             rows[words[0]] = words[1 : 1 + len(columns)]
         elif found := _DEVICE.fullmatch(line[:400]):
@@ -549,7 +544,7 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
         raise ConfigError(f"{path}: devices: missing; expected their number, at most {MAX_DEVICES}")
     for key, values in (("buses", declared.buses), ("numa", declared.numa)):
         if values is not None and len(values) != count:
-            raise ConfigError(f"{path}: {key}: found {len(values)}, expected one for each of {count} devices")
+            raise ConfigError(f"{path}: {key}: found {len(values)}; expected one for each of {count} devices")
     links: list[Link] = []
     for group in declared.links:
         if len(links) > count**2:

@@ -152,7 +152,7 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
     twice.write_text('{"hzero": {"preset": "topo", "preset": "mild"}}')
     for arguments, says in (
         (["--topology", str(tmp_path / "noise")], "noise"),
-        (["--expect", "lumii"], "--expect: no such file: 'lumii'"),
+        (["--expect", "lumii"], "--expect: found no file 'lumii'"),
         (["--timeout", "nan"], "--timeout: found 'nan'"),
         (["--nodes", "0"], "--nodes: found '0'"),
         (["/dev/zero"], "/dev/zero: is not a regular file"),
@@ -413,8 +413,8 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"zero_optimization": {"stage": 2, "hzero": {}}}, UNUSABLE, "zero_optimization.stage: found 2"),
     ({}, {"zero_optimization": {"stage": 3, "stge": 3, "hzero": {}}}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"zero_optimization": {"stage": 3}}, DEGRADED, 'no "hzero" block'),
-    ({}, {"gradient_clip": 1.0}, DEGRADED, "unknown key 'gradient_clip'; did you mean 'gradient_clipping'"),
-    ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
+    ({}, {"gradient_clip": 1.0}, DEGRADED, "found key 'gradient_clip'; expected"),
+    ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: found 'tpoo'; expected zero1"),
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
     # Topologies.
     ({"topology": "broken.yaml"}, {}, UNUSABLE, "broken.yaml: line 2: is neither YAML nor JSON"),
@@ -424,7 +424,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"topology": "empty"}, {}, UNUSABLE, "found no class/kfd/kfd/topology/nodes in 'empty'"),
     ({"topology": "none.yaml"}, {}, UNUSABLE, "found no devices in 'none.yaml'"),
     # Values that DeepSpeed keeps as they are.
-    ({}, {"data_types": {"grad_accum_dtype": "foo"}}, UNUSABLE, "data_types.grad_accum_dtype: unknown type 'foo'"),
+    ({}, {"data_types": {"grad_accum_dtype": "foo"}}, UNUSABLE, "data_types.grad_accum_dtype: found 'foo'"),
     ({}, {"gradient_clipping": "x"}, UNUSABLE, "gradient_clipping: found 'x'; expected a number"),
     ({}, {"prescale_gradients": "yes"}, UNUSABLE, "prescale_gradients: found 'yes'; expected true or false"),
     # Batch sizes: on 8 ranks, and where nobody knows how many there will be.
@@ -436,9 +436,9 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     # Names.
     ({}, {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": -1}}}, UNUSABLE, "Invalid learning rate: -1"),
     ({}, {"optimizer": {"type": "AdamW", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
-    ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: unknown optimizer 'AdamWW'; did you mean 'AdamW'"),
+    ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: found 'AdamWW'; expected"),
     ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}, GOOD, ""),
-    ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),
+    ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: found 'WarmupRL'; expected"),
     # AutoTP.
     ({"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
      "hzero.codecs.tensor: found none on the tiers that tensor groups of 2 ranks cross (gcd)"),
@@ -472,7 +472,7 @@ def _worst(path: Path) -> tuple[int, list[str]]:
 def test_several_faults_are_all_named(tmp_path: Path) -> None:
     path = _write(tmp_path, {"presets": "topo"}, optimizer={"type": "Addam"}, train_batch_size=4)
     block, optimizer, *_ = _worst(path)[1]
-    assert "hzero: unknown key 'presets'; did you" in block and "optimizer.type: unknown optimizer 'Addam'" in optimizer
+    assert "hzero: found key 'presets'; expected" in block and "optimizer.type: found 'Addam'" in optimizer
 
 
 def test_what_keeps_a_configuration_from_taking_effect_is_named(

@@ -22,19 +22,19 @@ from tests.topology import trees
 
 WRONG = {
     "--max-bytes 1K": "--max-bytes: found 1,024, less than --min-bytes 4,096",
-    "--min-bytes 4Q": "--min-bytes: found '4Q', expected bytes",
-    "--iterations 0": "--iterations: found '0', expected more than 0",
+    "--min-bytes 4Q": "--min-bytes: found '4Q'; expected bytes",
+    "--iterations 0": "--iterations: found '0'; expected more than 0",
     "--timeout nan": "--timeout: found 'nan'",
     "--device gpu": "--device: invalid choice: 'gpu'",
-    "--topology 2x2": "--topology: no such file: '2x2'; expected ",
+    "--topology 2x2": "--topology: found no file '2x2'; expected ",
     "--topology 0x2x2": "--topology.nodes: found 0",
     "--topology 9999x99x9": "--topology: found 8,909,109 ranks for this machine",
-    "--topology nope": "--topology: no such file: 'nope'",
+    "--topology nope": "--topology: found no file 'nope'",
     "--topology frontier": "--topology: found 0 ranks for this machine; expected 2 to 256, as in 2x2x2",
-    "--topology 1x1x2 --out no/such/links.json": "--out: found 'no/such/links.json', expected a file in a folder",
+    "--topology 1x1x2 --out no/such/links.json": "--out: found 'no/such/links.json'; expected a file in a folder",
     "--topology 1x1x2 --out here.json": "'here.json' exists; --overwrite replaces a file",
     "--topology 1x1x2 --out folder.json --overwrite": "'folder.json' exists",
-    "--fctor 2": "unknown argument '--fctor'",
+    "--fctor 2": "found argument '--fctor'",
 }
 
 

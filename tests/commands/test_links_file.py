@@ -90,12 +90,12 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("schema", "hzero-links-9", "schema: unknown value 'hzero-links-9'"),
+        ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
         ("rows.0.median_us", float("nan"), "rows.0.median_us: found nan"),
         ("rows.0.min_us", 10**400, "rows.0.min_us"),
         ("grid.node", 4, "rows.2.ranks: found 2, but tier node has 4"),
-        ("rows.1.algorithm", "broadcast", "rows.1.algorithm: unknown value 'broadcast'"),
-        ("extra\nline", 1, "unknown key"),
+        ("rows.1.algorithm", "broadcast", "rows.1.algorithm: found 'broadcast'"),
+        ("extra\nline", 1, "found key"),
     ],
 )
 def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: Any, message: str) -> None:

@@ -421,11 +421,11 @@ def test_training_refuses_what_does_not_fit(
         (["made"], "hzero data: argument action: invalid choice: 'made'"),
         (
             ["prepare", "data.path=a", "data.output=b", "tokenizer=c", "tokeniser=a"],
-            "unknown key 'tokeniser'; did you mean 'tokenizer'?",
+            "found key 'tokeniser'; expected",
         ),
         (
             ["prepare", "data.path=a", "data.output=b", "tokenizer=c", "data.pth=a"],
-            "data: unknown key 'pth'; did you mean 'path'?",
+            "data: found key 'pth'; expected",
         ),
         (["prepare", "data.path=a", "data.output=b"], "tokenizer: missing"),
         (["prepare", "data.path=a", "data.output=b", "tokenizer=c", "data.workers=0"], "data.workers: found 0"),

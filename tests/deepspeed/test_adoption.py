@@ -54,7 +54,7 @@ def test_every_place_of_the_block_is_served_or_refused(installed: Path) -> None:
     assert found["inside"] == found["top"] == found["file"] == found["zero.Init"] == STAGE
     assert found["both"].startswith("ConfigError: hzero: found at the top level and in zero_optimization")
     assert "zero_optimization.stage: found 2" in found["stage 2"]
-    assert found["misspelt"] == "ConfigError: zero_optimization.h_zero: unknown key; did you mean 'hzero'?"
+    assert found["misspelt"] == "ConfigError: zero_optimization.h_zero: found key 'h_zero'; expected 'hzero'"
     lines = [line for line in errors.splitlines() if line.startswith("hzero: topo on ")]
     assert len(lines) == 4  # one for each engine that hzero serves
     assert lines[0] == (

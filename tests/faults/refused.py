@@ -27,7 +27,7 @@ def caught() -> None:
         (configuration({}, zero_optimization={"stage": 2}), "stage"),
         (configuration({}, hybrid_engine={"enabled": True}), "hybrid_engine.enabled"),
         (configuration({"preset": "tpoo"}), "did you mean 'topo'?"),
-        (configuration({"topology": "frontierr"}), "hzero.topology: no such file"),
+        (configuration({"topology": "frontierr"}), "hzero.topology: found no file"),
         ({**configuration({}), "hzero": {}}, "found at the top level and in zero_optimization"),
     ]
     for config, says in cases:

@@ -13,9 +13,9 @@ from tests.faults.launch import run
 @pytest.mark.parametrize(
     ("way", "says"),
     [
-        ("init", "hzero: unknown key 'presett'; did you mean 'preset'?"),
-        ("trainer", "hzero.codecs: unknown key 'weightx'; did you mean 'weights'?"),
-        ("accelerate", 'hzero.topology: found "auto", expected "discover"'),
+        ("init", "hzero: found key 'presett'; expected"),
+        ("trainer", "hzero.codecs: found key 'weightx'; expected"),
+        ("accelerate", 'hzero.topology: found "auto"; expected "discover"'),
         ("world", "hzero.topology: nodes=3 x gpus_per_node=1 x gcds_per_gpu=1 is 3 ranks, but the world has 4"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_global_batch_counts_a_group_once(capsys: pytest.CaptureFixture[str]) 
             ("zero.sequence.parallel=128",),
             "zero.sequence.parallel: found 128; expected a divisor of the 64 attention heads",
         ),
-        (("zero.sequence.chunks=5",), "zero.sequence: unknown key 'chunks'; did you mean 'chunk'"),
+        (("zero.sequence.chunks=5",), "zero.sequence: found key 'chunks'; expected"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

@@ -92,11 +92,11 @@ def test_a_ring_between_many_nodes_becomes_two_short_ones() -> None:
 
 def test_a_scope_that_the_machine_lacks_is_refused_with_what_declares_it() -> None:
     with pytest.raises(
-        ConfigError, match=r"gradients: found 'group', which .* possible: device, package, node, world; nodes_per"
+        ConfigError, match=r"gradients: found 'group', which .* expected device, package, node, world; nodes_per"
     ):
         plan_of(Grid(4, 2, 2), shard={"gradients": "group"})
     with pytest.raises(
-        ConfigError, match=r"weights: found 'hive', .* possible: device, package, node, cluster, world; gpus_per"
+        ConfigError, match=r"weights: found 'hive', .* expected device, package, node, cluster, world; gpus_per"
     ):
         plan_of(Grid(4, 2, 2, clusters=2), shard={"weights": "hive"})
 

@@ -101,7 +101,7 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
 
 
 def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
-    with pytest.raises(ConfigError, match=r"hzero\.topology: no such file: 'frontierr'"):
+    with pytest.raises(ConfigError, match=r"hzero\.topology: found no file 'frontierr'"):
         resolve_grid(parse_config({"topology": {"source": "frontierr"}}).topology, 8)
     cpu = torch.device("cpu")
     start_line = undeclared(parse_config({"topology": "discover"}), cpu)
@@ -116,7 +116,7 @@ def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
         ({"nodes_per_group": 5}, r"nodes_per_group: found 5; expected a divisor of the 72 nodes: 1, 2, 3"),
         (
             {"gpus_per_node": 2, "nodes_per_group": "many"},
-            "nodes_per_group: found 'many', expected a number of nodes, null",
+            "nodes_per_group: found 'many'; expected a number of nodes, null",
         ),
         ({"source": "frontier", "gcds_per_gpu": 2}, r"gcds_per_gpu: given together with .*source 'frontier'"),
     ],

@@ -110,17 +110,14 @@ def test_losses_fall_and_bytes_are_the_plans(first: Done, place: Path, monkeypat
     assert found["status"] == "finished" and found["steps"] == len(found["losses"]) == STEPS
     assert found["loss_last"] < found["loss_first"]
     assert experiment.plan is not None
+    numels = experiment.architecture.numels
     planned = step_traffic(
-        experiment.plan,
-        experiment.grid,
-        experiment.architecture.numels,
-        itemsize=4,
-        fetches=found["fetches_per_micro_step"],
+        experiment.plan, experiment.grid, numels, itemsize=4, fetches=found["fetches_per_micro_step"]
     )
     want = {(row.tier, row.role): 4 * row.wire_bytes for row in planned if row.used and row.wire_bytes}
     got = {(row["tier"], row["role"]): row["received"] for row in found["bytes_per_step"]}
     assert got == pytest.approx(want, rel=1e-3)
-    assert found["memory"]["optimizer"] >= 12 * sum(experiment.architecture.numels) / 4
+    assert found["memory"]["optimizer"] >= 12 * sum(numels) / 4
 
 
 def test_the_saved_model_is_the_evaluated_one(first: Done, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,26 +168,26 @@ def _refused(commands: Sequence[list[str]]) -> int:
 
 REFUSED = {
     "zero=[topo,mild]": r"zero: found \[topo,mild\]; expected one option",
-    "zero=tpo": "zero: unknown option 'tpo'; did you mean 'topo'?",
-    "train.stepz=3": "train: unknown key 'stepz'; did you mean 'steps'?",
+    "zero=tpo": "zero: found 'tpo'; expected .*did you mean 'topo'",
+    "train.stepz=3": "train: found key 'stepz'; expected .*did you mean 'steps'",
     "train.steps=many": "train.steps: found 'many'",
     "train.steps": "train.steps: expected KEY=VALUE",
     "model.num_layers=1000000000": "model.num_layers: found 1000000000",
-    "model.config.num_layer=1": "model.config: unknown key 'num_layer'; did you mean 'num_hidden_layers'",
+    "model.config.num_layer=1": "model.config: found key 'num_layer'; expected .*did you mean 'num_hidden_layers'",
     "model.num_heads=3": "model.config: The hidden size is not divisible by the number of attention heads",
     "model=gpt_neox_20b": "expected at most .*, the memory of this machine",
     "train.dtype=fp16": "train.dtype: found fp16",
-    "trainer.report_too=wandb": "trainer: unknown key 'report_too'; did you mean 'report_to'",
+    "trainer.report_too=wandb": "trainer: found key 'report_too'; expected .*did you mean 'report_to'",
     "trainer.max_steps=3": "trainer.max_steps: found 3; expected the groups run, topology, train",
     "trainer.report_to=nosuch": "trainer: nosuch is not supported, only ",
     "trainer.dataloader_num_workers=-1": "trainer: num_workers option should be non-negative",
     "trainer.auto_find_batch_size=true": "trainer.auto_find_batch_size: found True; expected the groups",
     "trainer.fsdp=full_shard": "trainer.fsdp: found 'full_shard'; expected the groups",
     "deepspeed.train_batch_size=99": "deepspeed.train_batch_size: found 99; input should be None",
-    "deepspeed.optimizer.type=adan": "optimizer.type: unknown optimizer 'adan'; did you mean 'adam'?",
-    "deepspeed.stepz_per_print=3": "deepspeed: unknown key 'stepz_per_print'; did you mean 'steps_per_print'",
+    "deepspeed.optimizer.type=adan": "optimizer.type: found 'adan'; expected .*did you mean 'adam'",
+    "deepspeed.stepz_per_print=3": "deepspeed: found key 'stepz_per_print'; expected .*did you mean 'steps_per_print'",
     "deepspeed.zero_optimization.nosuch=3": "deepspeed: 1 validation error .*nosuch Extra inputs",
-    "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: unknown value 2. Possible: 3",
+    "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: found 2; expected 3",
     "data.path=nowhere": "data.path: found no regular file in 'nowhere'",
     "data.path=pipe": "data.path: found no regular file in 'pipe'",
     "data.path=short.txt": "data.path: 'short.txt' is too short: found [01] blocks",
