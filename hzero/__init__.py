@@ -1,7 +1,7 @@
-"""hzero: shards each kind of state over its own level of the machine, as a ZeRO stage for DeepSpeed and under FSDP2.
+"""hzero: a ZeRO stage for DeepSpeed, and a companion of FSDP2, that follow the hierarchy of a machine.
 
-Weights, gradients and optimizer states are sharded over the device, the package, the node or the world, each over its
-own, and collectives go tier by tier, each tier with its own codec. See docs/architecture.md.
+Weights, gradients and optimizer states each have a shard scope: the device, the package, the node or the world.
+Collectives run tier by tier, and each tier has a codec. See docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "state",
 ]
 
-#: Where names are that need no DeepSpeed, which takes seconds to import.
+#: Modules of the names that need no DeepSpeed, which takes seconds to import.
 _LIGHT = {
     "ConfigError": "hzero.validation",
     "DivergenceError": "hzero.engine.guard",

@@ -1,10 +1,10 @@
-"""Installs the stage as soon as DeepSpeed reads a configuration that holds the ``"hzero"`` block.
+"""Installs the stage as soon as DeepSpeed reads a configuration that contains the ``"hzero"`` block.
 
-``import hzero`` calls `autoload`, and torch imports hzero at the end of its own import (entry point ``torch.backends``, see
-``hzero_autoload.py``). It only asks Python to tell when DeepSpeed, Accelerate and Trainer have been imported: this module
-imports nothing that takes time. Then one method of each watched class is wrapped. All configurations go through
-``DeepSpeedConfig._initialize_params``, those of ``zero.Init`` too. Everything else of DeepSpeed stays as it is until a
-configuration has the block.
+``import hzero`` calls `autoload`. torch imports hzero at the end of its own import (entry point ``torch.backends``, see
+``hzero_autoload.py``), so this module imports nothing that takes time. `autoload` only registers an import hook. When
+DeepSpeed, Accelerate or Trainer is imported, the hook wraps one method of one class. Every configuration passes through
+``DeepSpeedConfig._initialize_params``, also for ``zero.Init``. The rest of DeepSpeed is unchanged until a configuration has
+the block.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 from hzero import block
 
-#: ``0`` leaves it to ``import hzero``, `hzero.enable` or ``hzero run`` to install the stage.
+#: With ``0``, only ``import hzero``, `hzero.enable` or ``hzero run`` install the stage.
 VARIABLE = "HZERO_AUTOLOAD"
-#: One entry for each configuration with a block that DeepSpeed has read in this process.
+#: One entry per configuration with a block that DeepSpeed has read in this process.
 blocks_read: list[bool] = []
 
 
 def autoload() -> None:
-    """Watches DeepSpeed's configurations, Accelerate's choice and Trainers, now or as soon as they have been imported."""
+    """Wraps the methods in `_WATCHED`, now or as soon as their modules have been imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name, (owner, _, _) in _WATCHED.items():
@@ -33,7 +33,7 @@ def autoload() -> None:
 
 
 class _Finder:
-    """Finds the watched modules as the other finders do, and watches them once they have been executed."""
+    """Import hook that leaves finding to the other finders, and wraps a watched module after its execution."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in _WATCHED:
@@ -53,7 +53,7 @@ class _Finder:
 
 
 def _watch(module: Any) -> None:
-    """Replaces the method of a module's class that `_WATCHED` names, once."""
+    """Wraps the method that `_WATCHED` names for a module, once."""
     owner, method, function = _WATCHED[module.__name__]
     try:
         stock = getattr(getattr(module, owner), method)
@@ -65,14 +65,14 @@ def _watch(module: Any) -> None:
 
             watching.watched_by_hzero = True  # type: ignore[attr-defined]
             setattr(getattr(module, owner), method, watching)
-    except Exception as error:  # whoever imports DeepSpeed may not want hzero at all
+    except Exception as error:  # the process may not use hzero at all, so its import must not fail
         print(f"hzero: cannot watch {module.__name__}.{owner}, so it is off: {error}", file=sys.stderr)
 
 
 def _read(stock: Callable[..., Any], config: Any, param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedConfig._initialize_params``, which installs the stage and checks the configuration if it has a block.
+    """Wraps ``DeepSpeedConfig._initialize_params``: installs the stage and checks the configuration if it has a block.
 
-    DeepSpeed does not see the block. The engine finds it parsed, as the configuration's attribute ``hzero_block``.
+    DeepSpeed does not see the block. The engine reads the parsed block from the attribute ``hzero_block``.
     """
     from hzero.validation import on_all_ranks
 
@@ -89,9 +89,9 @@ def _read(stock: Callable[..., Any], config: Any, param_dict: dict[str, Any], *a
         config.hzero_block = parse_config(found)
         config._param_dict = rest
         if (sequence := config.hzero_block.sequence) is not None:
-            config.world_size = max(config.world_size // sequence.parallel, 1)  # a batch counts a group once
+            config.world_size = max(config.world_size // sequence.parallel, 1)  # the ranks of a group share one batch
             if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= rest.keys():
-                rest.pop("train_batch_size", None)  # Trainer and Accelerate fill in one that counts every rank
+                rest.pop("train_batch_size", None)  # Trainer and Accelerate count every rank in it
         stock(config, rest, *args, **kwargs)
         check_config(config)
     return None
@@ -111,7 +111,7 @@ def _constructing(then: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_as_written(read: Any, _: Any) -> None:
-    """Checks the configuration that Trainer and Accelerate read before there is a model, and fill in later."""
+    """Checks a configuration before a model exists. Trainer and Accelerate fill in its ``auto`` values later."""
     from hzero.validation import ConfigError
 
     if block.split(read.config)[0] is None:
@@ -122,21 +122,22 @@ def _check_as_written(read: Any, _: Any) -> None:
         check_written(read.config)
     except ConfigError:
         raise
-    except Exception:  # DeepSpeed's own refusals, for what Trainer or Accelerate may still change
+    except Exception:  # DeepSpeed refuses a value that Trainer or Accelerate may still change
         return
 
 
 def _follow_accelerator(accelerator: Any, given: Any) -> None:
-    """Lets an ``Accelerator`` obey the block's keys ``checkpoint`` and ``sequence``.
+    """Applies the block's keys ``checkpoint`` and ``sequence`` to an ``Accelerator``.
 
-    Refuses one that trains DDP on CPUs although its DeepSpeed configuration has the block.
+    Raises:
+        ConfigError: The DeepSpeed configuration has the block, but the accelerator would train DDP on CPUs.
     """
     if "DEEPSPEED" in str(accelerator.distributed_type):
         _follow("follow_accelerator", accelerator, accelerator)
         if (parallel := (_key(accelerator, "sequence") or {}).get("parallel", 1)) > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            # Its loaders give the ranks of a tensor group the same samples. They count the groups of neighbours.
+            # Accelerate gives the ranks of a mesh's axis "tp" the same samples. Neighbours share a sequence.
             shape = accelerator.num_processes // parallel, parallel
             mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
             accelerator._prepare_device_mesh = lambda: mesh
@@ -150,13 +151,13 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
         from hzero.validation import ConfigError
 
         raise ConfigError(
-            f"{block.KEY}: the block is asked for, but Accelerate does not use DeepSpeed (found "
+            f"{block.KEY}: the configuration has the block, but Accelerate does not use DeepSpeed (found "
             f"{accelerator.distributed_type}); cpu=True and ACCELERATE_USE_CPU turn it off: leave them out, or remove the block"
         )
 
 
 def _follow_trainer(trainer: Any, _: Any) -> None:
-    """Lets a Trainer obey the block's keys ``checkpoint`` and ``sequence``."""
+    """Applies the block's keys ``checkpoint`` and ``sequence`` to a Trainer."""
     if getattr(trainer, "is_deepspeed_enabled", False):
         if (parallel := (_key(trainer.accelerator, "sequence") or {}).get("parallel", 1)) > 1:
             stock = trainer.get_total_train_batch_size
@@ -165,7 +166,7 @@ def _follow_trainer(trainer: Any, _: Any) -> None:
 
 
 def _key(accelerator: Any, key: str) -> Any:
-    """A key of the block, None without it."""
+    """The value of a key of the block; None if the key or the block is missing."""
     found, _ = block.split(accelerator.state.deepspeed_plugin.deepspeed_config)
     return (found or {}).get(key)
 
@@ -179,11 +180,11 @@ def _follow(function: str, client: Any, accelerator: Any) -> None:
         getattr(checkpoint, function)(client, validated(CheckpointConfig, written, f"{block.KEY}.checkpoint"))
 
 
-#: Module: the class to watch, its method, and what replaces that; it gets the method first.
+#: By module: the class to watch, its method, and the function that replaces it and receives the stock method first.
 _WATCHED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "deepspeed.runtime.config": ("DeepSpeedConfig", "_initialize_params", _read),
     "accelerate.accelerator": ("Accelerator", "__init__", _constructing(_follow_accelerator)),
     "transformers.trainer": ("Trainer", "__init__", _constructing(_follow_trainer)),
-    # Trainer's class is a subclass of it.
+    # Trainer's own class is a subclass.
     "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", "__init__", _constructing(_check_as_written)),
 }

@@ -8,15 +8,18 @@ from typing import Any
 
 #: The block's key.
 KEY = "hzero"
-#: The block of DeepSpeed's that holds it; the top level of the configuration may hold it too.
+#: DeepSpeed's block that contains it. The top level of the configuration may contain it too.
 PARENT = "zero_optimization"
 
 
 def load(ds_config: Any) -> Mapping[str, Any] | None:
-    """A DeepSpeed configuration as a mapping; None for what DeepSpeed could not read either, and will report.
+    """Reads a DeepSpeed configuration as a mapping.
 
     Args:
-        ds_config: What DeepSpeed takes: a dictionary, the path of a JSON file, or a JSON text in base64.
+        ds_config: A dictionary, the path of a JSON file, or a JSON text in base64, as DeepSpeed accepts them.
+
+    Returns:
+        The mapping; None if DeepSpeed cannot read the configuration either, and will report it.
     """
     if ds_config is None or isinstance(ds_config, Mapping):
         return ds_config
@@ -26,7 +29,7 @@ def load(ds_config: Any) -> Mapping[str, Any] | None:
         if os.path.exists(ds_config):
             from hzero.files import read_text as read_file
 
-            text = read_file(ds_config)  # no pipe, which would be empty for DeepSpeed afterwards
+            text = read_file(ds_config)  # refuses a pipe, which would be empty for DeepSpeed afterwards
         else:
             text = base64.urlsafe_b64decode(ds_config).decode("utf-8")
         found = read_text(text)
@@ -36,14 +39,14 @@ def load(ds_config: Any) -> Mapping[str, Any] | None:
 
 
 def read_text(text: str) -> Any:
-    """A configuration's text, read as DeepSpeed reads it. Raises ValueError, with the place, or the key that is given twice."""
+    """Parses a configuration as DeepSpeed does. Raises `ValueError` with the position, or with a key that occurs twice."""
     import hjson  # a dependency of DeepSpeed
 
     try:
         return hjson.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except OverflowError as error:  # hjson takes 1e999 for an integer
+    except OverflowError as error:  # hjson reads 1e999 as an integer
         raise ValueError(str(error)) from None
 
 
@@ -57,7 +60,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def split(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
-    """The block of a DeepSpeed configuration, as written, or None; and a copy of the rest, which is what DeepSpeed knows.
+    """Splits a DeepSpeed configuration into the block as written, or None, and a copy of the rest for DeepSpeed.
 
     Raises:
         ConfigError: The block is not a mapping, its key is misspelt, or both places have one.
@@ -74,7 +77,7 @@ def split(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str
                 raise ConfigError(f"{where.removesuffix(KEY)}{name}: found key {name!r}; expected {KEY!r}")
     found = {where: place.pop(KEY) for where, place in places.items() if KEY in place}
     if len(found) == 2:
-        raise ConfigError(f"{KEY}: found at the top level and in {PARENT}; keep the one in {PARENT}")
+        raise ConfigError(f"{KEY}: found at the top level and in {PARENT}; expected it in {PARENT} only")
     for where, block in found.items():
         if not isinstance(block, Mapping):
             raise ConfigError(f"{where}: found {block!r}; expected a block of keys")

@@ -3,7 +3,7 @@
 Examples:
   hzero train                                             the main job: 8 ranks on this machine
   hzero train zero=mild train.steps=50 run.name=mild      another preset
-  hzero train model=hf model.path=FOLDER data=text data.path=book.txt     go on from a model's weights
+  hzero train model=hf model.path=FOLDER data=text data.path=book.txt     start from a model's weights
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero links --topology 2x2x2                            rates of every tier, for hzero plan --links links.json
   hzero doctor ds_config.json                             a DeepSpeed configuration as it will be used
@@ -25,7 +25,7 @@ from hzero import __version__
 from hzero.terminal import keep_streams, lost_output
 from hzero.validation import ConfigError, Parser, of_file, one_of, report
 
-#: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
+#: Function and help of each command. The function is imported when the command runs: a plan needs no torch.
 COMMANDS = {
     "train": ("hzero.commands.train:run_train", "train a language model with Hugging Face's Trainer (with Hydra)"),
     "data": ("hzero.data.prepare:run_data", "turn a corpus into token ids that training maps, on all cores or nodes"),
@@ -35,8 +35,7 @@ COMMANDS = {
     "topology": ("hzero.commands.topology:run_topology", "show the packages, links and NICs of a node"),
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
 }
-#: Packages of the extras ``train`` and ``data`` that commands need. They are looked up before the work, since some are used
-#: at its end.
+#: Packages of the extras ``train`` and ``data`` that a command needs. They are looked up first, since some are used last.
 NEEDS = {
     "train": ("hydra", "transformers", "accelerate", "datasets"),
     "data": ("hydra", "transformers", "datasets", "rich", "distributed"),
@@ -45,13 +44,13 @@ NEEDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit status; input that cannot be used is one line on stderr and status 2."""
+    """Runs the command and returns its exit status. Invalid input gives one line on stderr and status 2."""
     keep_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if argv[:1] == ["run"]:
         from hzero.run import run_script
 
-        return run_script(argv[1:])  # what a user's script raises is not of this command
+        return run_script(argv[1:])  # errors of the user's script must pass through
     commands = "\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items())
     parser = Parser("hzero", f"{__doc__}\ncommands:\n{commands}")
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")
@@ -61,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if signalled:
         from hzero.launch import UNFINISHED
 
-        # A batch system's signal may come before training has its own handler, which takes seconds: not finished, no failure.
-        # At once, since an exception could come inside a destructor, which swallows it. Nothing is lost.
+        # A batch system's signal may arrive in the seconds before training has a handler. Nothing is lost then, so the status
+        # is "unfinished". `os._exit`, since a destructor would swallow an exception.
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
     try:
         parsed = parser.parse_args(argv)
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         if why := lost_output():
             print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)
-            # A run writes its results elsewhere. Of the other commands the output is the result.
+            # A run writes its results to files. The output of the other commands is their result.
             return status if parsed.command == "train" else status or 1
         return status
     except ConfigError as error:
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        # The process ends, which takes a second. A batch system's signal that comes now must not change the status.
+        # The process takes a second to end. A batch system's signal must not change the status now.
         if signalled:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

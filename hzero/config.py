@@ -14,22 +14,22 @@ from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
 Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
-#: The ranks that a state is sharded over, see `tiers_inside`. The order of `SCOPES` is narrowest first.
+#: The ranks over which a state is sharded, see `tiers_inside`. The order of `SCOPES` is narrowest first.
 Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluster", "world"]
 #: The kind of state that a message carries.
 Role: TypeAlias = Literal["weights", "gradients"]
-#: A parallel dimension of a model, over whose groups activations and their gradients travel; and, of a model with pipeline
-#: stages, the weights that ZeRO-1's owners send.
+#: A parallel dimension of a model. Its groups exchange activations and their gradients. In ``optimizer``, owners send updated
+#: weights: of pipeline stages under ZeRO-1, and of Muon.
 Dimension: TypeAlias = Literal["tensor", "sequence", "expert", "pipeline", "optimizer"]
 #: How an all-gather between nodes moves its messages, see `hzero.comm.runtime.Collective`.
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
-#: What carries hops: torch.distributed, or MPI beside it.
+#: Transport of hops: torch.distributed, or MPI in addition to it.
 TransportName: TypeAlias = Literal["torch", "mpi"]
-#: How collectives of several tiers follow each other.
+#: Order of the collectives of several tiers.
 CollectiveOrder: TypeAlias = Literal["strict", "lanes"]
 
 TIERS: tuple[Tier, ...] = typing.get_args(Tier)
-#: Those of every machine, some of size 1; the others have to be declared.
+#: Tiers of every machine, some of size 1. The other tiers must be declared.
 BASE_TIERS: tuple[Tier, ...] = ("gcd", "gpu", "node")
 #: The tiers between nodes, which their NICs carry.
 NET_TIERS: tuple[Tier, ...] = TIERS[TIERS.index("node") :]
@@ -46,12 +46,12 @@ def tiers_inside(scope: Scope) -> tuple[Tier, ...]:
 
 
 def tiers_outside(scope: Scope) -> tuple[Tier, ...]:
-    """The others, innermost first."""
+    """Tiers that a scope does not reach, innermost first."""
     return TIERS[SCOPES.index(scope) :]
 
 
 def _in_order(value: Any) -> tuple[Any, ...]:
-    """Unknown tiers stay, to be refused by name."""
+    """Sorts a list of tiers. A list with unknown tiers stays as it is, so that pydantic names them."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"found {reprlib.repr(value)}; expected a list of tiers ({', '.join(TIERS)})")
     known = all(tier in TIERS for tier in value)
@@ -66,21 +66,21 @@ DEFAULT_BLOCK_SIZE = 128
 #: Groups of nodes are chosen, see `hzero.topology.grid.chosen_group`.
 AUTOMATIC: Literal["automatic"] = "automatic"
 
-#: A codec as it is written: its name, or `codec` with its settings.
+#: A codec as the user writes it: its name, or `codec` with its settings.
 Written: TypeAlias = CodecName | dict[str, Any]
 
 
 class Preset(NamedTuple):
-    """Where a block starts from.
+    """Defaults of a block.
 
     Attributes:
         weights, gradients: Shard degrees.
-        weights_codec, gradients_codec: On every tier, except `inner_codec`.
+        weights_codec, gradients_codec: Codecs on every tier, except `inner_codec`.
         dimensions_codec: Codec of activations on every tier, in every parallel dimension.
         optimizer_codec: Codec of the updated weights of pipeline stages on every tier.
-        inner_codec: Codec of the gradients inside nodes; None: as between them.
-        differences_codec: Codec of the differences that refreshes send, where they can. The tiers inside the weights' scope
-            then read the copy as it is. None: whole weights are sent.
+        inner_codec: Codec of the gradients inside nodes; None: the codec between nodes.
+        differences_codec: Codec of the differences that refreshes send. The tiers inside the weights' scope then send the
+            copy uncoded. None: refreshes send whole weights.
     """
 
     weights: Scope
@@ -115,7 +115,7 @@ PRESETS: dict[str, Preset] = {
     "topo": Preset("package", "node", "int8", "int4"),
     "lean": Preset("package", "node", "int8", "int4", differences_codec={"codec": "int2", "block_size": 64}),
     "mild": Preset("package", "node", "int8", "int8"),
-    # Those of arXiv 2409.02423, whose data-parallel ranks keep whole weights, as in ZeRO-1. Rates are ours.
+    # From arXiv 2409.02423. Data-parallel ranks keep whole weights, as in ZeRO-1. The rates are our choice.
     "zhybrid": Preset("device", "device", _ZFP_16, _ZFP_8, _ZFP_16, _ZFP_16),
     "mzhybrid": Preset("device", "device", "none", _ZFP_8, "mpc", "mpc"),
     "hybrid": Preset("package", "node", "int8", "int4", {"codec": "int8", "rotation": 64}, "int8", "int8"),
@@ -171,10 +171,10 @@ class CodecConfig(Frozen):
         return RecordFormat.of(self.codec, self.block_size, self.rotation, rate=self.rate, dimension=self.dimension)
 
 
-#: Values as they are.
+#: No codec: values in their own type.
 PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
 
-#: Tiers that have to be declared, and whose codec each takes that has none of its own.
+#: Tiers that must be declared, and the tier whose codec is the default of each.
 OPTIONAL_TIERS: dict[Tier, Tier] = {"hive": "gpu", "group": "node", "cluster": "group"}
 
 
@@ -206,7 +206,7 @@ class TierCodecs(Frozen):
 
     @property
     def written(self) -> tuple[Tier, ...]:
-        """Tiers with a codec of their own, innermost first."""
+        """Tiers with a written codec, innermost first."""
         return tuple(tier for tier in TIERS if getattr(self, tier) is not None)
 
 
@@ -218,15 +218,15 @@ class CodecsConfig(Frozen):
     """One codec for each role and tier.
 
     Attributes:
-        tensor: Activations and their gradients in layers that are split over ranks, for example by DeepSpeed's AutoTP. In your
-            own model it applies, like the next two, to communicators that `hzero.comm.for_dimension` has made.
+        tensor: Activations and their gradients in layers that are split over ranks, for example by DeepSpeed's AutoTP. This
+            codec and the next two also apply to communicators that your model makes with `hzero.comm.for_dimension`.
         sequence: Activations and their gradients if sequences are split over ranks.
         expert: Activations and their gradients on the way to experts and back.
         pipeline: Activations and their gradients between the stages of a `PipelineModule`, in the codec of the outermost
             tier between two stages.
         optimizer: Updated weights of a `PipelineModule`, sent by the ranks that keep their optimizer states; Muon's matrices.
         exceptions: Codecs of parameters by name; `*` matches any part, as in `{"*norm*": "none"}`. The first
-            pattern that matches a name sets the codec of both roles on all tiers.
+            pattern that matches a name sets the codec of weights and gradients on all tiers.
     """
 
     weights: TierCodecs
@@ -266,8 +266,8 @@ class ShardConfig(Frozen):
         weights: Shard degree of the weights.
         gradients: Shard degree of the gradients.
         exceptions: Shard degrees of parameters by name, as in `{"*experts*": {"weights": "world"}}`. The first pattern that
-            matches a name counts. A degree that you leave out is the one of the other parameters. Parameters with the same
-            degrees share messages.
+            matches a name counts. A degree that you leave out has the value for the other parameters. Parameters with the
+            same degrees share messages.
     """
 
     weights: Scope
@@ -279,9 +279,9 @@ class NodeAllGather(Frozen):
     """The algorithm of the all-gathers between nodes: on tiers ``node``, ``group`` and ``cluster``.
 
     Attributes:
-        algorithm: For short messages; long ones use the library's. `doubling` (Bruck et al. 1997) needs log2(nodes) rounds,
-            a ring one per node; `pairs` sends to every peer at once. The bytes are the same. `hzero links` measures all
-            three, and prints the block if another one than the library's is faster.
+        algorithm: Algorithm for short messages; long ones use the library's. `doubling` (Bruck et al. 1997) needs log2(nodes)
+            rounds, while a ring needs one per node. `pairs` sends to every peer at once. The bytes are the same. `hzero links`
+            measures all three, and prints the block if the library's algorithm is not the fastest.
         below_bytes: Messages of fewer bytes per rank are short.
     """
 
@@ -289,13 +289,13 @@ class NodeAllGather(Frozen):
     below_bytes: int = Field(default=0, ge=0)
 
     def of(self, message_bytes: int) -> Algorithm:
-        """The algorithm for a message of so many bytes per rank."""
+        """The algorithm for a message of ``message_bytes`` bytes per rank."""
         return self.algorithm if message_bytes < self.below_bytes else "library"
 
     @model_validator(mode="after")
     def _is_used(self) -> NodeAllGather:
         if self.algorithm != "library" and not self.below_bytes:
-            raise ValueError(f"found algorithm {self.algorithm!r} without below_bytes, the size that it is used below")
+            raise ValueError(f"found algorithm {self.algorithm!r} without below_bytes; expected both")
         return self
 
 
@@ -306,13 +306,13 @@ class GuardConfig(Frozen):
 
     Attributes:
         discarded_steps: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, if loss
-            scaling cannot help. Then the stage raises `hzero.DivergenceError` on all ranks, with the names of the parameters
-            and the signal-to-noise ratio of each lossy tier. 0 means no limit, as in DeepSpeed.
-        every: Optimizer steps between two audits; the first comes before the first step, and before the first step after a
-            load. An audit compares resident weights with their owners' shards, unless they are refreshed by differences or
-            rounded stochastically, and with equal copies on other ranks. If a weight differs, all ranks raise
+            scaling cannot help. Then the stage raises `hzero.DivergenceError` on all ranks. The message has the names of the
+            parameters and the signal-to-noise ratio of each lossy tier. 0 means no limit, as in DeepSpeed.
+        every: Optimizer steps between two audits. An audit also runs before the first step, and before the first step after a
+            load. It compares resident weights with equal copies on other ranks. It also compares them with their owners'
+            shards, unless they are refreshed by differences or rounded stochastically. If a weight differs, all ranks raise
             `hzero.StaleWeightsError` with its name. An audit also logs the signal-to-noise ratios of the codecs
-            (`hzero.state(engine).ratios`), without `codecs.except`. 0 makes none.
+            (`hzero.state(engine).ratios`), without `codecs.except`. 0 disables audits.
     """
 
     discarded_steps: int = Field(default=10, ge=0)
@@ -323,13 +323,13 @@ class CheckpointConfig(Frozen):
     """Safe saves and loads of DeepSpeed's checkpoints. The empty block, ``{}``, switches it on.
 
     A save is complete or absent, on all ranks; a file next to DeepSpeed's lists sizes and hashes. A load takes the newest
-    complete checkpoint, on any number of ranks, and runs no code of it.
+    complete checkpoint, on any number of ranks, and runs no code from it.
 
     Attributes:
-        same_batch: Whether a resumed training keeps the number of samples in a step. The accumulation is adapted to the ranks;
-            if none gives that number, the load is refused.
-        verify: Whether a load compares the hashes of all files, with a share of them on each rank; otherwise it compares sizes.
-        trust: Whether files may contain more than tensors and plain types, and so run code when they are loaded.
+        same_batch: Whether a resumed training keeps the number of samples in a step. The accumulation is adapted to the ranks.
+            If no accumulation gives that number, the load raises an error.
+        verify: Whether a load compares the hashes of all files, a share on each rank. Otherwise it compares sizes.
+        trust: Whether files may contain more than tensors and plain types. Such files can run code when they are loaded.
     """
 
     same_batch: bool = True
@@ -340,14 +340,14 @@ class CheckpointConfig(Frozen):
 class SequenceConfig(Frozen):
     """Sequences that a group of ranks shares, and that attention, hidden units and loss read in chunks.
 
-    The ranks of a group get the same samples; each keeps every `parallel`-th part of a chunk. Groups are neighbours in the order
-    of ranks, on the inner tiers. Attention sends its chunks over the group with the codecs of `codecs.sequence`.
+    The ranks of a group get the same samples; each keeps every `parallel`-th part of a chunk. The ranks of a group are
+    neighbours, on the inner tiers. Attention sends its chunks over the group with the codecs of `codecs.sequence`.
 
     Attributes:
-        parallel: Ranks of a group, which divide the world and the model's heads.
+        parallel: Ranks of a group. It must divide the world size and the model's attention heads.
         chunk: Tokens of a chunk on each rank.
-        offload: Whether what waits for backward, and the chunks of attention that are not in use, lie in pinned memory of the
-            host.
+        offload: Whether tensors saved for backward, and chunks of attention that are not in use, are kept in pinned memory of
+            the host.
     """
 
     parallel: int = Field(default=1, ge=1)
@@ -370,23 +370,23 @@ Groups: TypeAlias = Annotated[int | Literal["automatic"] | None, BeforeValidator
 
 
 class TopologyConfig(Frozen):
-    """Places of the ranks: a source that has them, or with `gpus_per_node` a declared grid.
+    """Places of the ranks: a source, or with `gpus_per_node` a declared grid.
 
     Attributes:
         source: ``discover``, the default, finds the places; a file may describe the node. A preset's name declares the grid of
-            such nodes. The source alone may be written instead of the block.
+            such nodes. You may write the source instead of the block.
         nodes: Nodes of the world; null derives it from the world size.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
-        gpus_per_hive: Packages of a hive, a part of a node with faster links than the node; 1 for no such part.
+        gpus_per_hive: Packages of a hive, a part of a node with faster links inside than between hives; 1: the node has no hives.
         nodes_per_group: Nodes of a group, for example of one switch or cabinet; null for one group of all nodes. Tier ``group``
             joins the groups, so that collectives between nodes become two of fewer ranks. `automatic`, the default, makes
             groups from 64 nodes on, with the divisor of the number of nodes that is nearest to its square root. Together with
             `source` it overrides the source's.
         switch_nodes: Nodes of one switch group of the network; `automatic` prefers one of its divisors.
-        clusters: Parts of the world that slow links join; tier ``cluster``. Nodes and groups are divided among them evenly.
-        order: Numbering of the ranks, slowest tier first. A tier that is left out stays with the tier that it divides: ``hive``
-            with ``gpu``, ``group`` and ``cluster`` with ``node``.
+        clusters: Parts of the world that slow links connect, on tier ``cluster``. Each has the same number of nodes and groups.
+        order: Numbering of the ranks, slowest tier first. A tier that you leave out is placed next to the tier that it divides:
+            ``hive`` next to ``gpu``, ``group`` and ``cluster`` next to ``node``.
     """
 
     source: str = "discover"
@@ -406,7 +406,7 @@ class TopologyConfig(Frozen):
         written = tuple(map(str, value)) if isinstance(value, (list, tuple)) else ()
         if not set(BASE_TIERS) <= set(written) <= set(TIERS) or len(set(written)) < len(written):
             raise ValueError(
-                f"found {reprlib.repr(value)}; expected node, gpu and gcd in some order, slowest first; possible beside them: "
+                f"found {reprlib.repr(value)}; expected node, gpu and gcd in some order, slowest first, and optionally "
                 f"{', '.join(OPTIONAL_TIERS)}"
             )
         return written
@@ -417,7 +417,7 @@ class TopologyConfig(Frozen):
         of_grid = [key for key in written if key not in ("source", "nodes_per_group")]
         if of_grid and "source" in written:
             raise ValueError(
-                f".{of_grid[0]}: given together with source {self.source!r}, which says where ranks sit; leave one of them out"
+                f".{of_grid[0]}: found together with source {self.source!r}, which states the places of ranks; expected only one"
             )
         if of_grid and self.gpus_per_node is None:
             raise ValueError(".gpus_per_node: missing")
@@ -425,7 +425,7 @@ class TopologyConfig(Frozen):
 
 
 def _source_alone(value: Any) -> Any:
-    if value == "auto":  # the default's name, had Accelerate and Trainer not taken it for values that they fill in
+    if value == "auto":  # not the default's name, since Accelerate and Trainer fill in values that are "auto"
         raise ValueError('found "auto"; expected "discover", which is the default, a file, a preset or a block')
     if not isinstance(value, (str, Mapping, TopologyConfig)):
         raise ValueError(
@@ -435,17 +435,18 @@ def _source_alone(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
-#: Sources that are the machine a process runs on; the block calls it ``discover``.
+#: Sources for the machine on which a process runs. The block calls it ``discover``.
 HERE = ("auto", "discover")
-#: The key ``topology``; a text is a source.
+#: The key ``topology``. A string is a source.
 Topology = Annotated[TopologyConfig, BeforeValidator(_source_alone)]
 
 
 class Block(Frozen):
-    """The keys of a block, their attributes those of `HZeroConfig`."""
+    """The keys of a block. `HZeroConfig` documents them."""
 
     preset: str = Field(json_schema_extra={"enum": list(PRESETS)})
-    block_size: int = Field(ge=16, le=512, multiple_of=16)  # before the codecs that inherit it, for the error
+    # Before the codecs that inherit it, so that an error names this key.
+    block_size: int = Field(ge=16, le=512, multiple_of=16)
     shard: ShardConfig
     codecs: CodecsConfig
     resident: Literal["decoded", "payload"] | None = None
@@ -480,58 +481,59 @@ class HZeroConfig(Block):
         shard: Shard degrees.
         codecs: Codecs per role and tier.
         block_size: Elements that share a scale; a codec may have its own.
-        resident: Form of weights over the device. `decoded`, the default, decodes once a step into the weights' type; `payload`
-            keeps the codec's bytes, which forward and backward decode at every use. Weights over a wider scope are always
-            kept as payload. Forward reads decoded weights in place, so no module may write to its weights in forward, as
-            ``torch.nn.Embedding`` with ``max_norm`` does.
+        resident: Form of weights over the device. `decoded`, the default, decodes once per step into the weights' type.
+            `payload` keeps the codec's bytes, which forward and backward decode at every use. Weights over a wider scope are
+            always kept as payload. Forward reads decoded weights in place, so no module may write to its weights in forward,
+            as ``torch.nn.Embedding`` with ``max_norm`` does.
         unit: Parameters in one gather of forward or backward: all of a `layer`, or of each `module` in it, such as a linear, as
             in stock DeepSpeed. Layers are the classes in the model's `_no_split_modules`; without these, modules of one class
-            in a `ModuleList` or `Sequential`. DeepSpeed's leaf modules stay. Set `module` for layers with many
+            in a `ModuleList` or `Sequential`. DeepSpeed's leaf modules are kept. Set `module` for layers with many
             experts of which a forward uses few.
-        unit_numel: Max elements of a layer that is gathered as a whole; a larger one is divided into its children. It limits
-            the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a limit too.
-        error_feedback: Tiers whose gradient encoding keeps its error (bfloat16) and adds it in the next step. It starts at zero
-            after a resume.
-        refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
+        unit_numel: Maximum elements of a layer that is gathered as a whole. A larger layer is divided into its children. This
+            limits the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a second limit.
+        error_feedback: Tiers whose gradient encoding keeps its error (bfloat16) and adds it in the next step. The error starts at
+            zero after a resume.
+        refresh_message_bytes: Minimum bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
             `stage3_prefetch_bucket_size` elements, which are few bytes per rank on many ranks. `hzero links` prints the size
             from which latency is less than a tenth of a hop.
-        boundary_message_bytes: Bytes of a peer's part from which gradients cross the outermost tier at the boundary, 0 to 16 MiB.
-            Buckets with smaller parts wait and share a message, since with many peers latency is most of a small part's time.
-            Until then their float32 sums stay in memory. With 0 every bucket has a message. Default: 64 KiB if the tier has 16
-            ranks or more, else 0.
+        boundary_message_bytes: Minimum bytes of a peer's part in a message of the outermost tier at the boundary, 0 to 16 MiB.
+            Buckets with smaller parts wait and share a message, since with many peers latency dominates the time of a small
+            part. Until then their float32 sums stay in memory. With 0 every bucket has a message. Default: 64 KiB if the tier
+            has 16 ranks or more, else 0.
         refresh_differences: Whether a refresh sends the difference between the new weights and the receivers' copy instead of
-            the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, with `int2` a quarter, and
-            the copy is nearer to the weights. The next difference contains the error of the last, so errors do not add up. The
-            copy has the weights' type. The scope of the weights must be smaller than the world.
+            the weights. Codec `int4` on the refreshed tiers sends half the bytes of `int8`, and `int2` a quarter. The copy is
+            closer to the weights than with `int8`. A difference contains the error of the previous one, so errors do not
+            accumulate. The copy has the weights' type. The scope of the weights must be smaller than the world.
         full_refresh_every: With `refresh_differences`: steps between two refreshes of whole weights, without codec. The first
-            refresh, and one after a load or an edit inside `GatheredParameters`, is always whole. With `checkpoint`, the
-            refresh after a save is whole too, so that a resumed run repeats the bits of an uninterrupted one. A master that
-            a script sets (`safe_set_full_fp32_param`) arrives as a difference, and is exact after a few steps.
+            refresh is always whole, and so is the refresh after a load or after an edit inside `GatheredParameters`. With
+            `checkpoint`, the refresh after a save is whole too, so that a resumed run has the same bits as an uninterrupted
+            run. A master that a script sets (`safe_set_full_fp32_param`) is sent as a difference, and is exact after a few
+            steps.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
         exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints store.
             Logged evaluations, and the choice of the best checkpoint, then use the saved weights; otherwise they use the
-            decoded weights. Gathers of an evaluation are then DeepSpeed's own, flat over the world and not in the wire log.
-            All ranks must change the mode together.
-        checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
-            on GPUs before the optimizer steps. A difference stops the run. Costs two more passes over every message.
-        transport: `torch` sends messages over the process group's backend, `mpi` over mpi4py (extra `mpi`), for ranks that
-            mpiexec or srun has started as ranks of MPI. torch.distributed must be initialised in both cases.
+            decoded weights. An evaluation then uses DeepSpeed's flat gathers over the world, which the wire log does not
+            count. All ranks must change the mode together.
+        checksum: Whether every message has a checksum of 16 bytes. CPUs compare it before they decode the message, GPUs before
+            the optimizer steps. A difference stops the run. Costs two more passes over every message.
+        transport: `torch` sends messages over the process group's backend. `mpi` sends them over mpi4py (extra `mpi`), for ranks
+            that mpiexec or srun has started as MPI ranks. torch.distributed must be initialised in both cases.
         order: `strict` runs one collective at a time per device. `lanes` runs one at a time per tier, so tiers overlap. By
             default `strict` on ROCm, where RCCL can deadlock with several communicators in flight (ROCm/rccl#2191), and
             `lanes` elsewhere. All engines of a process have the same order. Messages between pipeline stages are not ordered.
-        guard: Checks that end a training that diverges, or whose resident weights are wrong.
+        guard: Checks that stop a training if it diverges or its resident weights are wrong.
         checkpoint: Safe saves and loads of DeepSpeed's checkpoints; null leaves them to DeepSpeed.
         sequence: Long sequences, in chunks and over groups of ranks; null leaves the model as it is.
         topology: Places of the ranks. `discover`, the default, finds them; a preset's name or a file names a machine; a block
             declares one.
-        written: The keys that the user has written, with ``shard.KEY`` and ``codecs.KEY``; others are the preset's.
+        written: The keys that the user has written, with ``shard.KEY`` and ``codecs.KEY``. The preset sets the others.
     """
 
     written: tuple[str, ...] = ()
 
     @property
     def written_dimensions(self) -> tuple[Dimension, ...]:
-        """The parallel dimensions for which the user has written a codec other than ``none``: somebody has to send in them."""
+        """The parallel dimensions for which the user has written a codec other than ``none``. The model must use them."""
         return tuple(one for one in self.codecs.dimensions if f"codecs.{one}" in self.written)
 
     def in_scopes(self, weights: Scope, gradients: Scope) -> HZeroConfig:
@@ -556,15 +558,15 @@ _OF_DIFFERENCES = tuple(name for name in FIXED if not TRAITS[name].exact)
 
 
 def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
-    """Reads a block: the preset, then the block's overrides, leaf by leaf.
+    """Parses a block. Written values override the preset's, leaf by leaf.
 
     Args:
         block: The block as written.
         path: Key of the block, for messages.
 
     Raises:
-        ConfigError: An unknown key, preset, codec, tier or scope (with the nearest known one), a wrong type, or values that
-            exclude each other.
+        ConfigError: A key, preset, codec, tier or scope does not exist, a value has a wrong type, or values exclude each
+            other. The message names the nearest possible value.
     """
     if not isinstance(block, Mapping):
         keys = ", ".join(Block.model_fields)
@@ -605,7 +607,7 @@ def _check_together(block: Block, path: str) -> None:
     codecs |= {f"except.{pattern}": codec for pattern, codec in block.codecs.exceptions.items()}
     for key, codec in codecs.items():
         if not codec.traits.fixed:
-            found = f"found {codec.codec!r}, whose messages have no fixed size, as those of a stage have"
+            found = f"found {codec.codec!r}, whose messages have no fixed size"
             raise refuse(f"codecs.{key}", found, ", ".join(FIXED))
     every = tiers_outside(scope)
     refreshed = [tier for tier in every if tier in weights.written] or every
@@ -630,14 +632,16 @@ def _codecs(start: Preset, written: Any, size: Any) -> Any:
 
 
 def codecs_by_tier(written: Any, default: Mapping[Any, Any], size: Any, *, groups_as_nodes: bool) -> Any:
-    """A written role of `CodecsConfig` as the block of `TierCodecs`. What is neither a name nor a block stays, to be refused.
+    """Completes a written role of `CodecsConfig` to the block of `TierCodecs`.
+
+    A value that is neither a name nor a block stays as it is, so that pydantic refuses it.
 
     Args:
-        written: One codec for all tiers, or some by tier.
-        default: The codecs of the tiers, for what is not written.
+        written: One codec for all tiers, or codecs by tier.
+        default: Default codecs of the tiers.
         size: The ``block_size`` of codecs that write none.
-        groups_as_nodes: Whether tier ``group`` has the codec of ``node`` if none is written for it, as for copies and
-            activations, no small part of which crosses groups. Otherwise `TierCodecs` chooses.
+        groups_as_nodes: Whether tier ``group`` has the codec of ``node`` by default. Copies and activations need this, since
+            all of their bytes cross groups. Otherwise `TierCodecs` chooses.
     """
     if isinstance(written, str) or (isinstance(written, Mapping) and "codec" in written):
         written = dict.fromkeys(BASE_TIERS, written)
@@ -650,7 +654,7 @@ def codecs_by_tier(written: Any, default: Mapping[Any, Any], size: Any, *, group
 
 
 def _leaf(written: Any, default: Written | None, size: Any) -> Any:
-    """A codec's block: the written keys, over the default's unless they name a codec, since settings are of one codec."""
+    """A codec's block: the written keys, and the default's if no codec is written, since settings belong to one codec."""
     written = written if isinstance(written, Mapping) else {"codec": written}
     kept = {} if default is None or "codec" in written else default
     return {"block_size": size, **(kept if isinstance(kept, Mapping) else {"codec": kept}), **written}

@@ -1,6 +1,6 @@
-"""An experiment: Hydra composes ``conf/``, pydantic checks it, and the arguments of DeepSpeed and Trainer follow from it.
+"""An experiment: Hydra composes ``conf/``, pydantic checks it, and it sets the arguments of DeepSpeed and Trainer.
 
-`hzero train` runs an experiment, `hzero plan` computes from one.
+`hzero train` runs an experiment, and `hzero plan` computes its bytes, memory and time.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SHORT = {
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[FiniteFloat, Field(ge=0)]
-#: Seconds of a wait, at most eleven days: larger ones overflow in torch.
+#: Seconds of a wait, at most eleven days. Longer waits overflow in torch.
 Timeout = Annotated[FiniteFloat, Field(ge=1, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
-#: A dimension of a tensor. Larger ones than of any model only take the machine's memory.
+#: A dimension of a tensor. The limit exceeds every known model, and protects the machine's memory.
 Width = Annotated[int, Field(ge=1, le=10_000_000)]
 Elements = Annotated[float, Field(ge=0, lt=1e15)]
 #: A duration: ``2h``, ``1h30m``, ``45s``, or seconds.
@@ -52,7 +52,7 @@ Betas = Annotated[list[Annotated[FiniteFloat, Field(ge=0, lt=1)]], Field(min_len
 class ModelGroup(Frozen):
     """A causal language model of transformers, by its folder or its configuration.
 
-    Keys without a default are those of every option. The others are the shape of a GPT-NeoX, from which
+    Every option of the group has the keys without a default. The other keys are the shape of a GPT-NeoX, from which
     ``conf/model/gpt_neox.yaml`` makes ``config``.
     """
 
@@ -69,7 +69,7 @@ class ModelGroup(Frozen):
 
 
 class DataGroup(Frozen):
-    """The text. ``path`` null is Python's standard library; ``max_bytes`` null or 0 takes all."""
+    """The text. ``path`` null is Python's standard library; ``max_bytes`` null or 0 means all of it."""
 
     path: Name | None
     max_bytes: Count | None
@@ -78,12 +78,12 @@ class DataGroup(Frozen):
 
 
 class TopologyGroup(BaseModel, extra="allow", strict=True):
-    """What `hzero plan` knows of a machine. `hzero.config` checks the other keys.
+    """Rates of a machine for `hzero plan`. `hzero.config` checks the other keys.
 
     Attributes:
         bandwidth_gb_s: GB/s that one device receives over a tier.
         profile: Profile of predictions.
-        nic_gbit: Gbit/s of one NIC, which replace the profile's rates between nodes.
+        nic_gbit: Gbit/s of one NIC. It replaces the profile's rates between nodes.
         nics_per_node: NICs of a node.
     """
 
@@ -100,7 +100,7 @@ class TopologyGroup(BaseModel, extra="allow", strict=True):
 
 
 class LauncherGroup(Frozen):
-    """How `hzero train` starts its ranks where no launcher has."""
+    """How `hzero train` starts its ranks without a launcher."""
 
     world_size: int | None = Field(ge=1, le=1_000_000)
     threads: int = Field(ge=1, le=1024)
@@ -119,7 +119,7 @@ class TrainBlock(Frozen):
 
     steps: Positive
     micro_batch: int = Field(ge=1, le=1_000_000)
-    grad_accumulation: int = Field(ge=1, le=10_000)  # a plan counts every micro-step
+    grad_accumulation: int = Field(ge=1, le=10_000)  # `hzero plan` simulates every micro-step
     lr: Rate
     warmup_steps: Count
     weight_decay: Rate
@@ -136,7 +136,7 @@ class TrainBlock(Frozen):
 
 
 class CheckpointBlock(Frozen):
-    """Checkpoints, and the model at the end; ``dtype`` null keeps that of training."""
+    """Checkpoints, and the model at the end; ``dtype`` null keeps the type of training."""
 
     every: Count
     keep: Positive
@@ -145,14 +145,14 @@ class CheckpointBlock(Frozen):
 
 
 class ZeroGroup(BaseModel, extra="allow"):
-    """A preset, or none for stock ZeRO-3. `hzero.config` checks the other keys, and the group ``topology`` has that key."""
+    """A preset, or none for stock ZeRO-3. `hzero.config` checks the other keys. ``topology`` is a group of its own."""
 
     preset: str | None
     topology: None = None
 
 
 class ZeroOptimization(BaseModel, extra="allow"):
-    """Sizes, in elements, that a plan has to know, with DeepSpeed's defaults. DeepSpeed checks the other keys."""
+    """Sizes in elements that a plan needs, with DeepSpeed's defaults. DeepSpeed checks the other keys."""
 
     stage: Literal[3]
     stage3_gather_16bit_weights_on_model_save: Literal[True]
@@ -167,28 +167,28 @@ class ZeroOptimization(BaseModel, extra="allow"):
 
 
 class TensorParallel(BaseModel, extra="allow"):
-    """Ranks of a tensor group of AutoTP."""
+    """AutoTP: ranks of a tensor group."""
 
     autotp_size: Positive = 1
 
 
 class Precision(BaseModel, extra="allow"):
-    """``train.dtype`` says which one is enabled."""
+    """``train.dtype`` decides which precision is enabled."""
 
     enabled: Literal["auto"]
 
 
 class Bfloat16(Precision):
-    """DeepSpeed allows the second key only with the first."""
+    """DeepSpeed accepts the second key only with the first."""
 
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
 
 class DeepSpeedGroup(BaseModel, extra="allow"):
-    """The configuration of DeepSpeed. Trainer replaces what is ``auto`` by what follows from the group ``train``."""
+    """The configuration of DeepSpeed. Trainer replaces ``auto`` by values that follow from the block ``train``."""
 
-    train_batch_size: None = None  # follows
+    train_batch_size: None = None  # follows from the keys of train
     train_micro_batch_size_per_gpu: Literal["auto"]
     gradient_accumulation_steps: Literal["auto"]
     gradient_clipping: Literal["auto"]
@@ -224,7 +224,7 @@ def conf_dir() -> Path:
 
 
 def key_lines() -> Iterator[tuple[str, str, str]]:
-    """Keys of groups and of the trainer that have a comment: dotted key, value and comment. A later one counts."""
+    """Keys of ``conf/`` that have a comment: dotted key, value and comment. If a key repeats, the last one counts."""
     conf = conf_dir()
     for path in [*sorted(conf.glob("[!e]*/*.yaml"), reverse=True), conf / "train.yaml"]:
         parents = [(-1, "" if path.parent == conf else path.parent.name)]
@@ -239,13 +239,13 @@ def key_lines() -> Iterator[tuple[str, str, str]]:
 
 
 def compose(overrides: Sequence[str]) -> Experiment:
-    """The experiment that overrides of ``conf/train.yaml`` describe.
+    """The experiment of ``conf/train.yaml`` with overrides.
 
     Args:
         overrides: ``KEY=VALUE``; keys may be `SHORT`.
 
     Raises:
-        ConfigError: Names the key, what was found and what is expected.
+        ConfigError: An override is invalid.
     """
     return Experiment(composed("train", overrides))
 
@@ -254,7 +254,7 @@ def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The configuration ``conf/NAME.yaml`` with overrides, as plain dictionaries.
 
     Raises:
-        ConfigError: Names the key, what was found and what is expected.
+        ConfigError: An override is invalid.
     """
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -265,20 +265,20 @@ def composed(name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def full_names(overrides: Sequence[str]) -> list[str]:
-    """Overrides with full keys instead of `SHORT` ones. Raises `ConfigError` for several options of a group."""
+    """Replaces `SHORT` keys by full ones. Raises `ConfigError` for several options of a group."""
     for key, _, value in (override.partition("=") for override in overrides):
-        if value.lstrip().startswith("[") and (conf_dir() / key).is_dir():  # Hydra takes the last one
+        if value.lstrip().startswith("[") and (conf_dir() / key).is_dir():  # Hydra would use the last option
             raise ConfigError(f"{key}: found {value}; expected one option (-m {key}=A,B runs several)")
     return [re.sub(r"^\w+(?==)", lambda key: SHORT.get(key[0], key[0]), override) for override in overrides]
 
 
 def for_hydra(overrides: Sequence[str]) -> list[str]:
-    """Overrides that add new keys below a group, so that pydantic, which names the nearest key, refuses unknown ones."""
+    """Overrides that may add keys to a group, so that pydantic, which names the nearest key, refuses unknown keys."""
     return [re.sub(r"^\+*(?!hydra\.)(\w+\.[^@/=]*=)", r"++\1", override) for override in full_names(overrides)]
 
 
 def key_of(override: str) -> str:
-    """The key of an override, without the signs that add and remove keys."""
+    """The key of an override, without Hydra's signs ``+`` and ``~``."""
     return override.partition("=")[0].lstrip("+~")
 
 
@@ -286,7 +286,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     """A composed configuration as plain dictionaries.
 
     Raises:
-        ConfigError: Names the first key that has no value, or whose value cannot be resolved.
+        ConfigError: A key has no value, or its value cannot be resolved.
     """
     try:
         resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -296,7 +296,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str:
-    """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one."""
+    """A Hydra or OmegaConf error as one line, with the nearest possible key or option."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return str(one_of(group, option, sorted(error.options)))
@@ -313,13 +313,13 @@ def one_line(error: Exception) -> str:
 
 
 class Experiment:
-    """A configuration whose parts have been checked, also against each other.
+    """A checked configuration, and the grid, block and plan that follow from it.
 
     Attributes:
         config: The configuration as plain dictionaries; ``experiment["train"]`` is a group.
         deepspeed: The group ``deepspeed``, with the defaults of keys that a plan reads.
         world_size: Ranks of the run.
-        grid: Where the ranks sit.
+        grid: Places of the ranks.
         tensor: Ranks of a tensor group, which train on the same sequences.
         sequence: The block's key ``sequence``; None without it.
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
@@ -330,7 +330,7 @@ class Experiment:
         world_size: Ranks that a launcher has started; None if the experiment may choose.
 
     Raises:
-        ConfigError: Names the key, what was found and what is expected.
+        ConfigError: A value is invalid, or two values exclude each other.
     """
 
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
@@ -362,7 +362,7 @@ class Experiment:
 
     @property
     def data_parallel(self) -> Grid:
-        """The grid of the ranks that shard a weight: of every tensor group, one."""
+        """The grid of the ranks that shard a weight: one rank of every tensor group."""
         return self.grid.of_ranks(range(0, self.world_size, self.tensor)) if self.tensor > 1 else self.grid
 
     @property
@@ -392,24 +392,24 @@ class Experiment:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Shapes of the model, counted on torch's meta device. Raises `ConfigError` if transformers cannot build it."""
+        """Shapes of the model, from torch's meta device. Raises `ConfigError` if transformers cannot build it."""
         with library_errors("model.config"):
             return _counted(transformers_config(self.config["model"]))
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration with the block. Trainer fills values that are ``auto``, and makes optimizer and schedule."""
+        """DeepSpeed's configuration with the block. Trainer fills in ``auto``, and makes optimizer and schedule."""
         if self.block is None:
-            # Stock keeps small matrices whole by default; a comparison of what is sharded needs all of them sharded.
+            # Stock ZeRO-3 keeps small parameters whole by default. A fair comparison shards all of them.
             own: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
         else:
-            # A run may go on with other ranks, and an evaluation is of the weights that are saved.
+            # A run may resume on other ranks, and its evaluations should use the saved weights.
             own = {"hzero": {"checkpoint": {}, "exact_evaluation": True, **self.block}}
         return {**self["deepspeed"], "zero_optimization": {**own, **self["deepspeed"]["zero_optimization"]}}
 
     def _block(self, declared: TopologyConfig) -> dict[str, Any] | None:
         zero = self["zero"]
         if zero.get("preset") is not None:
-            # Accelerate takes "auto", another word for it, for a value to fill in.
+            # Accelerate fills in values that are "auto".
             source = {"source": "discover"} if declared.source == "auto" else {}
             return {**zero, "topology": {**declared.model_dump(exclude_unset=True), **source}}
         if more := [key for key in zero if key != "preset"]:
@@ -423,20 +423,20 @@ class Architecture:
 
     Attributes:
         numels: Elements of every parameter; tied ones count once.
-        idle: Parameters of the experts that a token does not visit.
+        idle: Parameters of experts that a token does not visit, on average.
         attention: Layers x width of the attention's queries.
         vocab_size: Number of token ids.
         hidden: Width of the embedding.
         layers: Number of layers.
         heads: Heads of attention.
-        intermediate: Hidden units of a layer; 4 x ``hidden`` where the configuration does not say.
-        before: Of ``numels``, those before the first layer.
-        layer: Those of one layer; None where layers differ.
-        after: Those after the last layer.
+        intermediate: Hidden units of a layer; 4 x ``hidden`` if the configuration has no such key.
+        before: Elements of the parameters before the first layer.
+        layer: Elements of the parameters of one layer; None if layers differ.
+        after: Elements of the parameters after the last layer.
         keys: Width of a layer's keys, and of its values.
-        rotary: Dimensions of a head that the rotary embedding turns.
+        rotary: Dimensions of a head that the rotary embedding rotates.
         names: Names of every parameter; tied ones have several.
-        matrices: Of ``numels``, those that Muon steps.
+        matrices: Elements of the parameters that Muon updates.
     """
 
     numels: tuple[int, ...]
@@ -457,19 +457,19 @@ class Architecture:
 
 
 def checkpoint_folder(model: dict[str, Any]) -> Path | None:
-    """The folder whose weights a ``model=hf`` starts from; None for random weights."""
+    """The folder with the initial weights of ``model=hf``; None for random weights."""
     return Path(model["path"]) if model["path"] and Path(model["path"]).is_dir() else None
 
 
 def _named(model: dict[str, Any]) -> dict[str, Any]:
-    """The group ``model`` with a full path and a name: its folder's, or else its type."""
+    """The group ``model`` with an absolute path and a name: the name of its folder, or else its type."""
     model = {**model, "path": model["path"] and str(expanded(model["path"]).resolve())}
     folder = checkpoint_folder(model)
     return {**model, "name": model["name"] or (folder.name if folder else _written(model).get("model_type"))}
 
 
 def _written(model: dict[str, Any]) -> dict[str, Any]:
-    """The keys of ``config.json``, and over them those of ``model.config``."""
+    """The keys of ``config.json``, overridden by ``model.config``."""
     written: dict[str, Any] = {}
     if model["path"]:
         path = Path(model["path"])
@@ -478,11 +478,11 @@ def _written(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def transformers_config(model: dict[str, Any]) -> Any:
-    """The configuration of a ``model`` group as transformers reads it. No code of a model's folder runs.
+    """The transformers configuration of a ``model`` group. No code of a model's folder runs.
 
     Raises:
-        ConfigError: It cannot be read, transformers has no causal language model of that type, or ``seq_length`` is too long
-            for it.
+        ConfigError: The configuration cannot be read, transformers has no causal language model of its type, or
+            ``seq_length`` exceeds the model's maximum.
     """
     written = {**_written(model), "use_cache": False}
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -498,10 +498,10 @@ def transformers_config(model: dict[str, Any]) -> Any:
                 raise ConfigError(f"model.config.{key}: found {value}; expected at most {limit:,}")
         if key.endswith("attn_implementation") and "/" in str(value):
             raise ConfigError(f"model.config.{key}: found {value!r}; expected one of transformers, not code of the Hub")
-    with library_errors("model.config"):  # an architecture's own checks
+    with library_errors("model.config"):  # an architecture may check its values
         known, config = CONFIG_MAPPING[kind](), CONFIG_MAPPING[kind].from_dict(written)
     for key in model["config"] or {}:
-        if hasattr(config, key) and not hasattr(known, key):  # transformers keeps it, and nothing reads it
+        if hasattr(config, key) and not hasattr(known, key):  # transformers would keep it, and nothing would read it
             raise one_of("model.config", key, known.to_dict(), "key")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or model["seq_length"]
     if model["seq_length"] > longest:
@@ -520,7 +520,7 @@ def _counted(config: Any) -> Architecture:
         names.setdefault(param, []).append(name)
         if len(names[param]) > 1:
             continue
-        # The first number of a name is that of the layer: model.layers.0.mlp.experts.3.w1.weight.
+        # The first number of a name is the layer's: model.layers.0.mlp.experts.3.w1.weight.
         if place := re.search(r"\.(\d+)\.", name):
             layers.setdefault(int(place[1]), []).append(param.numel())
         else:
@@ -530,7 +530,7 @@ def _counted(config: Any) -> Architecture:
     heads = getattr(text, "num_attention_heads", None) or 0
     width = (getattr(text, "head_dim", None) or text.hidden_size // heads) * heads if heads else 0
     rope = getattr(text, "rope_parameters", None)
-    # A token visits some of the experts.
+    # A token visits only some of the experts.
     experts = sum(param.numel() for name, param in built.named_parameters() if ".experts." in name)
     counts = (getattr(text, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     of = next((count for count in counts if count), 0)
@@ -549,7 +549,7 @@ def _counted(config: Any) -> Architecture:
         keys=width // heads * (getattr(text, "num_key_value_heads", None) or heads) if heads else 0,
         rotary=int(width // heads * rope.get("partial_rotary_factor", 1)) if heads and rope else 0,
         names=tuple(map(tuple, names.values())),
-        # As DeepSpeed 0.19 chooses them (`set_optimizer_flags`).
+        # The choice of DeepSpeed 0.19 (`set_optimizer_flags`).
         matrices=tuple(
             param.numel()
             for name, param in built.named_parameters()

@@ -1,4 +1,4 @@
-"""Reads files whole, writes them whole or not at all, and says which files of others are not taken."""
+"""Reads files whole, writes them whole or not at all, and checks that other users cannot change a file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import IO, Any
 
 from hzero.validation import ConfigError
 
-#: Largest file that is read whole, bytes, where the caller has no limit of its own.
+#: Maximum size of a file that is read whole, in bytes, unless the caller sets another.
 MAX_BYTES = 1 << 26
-#: A file that must not be there yet.
+#: Flags of a file that must not exist yet.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-#: Numbers of errors that say that a disk takes no more: full, over quota, read-only.
+#: Error numbers of a disk that is full, over quota or read-only.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -48,11 +48,11 @@ def refusing(key: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a file that replaces ``path`` when the block ends without an exception, and is removed otherwise.
+    """Opens a file that replaces ``path`` when the block ends. An exception removes it instead.
 
-    Readers see the old content or the new, never a part. Several processes may write the same path; the last one wins.
-    The content is on disk before the name changes, so a power cut also leaves one of the two. Others may read the file as
-    far as the umask lets them, and never write it.
+    Readers see the old content or the new content, never a part. Several processes may write the same path; the last one wins.
+    The content is on disk before the name changes, so this also holds after a power failure. The umask decides who may read
+    the file. Only this user may write it.
 
     Args:
         path: The file to write or replace. Its folder must exist.
@@ -62,7 +62,7 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         The open file.
 
     Raises:
-        OSError: The folder cannot be written, or the disk is full. It names ``path``, which is unchanged.
+        OSError: The folder cannot be written, or the disk is full. The error names ``path``, which is unchanged.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.partial")
@@ -76,12 +76,12 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None  # errors of a write name no file
+            error.filename, error.filename2 = str(path), None  # an error of a write names no file
         raise
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path whose ``~`` or ``~user`` is replaced by the home folder. Raises `ConfigError` for a user that does not exist."""
+    """Replaces ``~`` or ``~user`` by the home folder. Raises `ConfigError` if the user does not exist."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -89,15 +89,15 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def read_whole(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
-    """All of a regular file. Never waits for another process, even if the file is a pipe.
+    """Reads a regular file. Never waits for another process, even if the path is a pipe.
 
     Raises:
-        ConfigError: It is missing, no regular file, not readable, or larger than ``limit`` bytes; the message names it.
+        ConfigError: The file is missing, not a regular file, not readable, or larger than ``limit`` bytes.
     """
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)  # to open a device may do something to it
+        regular = stat.S_ISREG(os.stat(path).st_mode)  # opening a device may have side effects
         if regular:
-            # Somebody may put a pipe in its place in the meantime, and opening one waits for its writer.
+            # A pipe may have replaced the file since, and opening a pipe waits for its writer.
             with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
                 content = file.read(limit + 1) or b""
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -111,7 +111,7 @@ def read_whole(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
-    """All of a regular file of UTF-8, without its byte order mark. Raises `ConfigError` as `read_whole` does."""
+    """Reads a regular file in UTF-8, without its byte order mark. Raises `ConfigError` as `read_whole` does."""
     try:
         return read_whole(path, limit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -119,7 +119,7 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
 
 
 def read_json(path: str | os.PathLike[str], parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError` as `read_text` does, or if it is none, with the place."""
+    """Reads the object in a JSON file. Raises `ConfigError` as `read_text` does, or with the position of invalid JSON."""
     text = read_text(path)
     try:
         found = parse(text)
@@ -131,10 +131,10 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[str], Any] = json.l
 
 
 def distrust(path: Path) -> str:
-    """Why the content of a file is not taken: others than this user and root can change it. Empty if they cannot.
+    """The reason not to trust a file: users other than this one and root can change it. Empty if they cannot.
 
-    In the folder around it others must not be able to put something else in its place. A folder with the sticky bit, such as
-    ``/tmp``, is fine. A link leads elsewhere, so it is not taken.
+    Other users must not be able to replace the file in its folder either. A folder with the sticky bit, such as ``/tmp``, is
+    fine. A symbolic link is not trusted.
     """
     try:
         around, found = path.parent.stat().st_mode, path.lstat()

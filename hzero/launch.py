@@ -1,13 +1,12 @@
-"""The ranks of a command: which one this process is under a launcher, and if there is none, ranks that are started here.
+"""The ranks of a command: reads the rank of this process from a launcher's variables, or starts the ranks on this machine.
 
-Starts the ranks on this machine, watches them, and ends all of them when one fails.
+`run_ranks` starts the ranks, watches them, and ends all of them when one fails. It imports slow modules once and then forks,
+since eight imports of DeepSpeed on two cores would take a minute. Rank 0 writes to the terminal, and each other rank to its
+``rank<r>.log``. A rank that fails sends the reason to its parent through a pipe, so a full disk hides nothing. The user reads
+one error: the error of the rank that failed first.
 
-The command imports slow modules once and then forks, since eight imports of DeepSpeed on two cores would take a minute. Rank 0
-writes to the terminal, and each other rank to its ``rank<r>.log``. A rank that fails sends the reason to its parent through a
-pipe, so a full disk hides nothing. The user reads one error: the error of the rank that failed first.
-
-This is not `torch.distributed.launcher.api`, which ends the other ranks by SIGTERM after a failure. A trainer saves upon SIGTERM,
-so 30 s pass until that launcher kills the ranks. Its report has 40 lines.
+`torch.distributed.launcher.api` is not used: after a failure it ends the other ranks by SIGTERM. A trainer saves on SIGTERM,
+so that launcher kills the ranks only after 30 s. Its report has 40 lines.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ from typing import Any, NoReturn
 from hzero.terminal import keep_streams
 from hzero.validation import ConfigError, PeerError, PlainError, printable, report, tell_peers
 
-#: Exit statuses: after Ctrl-C, for input that is refused, and for work that has saved and is to be started again (EX_TEMPFAIL of
+#: Exit statuses: after Ctrl-C, for invalid input, and for work that has saved and must be started again (EX_TEMPFAIL of
 #: sysexits.h).
 INTERRUPTED, REFUSED, UNFINISHED = 130, 2, 75
 #: Maximum number of ranks that a command starts on one machine.
 MAX_RANKS = 256
-#: Longest time that ranks may take to save and end after Ctrl-C or SIGTERM, in seconds. A second Ctrl-C ends them at once.
+#: Maximum seconds for ranks to save and end after Ctrl-C or SIGTERM. A second Ctrl-C ends them at once.
 GRACE_S = 600.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
-#: Longest text of a failure, in characters: a traceback is cut in the middle. A pipe has room for it, so a rank need not wait.
+#: Maximum characters of a failure's text; a longer one is cut in the middle. It fits into a pipe, so a rank need not wait.
 _TEXT = 10_000
-#: Variables of other launchers, which ranks that are started here must not take for theirs.
+#: Prefixes of variables of other launchers, which must not reach the ranks that are started here.
 _OTHERS = ("TORCHELASTIC_", "SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-#: The message of a failed rank to its parent: whether it accepted its input, whether it waited in vain for other ranks, seconds
-#: of this machine's monotonic clock, and a text for the user. The smallest one is the cause.
+#: Message of a failed rank to its parent: whether it accepted its input, whether it timed out waiting for other ranks, seconds
+#: of the monotonic clock, and a text for the user. The smallest tuple is the cause.
 Failure = tuple[bool, bool, float, str]
 
 
 def _failure(error: BaseException) -> Failure:
-    """The failure for an error that is being handled."""
+    """The failure for the error that is being handled."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = printable(f"{error.strerror}: {os.fspath(error.filename)}")
@@ -80,17 +79,17 @@ def run_ranks(
     """Runs the ranks of a command on this machine to their end. None of them outlives this process.
 
     Args:
-        work: What every rank does; it may return an exit status. With an accelerator it has to be picklable, since the
+        work: Function of every rank; it may return an exit status. With an accelerator it must be picklable, since the
             accelerator's libraries do not survive a fork. If there are more ranks than accelerators, all run on CPUs.
         count: The number of ranks.
         logs: Folder for the output of all ranks but 0.
         threads: CPU threads of each rank.
-        imports: Modules that ranks need and that take long to import.
-        saves: Whether ranks save upon SIGTERM. If not, one that fails afterwards has only missed those that ended before it.
+        imports: Modules of the ranks that are slow to import.
+        saves: Whether ranks save on SIGTERM. If not, failures after a signal are ignored: a rank has only lost its peers.
 
     Returns:
-        0 if all ranks ended well, 75 if they saved and are to be started again, 2 if they refused their input, 130 after Ctrl-C
-        (or SIGTERM before they could save), and 1 if a rank failed.
+        0 if all ranks succeeded, 75 if they saved and must be started again, 2 for invalid input, and 1 if a rank failed.
+        130 after Ctrl-C, or after SIGTERM before they could save.
     """
     logs.mkdir(parents=True, exist_ok=True)
     cuda, before = importlib.import_module("torch").cuda, dict(os.environ)
@@ -99,15 +98,15 @@ def run_ranks(
     if not spawns:
         for name in imports:
             importlib.import_module(name)
-        gc.freeze()  # or collections would copy the memory that the ranks share
+        gc.freeze()  # garbage collection would copy the memory that the ranks share
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _SIGNALS}
     processes, pipes = list[BaseProcess](), list[Connection]()
-    # A signal that comes before a rank has handlers of its own waits: ours would swallow it.
+    # Signals are blocked until a rank has set its handlers: the inherited handlers would swallow them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        _set_environment(count, threads)  # the ranks inherit it; spawned ones read some when they load torch
-        if spawns and (devices := cuda.device_count()) < count:  # the ranks stand for a larger machine
+        _set_environment(count, threads)  # inherited by the ranks; torch reads some of it when it is imported
+        if spawns and (devices := cuda.device_count()) < count:  # the ranks emulate a larger machine
             _say(f"hzero: {count} ranks run on CPUs, since this machine has {devices} GPU{'s' * (devices > 1)}")
             os.environ.update(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1", DS_ACCELERATOR="cpu")
         for rank in range(count):
@@ -117,7 +116,7 @@ def run_ranks(
             ours, theirs = context.Pipe(duplex=False)
             log = logs / f"rank{rank}.log" if rank else None
             process = context.Process(target=_enter, args=(work, log, theirs, os.getpid()))
-            process.start()  # a process that has not started cannot be killed below
+            process.start()  # before the next line: an unstarted process cannot be killed below
             processes.append(process)
             theirs.close()
             pipes.append(ours)
@@ -125,7 +124,7 @@ def run_ranks(
         _watch(processes, received)
         failures: dict[int, Failure] = {}
         for rank, pipe in enumerate(pipes):
-            with contextlib.suppress(EOFError):  # it sent nothing
+            with contextlib.suppress(EOFError):  # the rank sent nothing
                 if pipe.poll():
                     failures[rank] = pipe.recv()
         if not saves and set(received) - {signal.SIGUSR1}:
@@ -143,7 +142,7 @@ def run_ranks(
 
 
 def _set_environment(count: int, threads: int) -> None:
-    """Makes this process' environment that of ranks on this machine, without the variables of other launchers."""
+    """Sets the environment of ranks on this machine, and removes the variables of other launchers."""
     for name in [name for name in os.environ if name.startswith(_OTHERS)]:
         del os.environ[name]
     values = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": threads}
@@ -151,13 +150,13 @@ def _set_environment(count: int, threads: int) -> None:
 
 
 def _watch(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
-    """Passes signals on until all ranks have ended, one has failed, or those that run are to be killed."""
+    """Forwards signals until all ranks have ended, one has failed, or the running ranks must be killed."""
     passed, stops, deadline = 0, 0, math.inf
-    # `exitcode` reaps a rank that has ended, and its number may become another process's. So a round reads it only here.
+    # `exitcode` reaps a finished rank, whose process id may then be reused. So each round reads it once, here.
     while None in (codes := [process.exitcode for process in processes]):
         running = [process for process, code in zip(processes, codes) if code is None]
         if not stops and set(codes) - {None, 0, UNFINISHED}:
-            time.sleep(1.0)  # others that failed for the same reason may still be telling theirs
+            time.sleep(1.0)  # other ranks with the same error may still send theirs
             return
         for number in received[passed:]:
             passed += 1
@@ -176,12 +175,12 @@ def _watch(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
 
 
 def _conclude(codes: Sequence[int | None], failures: dict[int, Failure], received: Sequence[int], logs: Path) -> int:
-    """Tells the user why ranks have failed, and returns the exit status."""
+    """Prints why ranks have failed, and returns the exit status."""
     stopped = any(number != signal.SIGUSR1 for number in received)
-    # No SIGKILL: ranks that we kill are still running here.
+    # Without SIGKILL: the ranks that this process kills are still running here.
     by_us = {INTERRUPTED, -signal.SIGTERM} if stopped else set()
     failed = [rank for rank, code in enumerate(codes) if code not in {None, 0, UNFINISHED} | by_us]
-    # A killed rank sends nothing, and the errors of the others only say that it is gone.
+    # A killed rank sends nothing, and the errors of the other ranks only report its absence.
     killed = [rank for rank in failed if (codes[rank] or 0) < 0]
     cause = min(failures, key=lambda rank: failures[rank], default=-1) if failed else -1
     if cause >= 0 and not failures[cause][0]:
@@ -210,26 +209,26 @@ def _say(message: str) -> None:
 
 
 def _enter(work: Callable[[], int | None], log: Path | None, pipe: Connection, parent: int) -> NoReturn:
-    """The life of a rank."""
-    os.setsid()  # Ctrl-C reaches only the parent, which passes it on
+    """Main function of a rank's process."""
+    os.setsid()  # Ctrl-C reaches only the parent, which forwards it
     die_with_parent()
-    if os.getppid() != parent:  # it ended before this process asked to end with it
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
-    atexit._clear()  # what the parent does at its end
+    atexit._clear()  # the parent's exit functions
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The end of a job that comes before training has a handler of its own: nothing is lost, so it is no failure.
+    # The job's time may end before training has set its handler. Nothing is lost then, so the status is "unfinished".
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if log is not None:
-        with contextlib.suppress(OSError):  # a full disk: the output goes to the terminal
+        with contextlib.suppress(OSError):  # on a full disk the output goes to the terminal
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(file, 1)
             os.dup2(file, 2)
     keep_streams()
     renew_thread_pool()
     status = _work(work, lambda error: pipe.send(_failure(error)))
-    atexit._run_exitfuncs()  # monitors write what they have
+    atexit._run_exitfuncs()  # monitors flush their files
     _leave(status)
 
 
@@ -239,7 +238,7 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
     The exit status is the one that ``work`` returns, 2 for `ConfigError`, 130 for Ctrl-C, and 1 for another error.
 
     Args:
-        work: As of `run_ranks`.
+        work: See `run_ranks`.
     """
 
     def tell(error: BaseException) -> None:
@@ -254,13 +253,13 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         if status == UNFINISHED:
-            distributed.barrier()  # launchers end all ranks with the first that has a status
+            distributed.barrier()  # launchers end all ranks after the first nonzero status
         distributed.destroy_process_group()
-    sys.exit(status)  # MPI has to be finalised
+    sys.exit(status)  # runs the exit functions, which finalise MPI
 
 
 def _work(work: Callable[[], int | None], tell: Callable[[BaseException], None]) -> int:
-    """Does the work and returns its status. If it fails, calls ``tell`` with the error and ends the process."""
+    """Runs the work and returns its status. On an error, calls ``tell`` with it and ends the process."""
     try:
         return work() or 0
     except SystemExit as left:
@@ -270,36 +269,36 @@ def _work(work: Callable[[], int | None], tell: Callable[[BaseException], None])
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # nothing reads the pipe
+        with contextlib.suppress(OSError):  # the parent has closed the pipe
             tell(error)
         _leave(REFUSED if isinstance(error, ConfigError) else 1)
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process at once: a process group with a dead member can take minutes to be torn down."""
+    """Ends the process at once, since destroying a process group with a dead member can take minutes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def free_port() -> int:
-    """A TCP port of this machine that was free a moment ago."""
+    """A TCP port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when the thread that started it ends."""
+    """Has Linux kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def renew_thread_pool() -> None:
-    """Gives a forked process a pool of ``OMP_NUM_THREADS`` threads of its own, while it has one thread.
+    """Replaces the parent's pool of threads in a forked process, while the process has one thread.
 
-    PyTorch replaces the parent's pool at the first use, without a lock: of two threads that come at once, one finds no pool
-    ("Invalid thread pool!"). Source: PyTorch's ``caffe2/utils/threadpool/pthreadpool-cpp.cc``.
+    PyTorch replaces the pool at the first use, without a lock. If two threads use it at once, one of them fails with
+    "Invalid thread pool!". Source: PyTorch's ``caffe2/utils/threadpool/pthreadpool-cpp.cc``.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -312,7 +311,7 @@ def renew_thread_pool() -> None:
 # sets them under srun and mpiexec too. One launcher may run inside another, such as torchrun inside srun: the outer one then
 # starts a daemon on each node, and the inner one the ranks.
 
-#: MASTER_PORT if nothing sets it: what OLCF's guide for PyTorch on Frontier uses.
+#: Default MASTER_PORT, from OLCF's guide for PyTorch on Frontier.
 DEFAULT_PORT = 3442
 
 # Rank, world size, index and count of the ranks on this host, the innermost launcher first. OMPI_*: Open MPI, "Environment
@@ -336,15 +335,15 @@ _HOST = re.compile(r"((?:[A-Za-z0-9._-]|\[[0-9]{1,18}(?:[-,][0-9]{1,18})*\])+)(?
 def launched() -> bool:
     """Whether torchrun, srun or mpiexec has started this process as one of several ranks.
 
-    If so, the variables that torch.distributed, Accelerate and DeepSpeed read are in the environment afterwards.
+    If so, sets the variables that torch.distributed, Accelerate and DeepSpeed read.
 
     Raises:
-        ConfigError: As `rank_variables`.
+        ConfigError: See `rank_variables`.
     """
     found = rank_variables()
     os.environ.update(found)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
-        die_with_parent()  # SIGKILL may end torchrun's agent. Daemons of Slurm and MPI clean up by themselves
+        die_with_parent()  # SIGKILL may end torchrun's agent. Slurm and MPI clean up by themselves
     return bool(found)
 
 
@@ -353,11 +352,11 @@ def rank_variables(environ: Mapping[str, str] = os.environ, visible: int | None 
 
     Args:
         environ: The environment.
-        visible: Devices that this process sees; torch is asked if it is None and matters.
+        visible: Number of devices that this process sees; None reads it from torch if it matters.
 
     Raises:
-        ConfigError: A variable is no number, two launchers contradict each other, the local index is beyond the visible
-            devices, or nothing states the master address. The message names the variables.
+        ConfigError: A variable is not a number, two launchers contradict each other, the local index exceeds the visible
+            devices, or no variable has the master address. The message names the variables.
     """
     sources, halves = [], []
     for names in _VARIABLES:
@@ -365,7 +364,7 @@ def rank_variables(environ: Mapping[str, str] = os.environ, visible: int | None 
         if names[0] == "SLURM_PROCID":
             if environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "")) in _NO_RANKS:
                 continue
-            nodes = _number(environ, "SLURM_STEP_NUM_NODES")  # a step has a task on each of them
+            nodes = _number(environ, "SLURM_STEP_NUM_NODES")  # each of them has a task of the step
             local_size = size // nodes if size and nodes and size % nodes == 0 else None
         if rank is not None and size is not None:
             sources.append((rank, size, local, local_size, names))
@@ -380,7 +379,7 @@ def rank_variables(environ: Mapping[str, str] = os.environ, visible: int | None 
         raise ConfigError(f"{names[0]}: found {rank}, but {names[1]} is {size}")
     agreeing = [source for source in sources if source[:2] == (rank, size)]
     for outer_rank, outer_size, *_, outer in sources:
-        # An outer launcher that starts fewer processes has started the daemons of the inner one.
+        # An outer launcher with fewer processes has started the daemons of the inner launcher.
         if (outer_rank, outer_size) != (rank, size) and outer_size >= size and not environ.get("TORCHELASTIC_RUN_ID"):
             raise ConfigError(
                 f"{names[0]}={rank} of {names[1]}={size} and {outer[0]}={outer_rank} of {outer[1]}={outer_size} contradict "
@@ -407,14 +406,14 @@ def _device(given: int | None, local: int | None, visible: int | None) -> int:
 
         visible = torch.cuda.device_count()
     if visible == 1:
-        return 0  # as under --gpus-per-task=1: DeepSpeed binds device(LOCAL_RANK)
+        return 0  # under --gpus-per-task=1, since DeepSpeed uses device(LOCAL_RANK)
     if visible and (local is None or local >= visible):
         raise ConfigError(f"LOCAL_RANK: found {local}; expected 0 to {visible - 1}, the visible devices")
     return local or 0
 
 
 def _first_host(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The host of a step's first task."""
+    """The host of rank 0: of the first task of a Slurm step."""
     hosts = environ.get("SLURM_STEP_NODELIST", "") if names[0] == "SLURM_PROCID" else ""
     found = _HOST.match(hosts)
     if found is None or environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):

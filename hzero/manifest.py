@@ -1,4 +1,4 @@
-"""Which checkpoints are complete: a note in each, with the size and hash of every file, that is written last.
+"""Complete checkpoints: each has a note, written last, with the size and hash of every file.
 
 This module imports neither torch nor DeepSpeed; `hzero.deepspeed.checkpoint` writes the notes and compares hashes on all ranks.
 """
@@ -31,11 +31,11 @@ _PIECE = 1 << 22
 
 
 class SaveError(PlainError):
-    """A checkpoint could not be saved. The one before it is still there. All ranks raise it, and rank 0 reports it."""
+    """A checkpoint could not be saved. The previous checkpoint still exists. All ranks raise this, and rank 0 reports it."""
 
 
 class IncompleteError(ConfigError):
-    """A checkpoint is incomplete, or is not what was written."""
+    """A checkpoint is incomplete, or its files have changed."""
 
 
 class Manifest(BaseModel, frozen=True):
@@ -45,9 +45,9 @@ class Manifest(BaseModel, frozen=True):
         folder: The folder that DeepSpeed wrote, named after its tag.
         step: Optimizer steps done.
         batch: Samples of all ranks in a step.
-        written: When, in seconds of the clock.
+        written: Time of writing, in seconds since the epoch.
         files: Size and SHA-256 of each file, by name.
-        beside: Sizes of the files that Trainer wrote beside the folder, by name.
+        beside: Sizes of the files that Trainer wrote next to the folder, by name.
     """
 
     folder: Path
@@ -58,10 +58,10 @@ class Manifest(BaseModel, frozen=True):
     beside: dict[str, int] = {}
 
     def write(self) -> None:
-        """Writes the note beside the files, in one move.
+        """Writes the note next to the files, atomically.
 
         Raises:
-            OSError: The note cannot be written, or a file has not the size with which it was written.
+            OSError: The note cannot be written, or the size of a file has changed.
         """
         if changed := self.changed(hashes=False):
             raise OSError(0, changed, str(self.folder))
@@ -73,7 +73,7 @@ class Manifest(BaseModel, frozen=True):
         """Reads the note of a checkpoint.
 
         Raises:
-            IncompleteError: It is missing or damaged.
+            IncompleteError: The note is missing or damaged.
         """
         try:
             found = cls(**{**read_json(folder / NOTE), "folder": folder})
@@ -84,11 +84,11 @@ class Manifest(BaseModel, frozen=True):
             raise IncompleteError(f"{str(folder)!r} is incomplete: its {NOTE} cannot be read") from None
 
     def changed(self, names: Iterable[str] | None = None, *, hashes: bool = True) -> str | None:
-        """Says which file is not as it was written, and how; None if all are.
+        """Describes the first file that has changed; None if none has.
 
         Args:
-            names: Files to look at; None: all, and those beside the folder.
-            hashes: Whether to read and hash them; otherwise their sizes are compared.
+            names: Files to compare; None: all, including the files next to the folder.
+            hashes: Whether to compare hashes in addition to sizes.
         """
         entries = {name: self.files[name] for name in (self.files if names is None else names)}
         if names is None:
@@ -99,22 +99,22 @@ class Manifest(BaseModel, frozen=True):
                 if found != size:
                     return f"{name} has {found} bytes instead of {size}"
                 if hashes and digest and _hash_of(self.folder / name) != digest:
-                    return f"{name} is not what was written: its hash differs"
+                    return f"{name} has changed: its hash differs"
             except OSError as error:
                 return f"{name} cannot be read: {error.strerror or error}"
         return None
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The newest complete checkpoint in a folder: what ``resume_from_checkpoint`` of Trainer and ``load_state`` take.
+    """The newest complete checkpoint in a folder, for Trainer's ``resume_from_checkpoint`` or Accelerate's ``load_state``.
 
-    Complete are checkpoints that were written with the block's key ``"checkpoint"`` and whose files still have their sizes:
-    those of Trainer (``checkpoint-20``), of ``Accelerator.save_state``, of Lightning and of ``engine.save_checkpoint``. If
-    there are none, or if Trainer has finished one of a later step, those that were written without the key count too, with a
-    warning. `load_checkpoint` of the engine compares hashes.
+    A checkpoint is complete if it was written with the block's key ``"checkpoint"`` and its files still have their sizes. It
+    may come from Trainer (``checkpoint-20``), ``Accelerator.save_state``, Lightning or ``engine.save_checkpoint``. A
+    checkpoint without a note is returned, with a warning, if no checkpoint is complete, or if Trainer has finished it at a
+    later step. Hashes are compared later, by the engine's `load_checkpoint`.
 
     Args:
-        folder: The folder that holds checkpoints, such as Trainer's ``output_dir``. It may not exist yet.
+        folder: The folder with the checkpoints, such as Trainer's ``output_dir``. It may not exist yet.
 
     Returns:
         The path, or None if there is no complete checkpoint.
@@ -130,12 +130,12 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 def without_note(folder: Path, complete: Mapping[Path, Manifest]) -> Path | None:
     """The newest checkpoint that was written without the key, or None if a complete one is preferred.
 
-    Next to complete ones only those of Trainer count: their names have their step, and their last file says that they are
-    whole. Times of files change when a folder is copied.
+    If there are complete checkpoints, only Trainer's are compared with them: their names contain the step, and their last
+    file proves that they are whole. File times are not compared, since they change when a folder is copied.
 
     Args:
-        folder: The folder that holds checkpoints.
-        complete: As of `complete_in`.
+        folder: The folder with the checkpoints.
+        complete: Result of `complete_in`.
     """
     others = [
         path
@@ -151,7 +151,7 @@ def without_note(folder: Path, complete: Mapping[Path, Manifest]) -> Path | None
 
 
 def complete_in(folder: Path) -> dict[Path, Manifest]:
-    """The complete checkpoints in a folder and their newest notes, the newest first, by notes and the sizes of files."""
+    """The complete checkpoints in a folder with their newest notes, newest first. Compares the sizes of files."""
     found: list[tuple[Path, Manifest]] = []
     for path in _children(folder):
         try:
@@ -172,25 +172,25 @@ def _age(note: Manifest) -> tuple[int, float]:
 
 
 def notes_in(path: Path) -> list[Manifest]:
-    """The note in a folder, or those of all tags in it."""
+    """The note in a folder, or the notes of all tags in it."""
     return [Manifest.read(inner) for inner in (path, *_children(path)) if (inner / NOTE).exists()]
 
 
 def location(place: Path) -> Path:
-    """Where a checkpoint is: in its place, or under a hidden name if a save was killed before it renamed it.
+    """The path of a checkpoint: its place, or the hidden name if a save was killed before it renamed the folder.
 
-    A save that is not killed is in the same state for a moment. So a load reads what it finds there, and renames nothing.
+    A running save is in the same state for a moment. So a load reads from this path, and renames nothing.
     """
     return hidden(place) if (hidden(place) / NOTE).exists() else place
 
 
 def hidden(place: Path) -> Path:
-    """Where a save writes a checkpoint. Once its note is there too, it is complete, and replaces the one in its place."""
+    """The hidden name under which a save writes. Once the note is written, the folder replaces the one in its place."""
     return place.with_name(f".{place.name}.partial")
 
 
 def publish(place: Path) -> None:
-    """Gives a checkpoint that is complete its name, in the place of the one before.
+    """Renames a complete checkpoint to its place, and removes the previous one.
 
     Raises:
         OSError: The folder cannot be changed.
@@ -202,12 +202,12 @@ def publish(place: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Gives complete checkpoints their names if a save was killed before, and removes what other such saves have left.
+    """Cleans up after killed saves: publishes their complete checkpoints, and removes incomplete ones.
 
-    Only the run that saves there may do so.
+    Only the run that saves in this folder may call it.
 
     Args:
-        folder: The folder that holds checkpoints.
+        folder: The folder with the checkpoints.
 
     Raises:
         OSError: The folder cannot be changed.
@@ -225,11 +225,11 @@ def _place(path: Path) -> Path:
 
 
 def _unfinished(path: Path) -> str | None:
-    """What Trainer has not written of a checkpoint, since its own files come after DeepSpeed's, or what clients do not find."""
+    """The reason why a checkpoint is unfinished; None if it is finished. Trainer writes its files after DeepSpeed's."""
     for inner in _children(path):
         if inner.name.startswith("."):
             return f"a save was killed before it renamed {inner.name!r} to {_place(inner).name!r}; rename it to use it"
-    if _TRAINER.fullmatch(path.name) and not (path / NOTE).exists():  # a tag of DeepSpeed may have such a name
+    if _TRAINER.fullmatch(path.name) and not (path / NOTE).exists():  # a tag of DeepSpeed may have such a name, too
         try:
             int(read_json(path / _TRAINER_STATE)["global_step"])
         except (ConfigError, ValueError, TypeError, KeyError):
@@ -238,7 +238,7 @@ def _unfinished(path: Path) -> str | None:
 
 
 def _children(folder: Path) -> list[Path]:
-    """Folders in a folder. Of those with hidden names, only complete checkpoints, instead of those in their places."""
+    """Folders in a folder. A complete checkpoint with a hidden name replaces the folder in its place."""
     try:
         places = {_place(path) for path in folder.iterdir() if path.is_dir()}
     except OSError:
@@ -256,10 +256,10 @@ def _hash_of(path: Path) -> str:
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that hashes what is written to it.
+    """A new file that hashes its content while it is written.
 
     Attributes:
-        hash: SHA-256 of it.
+        hash: SHA-256 of the content.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -273,7 +273,7 @@ class HashedFile(io.BufferedWriter):
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something could not be written: where a disk takes no more, ``torch.save`` raises a position in its archive."""
+    """The reason of a failed write. On a full disk, ``torch.save`` raises only a position in its archive."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__

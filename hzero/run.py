@@ -23,10 +23,10 @@ from hzero.validation import ConfigError, Parser
 
 
 def run_script(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. What the script raises passes through untouched.
+    """Runs the command on its arguments. Exceptions of the script pass through.
 
     Returns:
-        0, or 2 for a script that is not there or an environment of contradictions, after one line on stderr.
+        0; 2, after one line on stderr, if the script does not exist or the variables of launchers contradict each other.
     """
     parser = Parser("hzero run", __doc__)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
@@ -36,13 +36,13 @@ def run_script(arguments: Sequence[str]) -> int:
     try:
         parsed = parser.parse_args(list(arguments))
         if not parsed.module and not Path(parsed.script).is_file():
-            raise ConfigError(f"SCRIPT: no file {parsed.script!r}")
+            raise ConfigError(f"SCRIPT: found no file {parsed.script!r}; expected a Python script, or -m and a module")
         launched()
     except ConfigError as error:
         print(f"hzero: error: {error}", file=sys.stderr)
         return 2
     sys.argv = [parsed.script, *parsed.rest]
-    # As python does: the script's own folder, or with -m the current one, comes first.
+    # Python puts the script's folder first, or with -m the current one.
     sys.path.insert(0, os.getcwd() if parsed.module else str(Path(parsed.script).resolve().parent))
     try:
         if parsed.module:
@@ -50,7 +50,7 @@ def run_script(arguments: Sequence[str]) -> int:
         else:
             runpy.run_path(parsed.script, run_name="__main__")
     finally:
-        failed = isinstance(sys.exc_info()[1], Exception)  # which says enough
+        failed = isinstance(sys.exc_info()[1], Exception)  # its traceback is enough
         if not failed and not autoload.blocks_read and os.environ.get("RANK", "0") == "0":
             print('hzero: no DeepSpeed configuration with an "hzero" block was read', file=sys.stderr)
     return 0

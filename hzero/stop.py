@@ -1,4 +1,4 @@
-"""Stops a training in time: all ranks together, at the end of a step, with a checkpoint and an exit status of its own."""
+"""Stops a training in time: all ranks after the same step, with a checkpoint and exit status 75."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import torch.distributed as dist
 from hzero.launch import UNFINISHED
 from hzero.validation import ConfigError, seconds_of
 
-#: Seconds after which a second Ctrl-C ends the process. Launchers send the terminal's Ctrl-C once more within that time.
+#: A second Ctrl-C ends the process only after this many seconds, since launchers repeat the terminal's Ctrl-C.
 _REPEATED_S = 2.0
-#: Seconds that leaving takes after the save.
+#: Seconds that the process needs to exit after the save.
 _LEAVING_S = 5.0
-#: What the ranks agree on beside the number of a signal, which is smaller.
+#: Value in the all-reduce for the time limit. Signal numbers are smaller.
 _TIME = 1000
 
 
 class StopAndSave:
-    """Ends a training by a signal, or before its time is over: agreement of all ranks, one save, exit status 75.
+    """Ends a training on a signal, or before its time limit: the ranks agree, save once, and exit with status 75.
 
     SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and the end of a Slurm allocation reach ranks at different moments, in different steps.
-    So each rank remembers what has reached it, and at the end of every step all ranks compare: one all-reduce of 8 bytes,
-    which takes about as long as the all-reduce of the gradient norm. If one rank has to stop, all do, after the same step.
-    Status 75 (``EX_TEMPFAIL``) tells a job script to start the training again.
+    So each rank records the signals that it receives. At the end of every step an all-reduce of 8 bytes compares them. It
+    takes about as long as the all-reduce of the gradient norm. If one rank has to stop, all ranks stop after the same step.
+    With status 75 (``EX_TEMPFAIL``) a job script starts the training again.
 
-    In Hugging Face's Trainer, and in everything built on it, it is a callback. Put it last, so that the others see the end
-    of the training before the process leaves::
+    Hugging Face's Trainer, and everything built on it, uses it as a callback. Put it last, so that the other callbacks see
+    the end of the training before the process exits::
 
         trainer = Trainer(..., callbacks=[hzero.StopAndSave()])
         trainer.train(resume_from_checkpoint=hzero.newest_checkpoint(args.output_dir))
@@ -45,7 +45,7 @@ class StopAndSave:
             ...
             stop(save=lambda: engine.save_checkpoint("checkpoints"))
 
-    Lightning calls it from a callback of its own::
+    In Lightning, call it from a callback::
 
         class Stop(lightning.Callback):
             stop = hzero.StopAndSave()
@@ -53,22 +53,22 @@ class StopAndSave:
             def on_train_batch_end(self, trainer, *_):
                 self.stop(save=lambda: trainer.save_checkpoint("checkpoints/stopped.ckpt"))
 
-    Make it early, on the main thread: a signal that comes before the first step takes effect after that step. A second Ctrl-C
-    ends the process at once. It has the methods of a ``TrainerCallback`` without being one, since transformers need not be
-    installed.
+    Construct it early, on the main thread: a signal before the first step takes effect after that step. A second Ctrl-C
+    ends the process at once. The class has the methods of a ``TrainerCallback`` without inheriting from it, so that
+    transformers need not be installed.
 
     Args:
         time_limit: Time from now in which the training has to end: seconds, or a text such as ``"1h30m"``. The end of the
             Slurm allocation (``SLURM_JOB_END_TIME``) is a limit as well; the earlier one counts.
-        signals: What asks the ranks to stop.
-        save_s: Seconds that a save takes, as long as none has been measured; a plain loop measures none.
+        signals: Signals that stop the ranks.
+        save_s: Estimated seconds of a save, used until one has been measured. A plain loop measures none.
 
     Attributes:
-        reason: Why the ranks stop: the name of the signal, or ``"time"``. None as long as they do not.
+        reason: Why the ranks stop: the name of the signal, or ``"time"``. None until they stop.
         status: The exit status.
 
     Raises:
-        ConfigError: The time limit is no duration.
+        ConfigError: The time limit is not a duration.
     """
 
     status = UNFINISHED
@@ -92,10 +92,10 @@ class StopAndSave:
         """Ends a step of a plain loop. Collective.
 
         Args:
-            save: Saves a checkpoint, on all ranks together. If the ranks stop, it is called, and the process leaves.
+            save: Saves a checkpoint, on all ranks together. If the ranks stop, it is called, and the process exits.
 
         Returns:
-            Whether the ranks stop. Then save, and end with `status`.
+            Whether the ranks stop. If so, save, and exit with `status`.
 
         Raises:
             SystemExit: The ranks stop, and ``save`` has been called.
@@ -109,7 +109,7 @@ class StopAndSave:
         return True
 
     def close(self) -> None:
-        """Gives the signals back to whoever had them before."""
+        """Restores the previous signal handlers."""
         for number, handler in self._stock.items():
             signal.signal(number, handler)
         self._stock = {}
@@ -117,12 +117,12 @@ class StopAndSave:
     # ---- the events of a TrainerCallback ----------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_"):  # an event that needs nothing
+        if name.startswith("on_"):  # the other events do nothing
             return lambda *_, **__: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Agrees with the other ranks; then Trainer saves, without an evaluation before it, and ends its loop."""
+        """Compares the signals of all ranks. If the ranks stop, Trainer saves without an evaluation and ends its loop."""
         if self._agree():
             self._say(f"the ranks stop after step {state.global_step}")
             control.should_save = control.should_training_stop = True
@@ -130,26 +130,26 @@ class StopAndSave:
         self._saving_since = time.monotonic()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A save comes after an evaluation."""
+        """Restarts the clock of a save, which follows the evaluation."""
         self._saving_since = time.monotonic()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measures the save. Once the ranks stop, nothing may take longer or remove this checkpoint."""
+        """Measures the save. If the ranks stop, prevents work that takes longer or removes this checkpoint."""
         seconds = time.monotonic() - self._saving_since
         self._saved_s = max(self._saved_s, seconds)
         if self._stepped_at is not None:
             self._stepped_at += seconds
         if self.reason is not None:
-            # Trainer would load the best model now, and with a limit of 1 remove all others.
+            # Trainer would load the best model now, and with a limit of 1 remove all other checkpoints.
             args.load_best_model_at_end, args.save_total_limit = False, None
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Trainer ends its epoch here too when it is told to stop."""
+        """Prevents a second save: Trainer also ends its epoch when it stops."""
         if self.reason is not None:
             control.should_evaluate = control.should_save = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leaves if the ranks stop."""
+        """Ends the process if the ranks stop."""
         self.close()
         if self.reason is not None:
             self._leave()
@@ -176,7 +176,7 @@ class StopAndSave:
         return self.reason is not None
 
     def _is_due(self) -> bool:
-        """Whether the time is over too soon for another step and a save, each half as long again as the longest so far."""
+        """Whether the remaining time is too short for another step and a save, each 1.5 times as long as the longest so far."""
         if self._ends_at is None:
             return False
         return time.time() > self._ends_at - 1.5 * (self._step_s + (self._saved_s or self._save_s)) - _LEAVING_S
@@ -193,24 +193,24 @@ class StopAndSave:
 
 
 def _ends_at(time_limit: str | float | None) -> float | None:
-    """When the training has to end, in seconds of the clock; None if nothing says so."""
+    """The end of the training, in seconds since the epoch; None without a limit."""
     ends = []
     if time_limit is not None:
         try:
             ends.append(time.time() + seconds_of(time_limit))
         except ValueError as error:
             raise ConfigError(f"time_limit: {error}") from None
-    slurm = os.environ.get("SLURM_JOB_END_TIME", "")  # of every job and step from Slurm 23.02 on
+    slurm = os.environ.get("SLURM_JOB_END_TIME", "")  # set by Slurm 23.02 and later
     if slurm.isdecimal():
         ends.append(float(slurm))
     return min(ends, default=None)
 
 
 def _largest(value: int) -> int:
-    """The largest value of a rank. Collective."""
+    """The largest value over all ranks. Collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
-    on_cpu = "cpu:" in dist.get_backend_config()  # where the default group's backend takes tensors from
+    on_cpu = "cpu:" in dist.get_backend_config()  # the device of the default group's backend
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     largest = torch.tensor([value], dtype=torch.int64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

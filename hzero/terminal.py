@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 
 class _Output(io.FileIO):
-    """The file of a standard stream. Output that it cannot take is lost, and the first reason is kept.
+    """The file of a standard stream. Output that cannot be written is lost, and the first reason is kept.
 
     Attributes:
         reason: Why output was lost; None if none was.
@@ -26,10 +26,10 @@ class _Output(io.FileIO):
 
 
 def keep_streams() -> None:
-    """Replaces stdout and stderr by streams that never raise: not on a full disk, nor closed, nor for an encoding.
+    """Replaces stdout and stderr by streams that never raise, even on a full disk, if closed, or for an unencodable character.
 
-    Characters that the encoding lacks are written as escapes. Streams that someone else has replaced stay. A descriptor that
-    is closed leads to the null device, since the next file that is opened would get its number.
+    Characters that the encoding lacks are written as escapes. Streams that other code has replaced stay. A closed
+    descriptor is opened on the null device, since the next opened file would get its number.
     """
     for number in range(3):
         try:
@@ -40,21 +40,21 @@ def keep_streams() -> None:
         stock: TextIO | None = getattr(sys, name)
         if stock is not getattr(sys, f"__{name}__"):
             continue
-        os.set_blocking(number, True)  # a parent may have made a pipe that loses what it has no room for
+        os.set_blocking(number, True)  # a parent may have made a non-blocking pipe, which loses output when full
         raw = _Output(number, "w", closefd=False)
         unbuffered = getattr(stock, "write_through", False)
         stream = io.TextIOWrapper(
             raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]  # as Python itself does
             encoding=getattr(stock, "encoding", "utf-8"),
             errors="backslashreplace",
-            line_buffering=True,  # a log shows how far a run has come
+            line_buffering=True,  # so that a log shows the progress
             write_through=unbuffered,
         )
         setattr(sys, name, stream)
 
 
 def lost_output() -> str:
-    """Why stdout has lost output, such as a full disk; empty if it has not, or if its reader has gone, as ``| head`` does."""
+    """The reason why stdout has lost output, such as a full disk. Empty without loss, or if the reader closed the pipe."""
     sys.stdout.flush()
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", getattr(sys.stdout, "buffer", None))
     reason = raw.reason if isinstance(raw, _Output) else None
@@ -62,7 +62,7 @@ def lost_output() -> str:
 
 
 def size_text(count: float) -> str:
-    """Bytes with a decimal unit, such as 1.50 kB."""
+    """Formats bytes with a decimal unit, such as 1.50 kB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"

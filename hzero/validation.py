@@ -1,6 +1,6 @@
-"""The one way to refuse input, as one line: errors, errors that all ranks raise together, arguments, and pydantic models.
+"""Errors of one line: for invalid input, for all ranks together, for arguments, and from pydantic models.
 
-Also the two ways to call what a library was not made for: within a time, and with other attributes.
+Also two ways to call a library: with a timeout, and with other values of its attributes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class _OneLineError(Exception):
-    """An error whose message says all. Escapes replace what could command a terminal, such as in names of files and hosts.
+    """An error that needs no traceback. Escapes replace control characters, for example in names of files and hosts.
 
     Args:
-        message: For the user.
-        elsewhere: Whether another rank reports the same error, so that a command on this rank need not report it again.
+        message: Message for the user.
+        elsewhere: Whether another rank reports the same error, so that this rank need not report it.
 
     Attributes:
-        elsewhere: The same.
+        elsewhere: See the argument.
         of_all_ranks: Whether all ranks raise it, and rank 0 reports it. See `of_all_ranks`.
     """
 
@@ -47,7 +47,10 @@ class _OneLineError(Exception):
 
 
 class ConfigError(_OneLineError, ValueError):
-    """Input that cannot be used. The message is one line: the key, file or argument, what was found, what is possible."""
+    """Invalid input. The message has one line: ``KEY: found VALUE; expected X or Y (did you mean Z?)``.
+
+    The key may be an option, an argument or a file.
+    """
 
     def __init__(self, message: str = "", elsewhere: bool = False) -> None:
         super().__init__(printable(message), elsewhere)
@@ -58,10 +61,10 @@ class PlainError(_OneLineError, RuntimeError):
 
 
 class PeerError(PlainError):
-    """Other ranks did not come to a collective. The message says which, and where they are.
+    """Other ranks did not join a collective. The message names them and their hosts.
 
     Attributes:
-        ranks: The ranks to blame, where they are known.
+        ranks: The missing ranks, if they are known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -69,14 +72,14 @@ class PeerError(PlainError):
         self.ranks = tuple(ranks)
 
 
-#: What waits in vain raise.
+#: Error of a wait that timed out.
 NoAnswer = TimeoutError
-#: How long other ranks wait for rank 0 to report an error of all ranks. Imports on a busy file system may differ by as much.
+#: Seconds that other ranks wait for rank 0 to report an error of all ranks. Import times on a busy file system differ that much.
 WAIT_S = 60.0
 
 
 def of_all_ranks(error: E) -> E:
-    """Marks an error that all ranks raise. If it is not caught, rank 0 prints one line, and the others end quietly."""
+    """Marks an error that all ranks raise. If it is not caught, rank 0 prints one line and the other ranks exit silently."""
     hook_errors()
     error.of_all_ranks, error.elsewhere = True, error.elsewhere or _rank() > 0
     return error
@@ -84,7 +87,7 @@ def of_all_ranks(error: E) -> E:
 
 @contextlib.contextmanager
 def on_all_ranks() -> Iterator[None]:
-    """Inside, a `ConfigError` is one `of_all_ranks`."""
+    """Marks every `ConfigError` in the block with `of_all_ranks`."""
     try:
         yield
     except ConfigError as error:
@@ -96,8 +99,8 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
     """Calls a function on rank 0 and returns its result on all ranks, or raises its error `of_all_ranks`. Collective.
 
     Args:
-        function: What rank 0 calls. Its result can be pickled.
-        group: The process group that carries the answer; None is the world.
+        function: Function of rank 0. Its result must be picklable.
+        group: The process group that broadcasts the answer; None is the world.
     """
     import torch.distributed as dist
 
@@ -106,7 +109,7 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
     if dist.get_rank() == 0:
         try:
             answer[0] = function()
-        except Exception as error:  # the others would wait for it
+        except Exception as error:  # the other ranks wait for the answer
             raised = error
             answer[1] = (
                 error if isinstance(error, _OneLineError) else PlainError(f"rank 0: {type(error).__name__}: {error}")
@@ -119,7 +122,7 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
 
 
 def first_of_ranks(problem: str | None) -> str | None:
-    """The first problem that a rank of the world has, the same on all ranks; None if no rank has one. Collective."""
+    """The problem of the lowest rank that has one, the same on all ranks; None if no rank has one. Collective."""
     import torch.distributed as dist
 
     every: list[str | None] = [None] * dist.get_world_size()
@@ -128,7 +131,7 @@ def first_of_ranks(problem: str | None) -> str | None:
 
 
 def of_file(error: OSError) -> ConfigError:
-    """The error for a file that the system refuses; raises ``error`` if it names none."""
+    """The error for a failed system call on a file. Raises ``error`` if it names no file."""
     if error.filename is None:
         raise error
     return ConfigError(f"{os.fsdecode(error.filename)}: {(error.strerror or '').lower()}")
@@ -136,7 +139,7 @@ def of_file(error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Inside, an error of a library, of whatever type, is a `ConfigError` that begins with ``what`` and says its cause."""
+    """Converts an exception of a library to a `ConfigError` that begins with ``what`` and has the cause."""
     try:
         yield
     except ConfigError:
@@ -146,9 +149,9 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def hook_errors() -> None:
-    """Sets the one ``sys.excepthook`` of hzero, unless it is set.
+    """Sets hzero's ``sys.excepthook``, once.
 
-    It prints an error of all ranks as one line and another one as before, and tells the ranks that wait for this one.
+    It prints an error of all ranks as one line, and other errors as before. Then it notifies the ranks that wait for this one.
     """
     stock = sys.excepthook
     if getattr(stock, "__module__", "") == __name__:
@@ -165,18 +168,18 @@ def hook_errors() -> None:
 
 
 def tell_peers(error: BaseException) -> None:
-    """Tells the other ranks that this one ends with an error, if a watchdog runs."""
+    """Notifies the other ranks that this rank ends with an error, if a watchdog runs."""
     if watchdog := sys.modules.get("hzero.comm.watchdog"):
         watchdog.tell(error)
 
 
 def report(error: BaseException) -> None:
-    """Prints the line of an error that is likely to be of all ranks: rank 0 at once, the others only if nothing ends them."""
+    """Prints the line of an error that probably all ranks have: rank 0 at once, the others after `WAIT_S` seconds."""
     rank = _rank()
     if rank:
-        # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first. A rank that
-        # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job. Launchers wait 30 s for a
-        # rank that ignores SIGTERM, as a training that saves upon it does.
+        # A launcher ends all ranks once one has ended. So rank 0, which reports, must be the first. If this rank outlives the
+        # wait, it reports too: rank 0 may have read another file. A training that saves on SIGTERM would ignore the launcher's
+        # SIGTERM, and launchers wait 30 s for such a rank.
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT_S)
@@ -184,10 +187,10 @@ def report(error: BaseException) -> None:
 
 
 def in_time(call: Callable[[], T], within_s: float) -> T:
-    """The result of a call of a library that may never return, made in a thread of its own.
+    """Calls a function that may never return in a thread, and returns its result.
 
     Raises:
-        NoAnswer: It has not returned in time.
+        NoAnswer: The call has not returned within ``within_s`` seconds.
     """
     answer: Future[T] = Future()
 
@@ -203,7 +206,7 @@ def in_time(call: Callable[[], T], within_s: float) -> T:
 
 @contextlib.contextmanager
 def attributes(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    """Inside, objects have these values as attributes: ``(object, name, value)``."""
+    """Sets attributes ``(object, name, value)`` in the block, and restores them afterwards."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in values:
             if name in vars(owner):
@@ -215,14 +218,14 @@ def attributes(*values: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def is_rank_0() -> bool:
-    """Whether this rank logs for all."""
+    """Whether this rank logs for all ranks."""
     return _rank() == 0
 
 
 def _rank() -> int:
-    """This process' rank in its process group, or as torchrun, MPI or Slurm numbers it; otherwise 0.
+    """The rank in the process group, or from the variables of torchrun, MPI or Slurm; otherwise 0.
 
-    Slurm also numbers independent processes. The processes of one world have a master address.
+    Slurm also numbers independent processes. Only processes of one world have a master address.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -235,18 +238,18 @@ def _rank() -> int:
 
 
 def printable(text: str) -> str:
-    """A text from outside, with escapes for characters that break lines or command a terminal."""
+    """Escapes line breaks and control characters of an untrusted text."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 def some(items: Sequence[str], most: int, separator: str = ", ") -> str:
-    """The first ``most`` items of a list, and how many follow."""
+    """The first ``most`` items of a list, and the number of the rest."""
     left = len(items) - most
     return separator.join(items[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
 def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The possible value most similar to ``value``; None where none is similar."""
+    """The possible value most similar to ``value``; None if none is similar."""
     return next(iter(difflib.get_close_matches(str(value), list(possible), n=1, cutoff=cutoff)), None)
 
 
@@ -263,7 +266,7 @@ def one_of(key: str, value: Any, possible: Iterable[str], kind: str = "") -> Con
         key: The key, which may be empty.
         value: The value that was found.
         possible: The values that are possible. The message lists at most 30.
-        kind: Kind of the value, such as ``key``, if the key does not tell it.
+        kind: Kind of the value, such as ``key``, if the message needs it.
     """
     names = [str(name) for name in possible]
     listed = some(names, 30)
@@ -278,7 +281,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         prog: The command.
-        text: Its help, whose lines are kept: the docstring of its module. What follows the first paragraph is shown at the end.
+        text: Its help: the docstring of its module. The first paragraph precedes the list of options, and the rest follows it.
     """
 
     def __init__(self, prog: str, text: str | None) -> None:
@@ -287,7 +290,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=about, epilog=more, formatter_class=formatter)
 
     def error(self, message: str) -> NoReturn:
-        """Raises `ConfigError` instead of argparse's usage and exit, with the option that may have been meant."""
+        """Raises `ConfigError` with the nearest option, instead of printing the usage and exiting."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             options = [name for action in self._actions for name in action.option_strings]
@@ -296,7 +299,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float]:
-    """The ``type`` of an argument that is a number of more than 0 and at most ``most``."""
+    """The ``type`` of a numeric argument that must be more than 0 and at most ``most``."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -311,16 +314,16 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def seconds_of(duration: str | float) -> float:
-    """Seconds of a duration such as ``2h``, ``1h30m``, ``1:30:00``, ``45s``, or a number of seconds.
+    """Parses a duration such as ``2h``, ``1h30m``, ``1:30:00``, ``45s``, or a number of seconds. Returns seconds.
 
     Raises:
-        ValueError: Says what was found and what is possible; it follows a key.
+        ValueError: The text is not a duration. The message has no key.
     """
     text, seconds = str(duration), 0.0
     if re.fullmatch(r"(\d{1,9}[dhms])+", text):
         seconds = sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)(\w)", text))
     elif re.fullmatch(r"[\d.]{1,20}(:[\d.]{1,9}){0,2}", text):
-        with contextlib.suppress(ValueError):  # several points
+        with contextlib.suppress(ValueError):  # several decimal points
             for part in text.split(":"):
                 seconds = 60 * seconds + float(part)
     if not seconds:
@@ -336,7 +339,7 @@ class Frozen(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, values: Any) -> Any:
-        """Refuses unknown keys with the nearest known one, before pydantic misses the keys that were meant."""
+        """Refuses unknown keys with the nearest known key, before pydantic reports a required key as missing."""
         keys = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(values, (Mapping, cls)):
             raise ValueError(f"found {reprlib.repr(values)}; expected a block with keys {', '.join(keys)}")
@@ -347,18 +350,17 @@ class Frozen(BaseModel):
 
 
 def validated(model: type[M], values: Any, where: str) -> M:
-    """``values`` as a ``model``.
+    """Validates ``values`` as a ``model``.
 
     Args:
-        model: A pydantic model. A validator of its own raises `ValueError` with what follows the key in the message, which may
-            be the rest of the key, as in ``.nodes: missing``.
-        values: What the user wrote: a mapping.
-        where: Its key, option or file, which begins the message; "" for none. A file's name ends with a
+        model: A pydantic model. Its validators raise `ValueError` with the message after the key. The message may begin with
+            the rest of the key, as in ``.nodes: missing``.
+        values: The mapping that the user wrote.
+        where: Key, option or file of the values, with which the message begins; "" for none. The name of a file ends with a
             colon: ``node.yaml:`` gives ``node.yaml: devices: found ...``.
 
     Raises:
-        ConfigError: The first error, on one line: an unknown key or value with the nearest known one, a missing key, or
-            what was found and what was expected.
+        ConfigError: The first error, on one line.
     """
     try:
         return model.model_validate(values)
@@ -373,11 +375,11 @@ def validated(model: type[M], values: Any, where: str) -> M:
         if message.startswith("."):
             rest, _, message = message[1:].partition(": ")
             keys.append(rest)
-    # "[key]" is pydantic's for a dictionary's key; after a file's name and its colon, a new key begins.
+    # Pydantic writes "[key]" for the key of a dictionary. After a file's name and its colon, a new key begins.
     key = ".".join(str(part) for part in keys if part not in ("", "[key]")).replace(":.", ": ", 1).removesuffix(":")
     if first["type"] == "literal_error":
         listed = first["ctx"]["expected"].replace(" or ", ",").split(",")  # pydantic's "'a', 'b' or 'c'"
         raise one_of(key, found, [choice.strip().strip("'") for choice in listed])
     if first["type"] == "missing":
         message = "missing"
-    raise ConfigError(" ".join(f"{key or 'input'}: {message}".split()))  # what was found may hold line breaks
+    raise ConfigError(" ".join(f"{key or 'input'}: {message}".split()))  # values may contain line breaks

@@ -139,7 +139,7 @@ def int4(**settings: Any) -> dict[str, Any]:
     return codec({"codec": "int4", **settings}, "gradients")
 
 
-NO_FIXED_SIZE = "found 'mpc', whose messages have no fixed size, as those of a stage have; expected none"
+NO_FIXED_SIZE = "found 'mpc', whose messages have no fixed size; expected none"
 #: Blocks, and what is said behind "hzero.".
 BAD: list[tuple[Any, str]] = [
     ({"preset": "tpoo"}, "preset: found 'tpoo'; expected .. did you mean 'topo'"),

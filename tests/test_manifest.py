@@ -85,7 +85,7 @@ def test_a_note_or_a_file_that_changed_is_named(tmp_path: Path) -> None:
     assert note.changed() is None and Manifest.read(note.folder) == note
     (note.folder / NAME).write_bytes(bytes(100))
     assert note.changed(hashes=False) is None
-    assert note.changed() == f"{NAME} is not what was written: its hash differs"
+    assert note.changed() == f"{NAME} has changed: its hash differs"
     assert note.changed([]) is None, "another rank's share"
     os.truncate(note.folder / NAME, 7)
     assert note.changed() == f"{NAME} has 7 bytes instead of 100"

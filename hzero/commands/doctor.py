@@ -1,12 +1,12 @@
-"""Checks ranks, devices, links, environment, codecs, versions and a configuration, and names each fault.
+"""Checks ranks, devices, links, environment, codecs, versions and a configuration, and reports each fault.
 
-exit status: 0 good, 1 degraded (works, but more slowly than this machine could), 2 unusable or wrong arguments
+exit status: 0 good, 1 degraded (works, but slower than this machine could), 2 unusable or wrong arguments
 
 Examples:
-  hzero doctor                               this machine, as one process sees it
+  hzero doctor                               this machine, seen by one process
   srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero doctor     the ranks of a job, each on its device
-  hzero doctor --topology dump.xml --expect frontier     a node from a file, against the links of a preset
-  hzero doctor ds_config.json --nodes 64     a DeepSpeed configuration as it will be used on 64 nodes like this one
+  hzero doctor --topology dump.xml --expect frontier     a node from a file, compared with a preset
+  hzero doctor ds_config.json --nodes 64     a DeepSpeed configuration on 64 nodes like this one
   hzero doctor --log runs/NAME/slurm/*/*.log     known faults of RCCL, libfabric, Slurm and MIOpen in the logs of a job
 """
 
@@ -47,21 +47,21 @@ from hzero.validation import ConfigError, Frozen, Parser, library_errors, one_of
 #: Verdicts; the exit status is the worst one.
 GOOD, DEGRADED, UNUSABLE = range(3)
 STATES = ("good", "degraded", "unusable")
-#: A verdict and what was found, on one line. Each check yields its findings.
+#: A verdict and one line of text. Each check yields its findings.
 Finding = tuple[int, str]
 WHERE = f"{KEY}.topology"
-#: A link or NIC that reaches this share of its expected bandwidth is good: sources round.
+#: A link or NIC is good from this share of its expected bandwidth on, since sources round.
 ENOUGH = 0.9
-#: Products of an architecture, for sources that name no product.
+#: Products by architecture, for sources without product names.
 _PRODUCTS = {"gfx90a": ("MI250X",), "gfx942": ("MI300X", "MI300A")}
-#: Ranks and nodes that are shown; `--json` has all.
+#: Maximum number of ranks that are shown; `--json` has all.
 _ROWS = 16
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments; the exit status is the verdict.
+    """Runs the command on its arguments and returns the verdict as the exit status.
 
-    As several ranks of a launcher it is collective: rank 0 prints, the others stay silent and end with 0.
+    Collective if a launcher has started several ranks: rank 0 prints, and the other ranks return 0.
     """
     parser = Parser("hzero doctor", __doc__)
     add = parser.add_argument
@@ -72,7 +72,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
     add("--nodes", type=positive(int, 1e6), metavar="N", help="nodes of the run for which CONFIG is meant")
     wait = "longest wait for other ranks (%(default)g)"
     add("--timeout", type=positive(float, 1e6), default=TIMEOUT_S, metavar="S", help=wait)
-    add("--log", nargs="+", type=Path, metavar="FILE", help="look for known faults in logs, and at nothing else")
+    add("--log", nargs="+", type=Path, metavar="FILE", help="only search logs for known faults")
     add("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
     if parsed.log:
@@ -93,7 +93,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 
 def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
-    """What ``--json`` prints; None on all ranks but the first. Collective if started as several ranks.
+    """The content of ``--json``; None on ranks other than 0. Collective if a launcher has started several ranks.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -128,7 +128,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         if parsed.topology is not None or rank:
             raise
         findings.append((UNUSABLE, str(error)))
-    hosts = defaultdict[Finding, list[str]](list)  # that have it: nodes are mostly alike
+    hosts = defaultdict[Finding, list[str]](list)  # hosts by finding, since nodes are mostly equal
     for host, node in nodes.items():
         for finding in check_node(node, expected, together):
             hosts[finding].append(host)
@@ -150,7 +150,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def judged(sections: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
-    """Sections, and findings as remarks, the worst first, with the verdict."""
+    """Adds the findings as remarks, worst first, and the verdict."""
     worst_first = sorted(findings, key=lambda finding: -finding[0])
     remarks = [f"{('note', *STATES[1:])[status]}: {text}" for status, text in worst_first]
     status = max((status for status, _ in findings), default=GOOD)
@@ -168,12 +168,12 @@ def _row(device: Device | None) -> dict[str, Any]:
 
 
 def check_node(node: Machine, expected: Machine | None, of_ranks: bool) -> Iterator[Finding]:
-    """A node's packages, and its devices, links and NICs against an expected machine.
+    """Checks the packages of a node, and compares its devices, links and NICs with an expected machine.
 
     Args:
-        node: As it was found. Ranks report no NICs, and no links between devices that have no rank.
-        expected: The machine that the user expects, if any. Each missing or unknown part of it is a finding.
-        of_ranks: Whether ranks reported the node.
+        node: The node. Reports of ranks contain no NICs, and no links between devices without a rank.
+        expected: The machine that the user expects, if any. Each missing or unknown part is a finding.
+        of_ranks: Whether the node comes from reports of ranks.
     """
     if node.devices and (of_ranks or not any(device.hidden for device in node.devices)):
         try:
@@ -194,10 +194,10 @@ def check_node(node: Machine, expected: Machine | None, of_ranks: bool) -> Itera
 
 
 def differences(node: Machine, expected: Machine) -> list[str]:
-    """Devices and links that are missing, of another kind, weaker than expected, or not known, one line each.
+    """Lines about devices and links that are missing, of another kind, weaker than expected, or unknown.
 
-    Pairs are named where the expected machine states the PCI bus ids of the found devices. Otherwise numbers may differ, and
-    links are compared by their strengths, strongest first.
+    If the expected machine has the PCI bus ids of the devices, links are compared pair by pair. Otherwise numbers may differ,
+    and links are compared by bandwidth, fastest first.
     """
     lines = []
     if len(node.devices) != len(expected.devices):
@@ -231,7 +231,7 @@ def _text(found: Link | None, expected: Link) -> str:
 
 
 def _weaker(found: Link | None, expected: Link) -> bool:
-    """Whether a link falls short of what is expected, or does not state how strong it is."""
+    """Whether a link is slower than expected, or its bandwidth and count are unknown."""
     if found is None or found.kind == "pcie" != expected.kind:
         return True
     stated = ((found.count, expected.count), (found.gb_s, expected.gb_s))
@@ -241,7 +241,7 @@ def _weaker(found: Link | None, expected: Link) -> bool:
 
 # ---- environment ------------------------------------------------------------------------------------------------------
 
-#: A machine with Slingshot that is none of those with a guide of their own.
+#: A machine with Slingshot, but without its own guide.
 OTHER = "other"
 SITES = ("frontier", "lumi", OTHER)
 #: Devices of the architecture gfx90a, by product or architecture.
@@ -253,13 +253,12 @@ class Variable(Frozen):
 
     Attributes:
         name: Its name.
-        good: Values that are as they should be, ``*`` standing for anything; the first is the one to set. Empty: it should
-            not be set.
-        reason: The fault that it avoids.
-        source: Who says so, and when.
+        good: Good values, as patterns; the first is the recommended value. Empty: the variable should not be set.
+        reason: The fault that the setting avoids.
+        source: Publisher of the recommendation, and its date.
         fatal: Values with which a run hangs.
-        fatal_from: The release of ROCm from which every value that is not good is fatal; empty: none.
-        sites: Where it is judged: some of `SITES`, or ``gfx90a``, with any network.
+        fatal_from: The release of ROCm from which every other value is fatal; empty: none.
+        sites: Sites where it is checked: some of `SITES`, or ``gfx90a``, with any network.
     """
 
     name: str
@@ -271,20 +270,20 @@ class Variable(Frozen):
     sites: list[str] = ["frontier", OTHER]
 
 
-#: What ``slurm/SITE.env`` sets, with what each variable avoids.
+#: The variables that ``slurm/SITE.env`` sets, with the fault that each avoids.
 VARIABLES = [Variable(**row) for row in yaml.safe_load(Path(__file__).with_name("environment.yaml").read_text())]
-#: RCCL's transport on one node, which has no fabric to use (OLCF user guide).
+#: RCCL's transport on one node, where no fabric is needed (OLCF user guide).
 _ONE_NODE = ("NCCL_NET", "Socket")
 
-#: Values of ``NCCL_NET`` with which RCCL stops where the plug-in is missing.
+#: Values of ``NCCL_NET`` with which RCCL stops if the plug-in is missing.
 _PLUGIN_NAMES = ("OFI", "Libfabric", "AWS Libfabric")
 _PLUGINS = ("librccl-net.so", "libnccl-net.so", "librccl-net-ofi.so", "libnccl-net-ofi.so")
 
 
 def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
-    """One of `SITES`: the preset that the user expects, or the cluster that Slurm or the modules name.
+    """One of `SITES`: the expected preset, or the name of the cluster from Slurm or the modules.
 
-    Links do not distinguish LUMI's nodes from Frontier's.
+    Links cannot distinguish LUMI's nodes from Frontier's.
     """
     named = expected.source.removeprefix("preset ") if expected is not None else ""
     cluster = environ.get("SLURM_CLUSTER_NAME") or environ.get("LMOD_SYSTEM_NAME") or ""
@@ -292,10 +291,10 @@ def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
 
 
 def check_environment(site: str | None, nodes: int = 1, *, gfx90a: bool = False) -> Iterator[Finding]:
-    """Variables that are not as they should be, and RCCL's plug-in if it is missing.
+    """Findings for variables without a good value, and for a missing network plug-in of RCCL.
 
     Args:
-        site: One of `SITES`; None for a machine without Slingshot.
+        site: One of `SITES`; None without Slingshot.
         nodes: Nodes of the job.
         gfx90a: Whether the devices are of this architecture.
     """
@@ -313,7 +312,7 @@ def check_environment(site: str | None, nodes: int = 1, *, gfx90a: bool = False)
         text = f"{variable.name} {state}, expected {wanted}: {variable.reason} ({variable.source})"
         yield UNUSABLE if fatal else DEGRADED, text
     net = os.environ.get("NCCL_NET")
-    if site not in ("lumi", None) and not has_rccl_plugin() and net != "Socket":  # LUMI's container brings it
+    if site not in ("lumi", None) and not has_rccl_plugin() and net != "Socket":  # LUMI's container has it
         wrong, required = True, net in _PLUGIN_NAMES
         then = "RCCL stops, as NCCL_NET asks" if required else "RCCL falls back to TCP sockets"
         text = f"RCCL's network plug-in is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
@@ -325,7 +324,7 @@ def check_environment(site: str | None, nodes: int = 1, *, gfx90a: bool = False)
 def has_rccl_plugin() -> bool:
     """Whether RCCL finds a network plug-in.
 
-    ``NCCL_NET_PLUGIN`` names another one, by its path, its file or the middle of its file's name; ``none`` means none.
+    ``NCCL_NET_PLUGIN`` selects another plug-in by path, file or the middle of the file's name; ``none`` disables it.
     """
     named = os.environ.get("NCCL_NET_PLUGIN", "")
     names = (named, f"librccl-net-{named}.so", f"libnccl-net-{named}.so") if named else _PLUGINS
@@ -337,19 +336,19 @@ def has_rccl_plugin() -> bool:
 
 
 def check_torch(devices: int) -> Iterator[Finding]:
-    """What torch sees of the ``devices`` of all nodes, of which this process may use some."""
+    """Checks that torch has GPUs if the nodes have ``devices``, and that this process' devices reach each other."""
     import torch
 
     if devices and not torch.cuda.is_available():
         text = f"torch {torch.__version__} sees no GPU, but {devices} were found: it may be built without ROCm or CUDA"
         yield DEGRADED, text
     for a, b in itertools.permutations(range(torch.cuda.device_count()), 2):
-        if not torch.cuda.can_device_access_peer(a, b):  # a task's cgroup can cut it (SchedMD bug 17793)
+        if not torch.cuda.can_device_access_peer(a, b):  # a task's cgroup can block it (SchedMD bug 17793)
             yield DEGRADED, f"device {a} has no peer access to device {b}: traffic goes through the host"
 
 
 def releases() -> list[str]:
-    """Releases of what a run uses."""
+    """Releases of the software that a run uses."""
     import torch
 
     found = [f"hzero {__version__}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
@@ -359,7 +358,7 @@ def releases() -> list[str]:
 
 
 def rocm_release() -> list[int]:
-    """The release of ROCm that torch was built for, whose libraries its wheels bring; without its last part in older torch."""
+    """The release of ROCm in torch; older versions of torch lack its last part. Empty without ROCm."""
     import torch
 
     if release := getattr(torch.version, "rocm", None):
@@ -368,7 +367,7 @@ def rocm_release() -> list[int]:
 
 
 def check_rccl(nodes: int) -> Iterator[Finding]:
-    """What is known of the RCCL that torch has loaded, on this many nodes."""
+    """Known faults and costs of the loaded RCCL on ``nodes`` nodes."""
     import torch
 
     if not (release := rocm_release()):
@@ -391,7 +390,7 @@ def check_rccl(nodes: int) -> Iterator[Finding]:
 
 
 def check_codecs() -> Iterator[Finding]:
-    """The backend of the codecs on each kind of device, tried against the reference on a bucket of awkward sizes."""
+    """Compares the codecs' backend on each kind of device with the reference, on a bucket of awkward sizes."""
     import torch
 
     from hzero.codecs import backends
@@ -419,7 +418,7 @@ def check_codecs() -> Iterator[Finding]:
 
 
 def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
-    """Results of a codec's operators: a payload, what it decodes to, and the sum of its two rows."""
+    """Results of a codec's operators: a payload, its decoded tensors, and the sums of its two rows."""
     import torch
 
     from hzero.codecs.codec import Codec
@@ -435,12 +434,12 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
 
 
 def check_runtimes() -> Iterator[Finding]:
-    """GPU runtimes of this process, and of one that imports CuPy: a second one sees neither torch's memory nor its streams."""
+    """GPU runtimes of this process, and of one with CuPy. A second runtime shares neither torch's memory nor its streams."""
     import torch
 
     from hzero.codecs.launchers import runtimes, runtimes_with_cupy
 
-    if torch.version.hip or torch.version.cuda:  # on login nodes too, where no GPU is
+    if torch.version.hip or torch.version.cuda:  # on login nodes without GPUs too
         ways = ("torch loads", UNUSABLE, runtimes()), ("torch with CuPy loads", DEGRADED, runtimes_with_cupy())
         for way, worst, found in ways:
             if found:
@@ -450,7 +449,7 @@ def check_runtimes() -> Iterator[Finding]:
 
 
 def check_deepspeed() -> Iterator[Finding]:
-    """The installed version of DeepSpeed and what hzero supports there, and every function that differs."""
+    """The installed DeepSpeed, its features that hzero supports, and every function whose source differs."""
     try:
         with quiet():
             from hzero.deepspeed import versions
@@ -463,7 +462,7 @@ def check_deepspeed() -> Iterator[Finding]:
 
 
 def check_fsdp2() -> Iterator[Finding]:
-    """Whether hzero knows this torch's FSDP2. Another torch is no fault of a machine that trains under DeepSpeed."""
+    """Whether hzero supports this torch's FSDP2. An unsupported torch is good, since DeepSpeed may be used instead."""
     from hzero.fsdp.modules import torch_support
 
     try:
@@ -476,7 +475,7 @@ def check_fsdp2() -> Iterator[Finding]:
 
 
 def source_of(config: Mapping[str, Any]) -> str:
-    """The source from which a run discovers its grid; ``auto`` where it declares one, and for a wrong block, named later."""
+    """The source from which a run discovers its grid; ``auto`` for a declared grid, and for a block with errors."""
     with contextlib.suppress(ConfigError):
         topology = parse_config(split(config)[0] or {}).topology
         if declared_grid(topology, WHERE) is None:
@@ -485,12 +484,12 @@ def source_of(config: Mapping[str, Any]) -> str:
 
 
 def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, discovered: Grid | None) -> Grid | None:
-    """The grid of a run; None where nothing says how many ranks there will be.
+    """The grid of a run; None if the number of ranks is unknown.
 
     Args:
-        topology: The block's.
+        topology: The block's topology.
         machine: The node that a discovery would find.
-        nodes: The number of such nodes; None if it is not known.
+        nodes: The number of such nodes; None if unknown.
         discovered: The grid of the ranks that a launcher has started; None for one process.
 
     Raises:
@@ -515,14 +514,14 @@ def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, disco
 def check_config(
     path: Path, config: Mapping[str, Any], machine: Machine, nodes: int | None, discovered: Grid | None
 ) -> list[Finding]:
-    """What a configuration does, and all that keeps a run from it.
+    """Findings for a configuration: its effect, and all faults that prevent it.
 
     Args:
         path: The file, for messages.
         config: Its content.
-        machine: As for `grid_of`.
-        nodes: As for `grid_of`.
-        discovered: As for `grid_of`.
+        machine: See `grid_of`.
+        nodes: See `grid_of`.
+        discovered: See `grid_of`.
     """
     with quiet():
         from hzero.deepspeed import autotp
@@ -536,7 +535,7 @@ def check_config(
         parsed = parse_config(block) if block is not None else None
     with _reported(path, findings):
         grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), machine, nodes, discovered)
-    if block is not None and parsed is None:  # a wrong block hides no other fault
+    if block is not None and parsed is None:  # so that an error in the block hides no other fault
         config = rest
     with _reported(path, findings):
         read = check_written(config, _data_parallel_ranks(config, grid))
@@ -569,7 +568,7 @@ def check_config(
 
 @contextlib.contextmanager
 def _reported(path: Path, findings: list[Finding]) -> Iterator[None]:
-    """Inside, an error is a finding; the same one is reported once."""
+    """Converts an error in the block to a finding, unless it is already one."""
     try:
         with quiet(), library_errors("DeepSpeed refuses it"):
             yield
@@ -580,7 +579,7 @@ def _reported(path: Path, findings: list[Finding]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, DeepSpeed is imported without a search for absent accelerators, and logs errors only, to stderr."""
+    """Imports DeepSpeed in the block without a search for absent accelerators. DeepSpeed logs only errors, to stderr."""
     import torch
 
     if not torch.cuda.is_available():
@@ -591,40 +590,39 @@ def quiet() -> Iterator[None]:
 
 
 def _data_parallel_ranks(config: Mapping[str, Any], grid: Grid | None) -> int:
-    """The ranks that share a batch. Without a grid, the number that the batch sizes imply, otherwise 1."""
+    """The ranks that share a batch. Without a grid, the number that follows from the batch sizes, otherwise 1."""
     if grid is not None:
         tensor, ranks = config.get("tensor_parallel"), grid.world_size
         tensor_size = tensor.get("autotp_size") if isinstance(tensor, Mapping) else 1
         for size in (tensor_size, config.get("sequence_parallel_size")):
             ranks //= size if type(size) is int and size > 0 else 1
         return max(ranks, 1)
-    with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError):  # left out, "auto", 0
+    with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError):  # missing, "auto" or 0
         step = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
         return max(int(config["train_batch_size"] // step), 1)
     return 1
 
 
-#: What DeepSpeed's Adam takes and torch's does not.
+#: Parameters of DeepSpeed's Adam that torch's Adam lacks.
 _OF_KERNELS = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
 
 
 def build(config: Any) -> None:
-    """Builds what a run builds around one weight, and reads what it reads later, so that wrong values raise here.
+    """Builds the optimizer and the scheduler around one weight, and checks types, so that wrong values raise here.
 
-    Values that are ``auto`` are Trainer's. Optimizers that torch lacks are not built, since they need DeepSpeed's kernels.
+    Trainer fills in values that are ``auto``. Optimizers that torch lacks are not built, since they need DeepSpeed's kernels.
 
     Args:
         config: A ``DeepSpeedConfig``.
 
     Raises:
-        ConfigError: DeepSpeed does not find the optimizer or the scheduler, or a value has a wrong type; names the key and
-            what is possible.
+        ConfigError: DeepSpeed has no such optimizer or scheduler, or a value has a wrong type.
     """
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DtypeEnum
     from torch import optim, zeros
 
-    # DeepSpeed takes any value of these keys, and fails once it uses one.
+    # DeepSpeed accepts any value of these keys, and fails when it uses one.
     for key, default in vars(type(config)({"train_micro_batch_size_per_gpu": 1})).items():
         if isinstance(default, (int, float)) and isinstance(found := getattr(config, key), (str, list, dict)):
             expected = "true or false" if isinstance(default, bool) else "a number"
@@ -650,11 +648,11 @@ def build(config: Any) -> None:
 
 
 class _Asked(dict[str, Any]):
-    """A configuration that remembers the keys that DeepSpeed has asked it for."""
+    """A configuration that records the keys that DeepSpeed reads."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.asked = {"sequence_parallel_size"}  # only ranks ask for it
+        self.asked = {"sequence_parallel_size"}  # only ranks read it
 
     def __contains__(self, key: object) -> bool:
         self.asked.add(str(key))
@@ -669,20 +667,25 @@ class _Asked(dict[str, Any]):
 
 
 def ignored(read: Any, where: str) -> list[ConfigError]:
-    """Errors for the keys that DeepSpeed ignores at the top level of ``where``, which `check_written` has read."""
+    """Errors for the keys at the top level that DeepSpeed ignores.
+
+    Args:
+        read: The ``DeepSpeedConfig`` from `check_written`.
+        where: Key or file of the configuration, for messages.
+    """
     config = _Asked(read._param_dict)
     type(read)(config)
     return [one_of(where, key, sorted(config.asked), "key") for key in config if key not in config.asked]
 
 
 def _classes(module: Any) -> dict[str, Any]:
-    """The classes that a module or its parts define, by name."""
+    """The classes that a module or its submodules define, by name."""
     found = vars(module).items()
     return {name: one for name, one in found if inspect.isclass(one) and one.__module__.startswith(module.__name__)}
 
 
 def autoload_off() -> str:
-    """``off`` with the reason, if torch does not load hzero by itself; else empty."""
+    """``off`` with the reason, if torch does not load hzero automatically; else empty."""
     if not any(entry.name == "hzero" for entry in entry_points(group="torch.backends")):
         return "off, since hzero is not installed as a package"
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
@@ -695,7 +698,7 @@ def autoload_off() -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what `examine` has found: grid, ranks and versions, then the remarks and the verdict."""
+    """Prints the result of `examine`: grid, ranks and versions, then the remarks and the verdict."""
     if found.get("grid"):
         print(f"grid: {found['grid']}")
     if ranks := found.get("ranks"):

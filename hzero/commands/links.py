@@ -2,10 +2,10 @@
 
 Under srun, torchrun or mpiexec every process is a rank; otherwise the command starts the ranks itself.
 
-Sizes and rates are those of rccl-tests (its doc/PERFORMANCE.md): size is the whole array over one group, and busbw =
-size / time x (n - 1) / n for groups of n ranks. Time is the median over the iterations, each of its slowest rank. All
-groups of a tier run at once, as in training. Of the algorithms of an all-gather, library is that
-of RCCL, NCCL, gloo or MPI; doubling and pairs are ours, for tiers between nodes.
+Sizes and rates are defined as in rccl-tests (its doc/PERFORMANCE.md). The size is the whole array over one group. For groups
+of n ranks, busbw = size / time x (n - 1) / n. The time of an iteration is the time of its slowest rank; the table shows the
+median. All groups of a tier run at once, as in training. The algorithm library is the all-gather of RCCL, NCCL, gloo or MPI.
+The algorithms doubling and pairs are hzero's, for tiers between nodes.
 
 Examples:
   hzero links --topology 2x2x2      8 ranks on this machine as 2 nodes x 2 GPUs x 2 GCDs
@@ -46,9 +46,9 @@ from hzero.topology import resolve_grid
 from hzero.topology.discovery import ranks_here
 from hzero.validation import ConfigError, Parser, from_rank_0, positive, printable, validated
 
-#: How long the ranks may take to meet, in seconds; collectives wait for --timeout.
+#: Maximum seconds until all ranks have joined. Collectives use --timeout.
 START_TIMEOUT_S = 300.0
-#: A part of a message is a multiple of this many bytes, as the records of payloads are.
+#: Bytes of a part are a multiple of this number, as in payloads.
 _ALIGNMENT = 16
 #: Untimed iterations before each measurement; the first connects the ranks.
 _WARMUP = 3
@@ -63,10 +63,10 @@ def run_links(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments.
 
     Returns:
-        Exit status: 0, 1 if a rank failed, 2 for input that the ranks refused, 130 after Ctrl-C.
+        Exit status: 0, 1 if a rank failed, 2 if the ranks refused the input, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: Input that cannot be used, or nothing to measure.
+        ConfigError: The input is invalid, or there is nothing to measure.
     """
     parser = Parser("hzero links", __doc__)
     add = parser.add_argument
@@ -75,16 +75,16 @@ def run_links(arguments: Sequence[str]) -> int:
     add("--min-bytes", type=_size, default="4K", metavar="SIZE", help="smallest size, such as 512 or 4K (default 4K)")
     add("--max-bytes", type=_size, default="16M", metavar="SIZE", help="largest size, such as 1G (default 16M)")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto (GPUs if torch has them) or cpu")
-    add("--transport", choices=TRANSPORTS, default="torch", help="what carries the messages; mpi under mpiexec or srun")
+    add("--transport", choices=TRANSPORTS, default="torch", help="transport of the messages; mpi under mpiexec or srun")
     timed = "timed iterations per measurement (default 20)"
     add("--iterations", type=positive(int, 1e9), default=20, metavar="N", help=timed)
-    wait = "how many seconds one collective may take (default 120)"
+    wait = "maximum seconds of one collective (default 120)"
     add("--timeout", type=positive(float, 1e6), default=120.0, metavar="S", help=wait)
     add("--out", type=Path, default="links.json", metavar="FILE", help="JSON file to write (default links.json)")
     add("--overwrite", action="store_true", help="replace FILE if it exists")
     parsed = parser.parse_args(arguments)
     if parsed.max_bytes < parsed.min_bytes:
-        raise ConfigError(f"--max-bytes: found {parsed.max_bytes:,}, less than --min-bytes {parsed.min_bytes:,}")
+        raise ConfigError(f"--max-bytes: found {parsed.max_bytes:,}; expected at least {parsed.min_bytes:,}")
     keys: dict[str, Any] = {"source": parsed.topology}
     if factors := re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", parsed.topology, re.ASCII):
         keys = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), map(int, factors.groups())))
@@ -110,29 +110,29 @@ def _size(text: str) -> int:
 
 
 def check_output(parsed: argparse.Namespace) -> None:
-    """Refuses a file that could not be written: ranks measure for minutes before they write it. Raises `ConfigError`."""
+    """Raises `ConfigError` early if the file cannot be written, since ranks measure for minutes first."""
     out: Path = parsed.out
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out: found {str(out)!r}; expected a file in a folder that you can write to")
     if out.is_dir() or (out.exists() and not parsed.overwrite):
-        raise ConfigError(f"--out: {str(out)!r} exists; --overwrite replaces a file, --out FILE writes elsewhere")
+        raise ConfigError(f"--out: found {str(out)!r}, which exists; expected --overwrite, or another file")
 
 
 def measure(parsed: argparse.Namespace) -> None:
-    """Measures together with all other ranks; rank 0 prints each row and writes the file. Collective.
+    """Measures all tiers. Rank 0 prints each row and writes the file. Collective.
 
     Raises:
-        ConfigError: Input that cannot be used.
+        ConfigError: The input is invalid.
         PlainError: A collective failed or timed out.
     """
-    warnings.simplefilter("ignore")  # torch's, about its own calls
+    warnings.simplefilter("ignore")  # torch warns about its own calls
     device, name = torch.device("cpu"), "cpu"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if parsed.device == "auto" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         memory, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
-    if (needed := 4 * parsed.max_bytes) > memory:  # of all ranks' parts, received and copied
+    if (needed := 4 * parsed.max_bytes) > memory:  # the parts of all ranks are received and copied
         found = f"found {parsed.max_bytes:,}, which needs {needed:,} bytes per rank"
         raise ConfigError(f"--max-bytes: {found}; a rank has {memory:,}")
     timeout = timedelta(seconds=max(parsed.timeout, START_TIMEOUT_S))
@@ -151,7 +151,7 @@ def measure(parsed: argparse.Namespace) -> None:
     for tier in grid.crossed:
         ranks, lane = grid.size(tier), (STAGE, tier)
         say(f"# tier {tier}: {world_size // ranks} x {ranks} ranks, all at once\n{_HEAD}")
-        algorithms = ALGORITHMS if tier in NET_TIERS else ALGORITHMS[:1]  # inside a node there is the library's only
+        algorithms = ALGORITHMS if tier in NET_TIERS else ALGORITHMS[:1]  # inside a node only the library's
         for algorithm, part in itertools.product(algorithms, parts_of(sizes, ranks)):
             message = torch.ones(part, dtype=torch.uint8, device=device)
             gather = collectives.prepare(lane, "all_gather", part, "a probe", algorithm=algorithm)
@@ -176,16 +176,16 @@ def measure(parsed: argparse.Namespace) -> None:
         write_links(parsed.out, links)
         out = printable(str(parsed.out))
         say(f"{summary(links)}\nwritten: {out}, for `hzero plan ... --links {out}`")
-    dist.barrier()  # mpiexec ends all ranks with the first that leaves
+    dist.barrier()  # mpiexec ends all ranks when the first one exits
 
 
 def parts_of(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Bytes of one rank's part of arrays over a group: aligned, and at least the least that there is."""
+    """Bytes of one rank's part of arrays over a group: aligned, and at least one unit of alignment."""
     return sorted({max(size // ranks // _ALIGNMENT, 1) * _ALIGNMENT for size in sizes})
 
 
 def times_of(run: Callable[[], object], iterations: int, device: torch.device) -> list[float]:
-    """Seconds of each iteration of a collective, of its slowest rank."""
+    """Seconds of each iteration of a collective on its slowest rank."""
     for _ in range(_WARMUP):
         run()
     dist.barrier()
@@ -196,14 +196,14 @@ def times_of(run: Callable[[], object], iterations: int, device: torch.device) -
         timers[-1].stop()
     measured = torch.tensor([timer.seconds() for timer in timers], dtype=torch.float64, device=device)
     dist.all_reduce(measured, dist.ReduceOp.MAX)
-    return [max(time, 1e-9) for time in measured.tolist()]  # a device's clock may not resolve less
+    return [max(time, 1e-9) for time in measured.tolist()]  # a device's clock may return zero
 
 
 def summary(links: LinksFile) -> str:
-    """Bandwidth and latency of every tier; the algorithm for all-gathers between nodes, if another one is faster."""
+    """Bandwidth and latency of every tier, and the block if another all-gather between nodes is faster."""
     lines = []
     for tier, rate in links.tiers.items():
-        # A rank receives the parts of all others: latency is a tenth of the time where these take nine times as long.
+        # A rank receives the parts of all other ranks. Latency is a tenth of the time if these parts take nine times as long.
         enough = 9 * rate.latency_us * rate.gb_s * 1e3 / (links.grid[tier] - 1)
         lines.append(
             f"tier {tier}: {rate.gb_s:.4g} GB/s per device; latency {rate.latency_us:.1f} us, less than a tenth of a hop from "

@@ -1,4 +1,4 @@
-"""``hzero doctor --log``: finds the sentences in logs with which RCCL, libfabric, Slurm and MIOpen tell known faults."""
+"""``hzero doctor --log``: searches logs for the messages of RCCL, libfabric, Slurm and MIOpen about known faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from hzero.commands.doctor import DEGRADED, GOOD, UNUSABLE, Finding
 from hzero.validation import ConfigError, Frozen, of_file
 
-#: Bytes of lines that are read at once. Logs of large jobs have gigabytes.
+#: Bytes that are read at once. Logs of large jobs have gigabytes.
 _BLOCK = 1 << 20
 
 
@@ -20,12 +20,12 @@ class Cause(Frozen):
     """A known fault: a row of ``log_sentences.yaml``.
 
     Attributes:
-        cause: What went wrong.
-        remedy: What to do about it.
-        source: Public issues that show its sentences.
+        cause: The fault.
+        remedy: The next step of the user.
+        source: Public issues with these sentences.
         says: The sentences, as parts of lines.
-        unless: Sentences that follow each of ``says`` if all is well.
-        fatal: Whether a run cannot go on.
+        unless: Sentences that follow each of ``says`` if there is no fault.
+        fatal: Whether a run cannot continue.
     """
 
     cause: str
@@ -40,13 +40,13 @@ CAUSES = [Cause(**row) for row in yaml.safe_load(Path(__file__).with_name("log_s
 
 
 def check_logs(paths: Sequence[Path]) -> Iterator[Finding]:
-    """How much was read, and the known causes in the order in which they first appear.
+    """Findings for logs: the number of files and lines, and the known causes in the order of their first lines.
 
     Raises:
-        ConfigError: A file is missing, no regular file, or no text.
+        ConfigError: A file is missing, not a regular file, or not text.
     """
     counts: Counter[str] = Counter()
-    places: dict[str, tuple[int, int]] = {}  # file and line of each sentence's first
+    places: dict[str, tuple[int, int]] = {}  # file and line of each sentence's first occurrence
     lines = 0
     for number, path in enumerate(paths):
         read = 0
@@ -74,7 +74,7 @@ def check_logs(paths: Sequence[Path]) -> Iterator[Finding]:
 def _blocks(path: Path) -> Iterator[bytes]:
     """A text file in blocks of whole lines."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe waits for its writer
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe waits for its writer
             raise ConfigError(f"--log: {path} is not a regular file; expected a text file")
         with path.open("rb") as file:
             if b"\0" in file.read(4096):

@@ -18,7 +18,7 @@ from hzero.plan.collectives import Scheme, step_traffic
 from hzero.plan.shards import ShardPlan
 from hzero.terminal import size_text
 
-#: Maximum number of steps at either end whose mean is given as first and last loss.
+#: Maximum number of steps in the means of the first and last losses.
 WINDOW = 10
 
 
@@ -33,11 +33,11 @@ def summary_of(
 
     Args:
         experiment: The experiment.
-        trainer: The trainer. Its state has the losses of all steps, also of those before a resume. Its model has the parameters
-            of a rank, of which a tensor group divides some. A resume on other ranks adapts its accumulation.
-        step_seconds: Seconds of each step since the start or the resume; bytes are of these steps too.
-        ranks: Wire log, and bytes of every state, of every rank.
-        eval_loss: Loss of the evaluation at the end, with exact weights; None if the run has stopped before.
+        trainer: The trainer. Its state has the losses of all steps, including steps before a resume. Its model has the
+            parameters of one rank; a tensor group divides some of them. A resume on other ranks adapts its accumulation.
+        step_seconds: Seconds of each step since the start or the resume. Bytes are counted over the same steps.
+        ranks: Wire log and bytes of every state, by rank.
+        eval_loss: Loss of the final evaluation, with exact weights; None if the run has stopped early.
     """
     train, here, world, itemsize = experiment["train"], len(step_seconds), experiment.world_size, experiment.itemsize
     accumulation, numels = trainer.args.gradient_accumulation_steps, [p.ds_numel for p in trainer.model.parameters()]
@@ -75,7 +75,7 @@ def summary_of(
 
 
 def _per_step(logs: Iterable[Sequence[dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
-    """Bytes that all ranks together received per step, by tier, state and codec; also without the codec."""
+    """Bytes that all ranks together received per step, by tier, state and codec, with and without the codec."""
     total: dict[tuple[int, str, str], list[int]] = {}
     for row in (row for log in logs for row in log):
         sums = total.setdefault((TIERS.index(row["tier"]), row["role"], row["codec"]), [0, 0])
@@ -88,7 +88,7 @@ def _per_step(logs: Iterable[Sequence[dict[str, Any]]], steps: int) -> list[dict
 
 
 def _fetches(plan: ShardPlan | None, whole: int, traffic: Sequence[dict[str, Any]], accumulation: int) -> float:
-    """How often a micro-step gathered the whole model, by the innermost tier's log; 2 (forward, backward) without a log.
+    """Gathers of the whole model per micro-step, from the innermost tier's log; without a log 2, for forward and backward.
 
     DeepSpeed keeps parameters that are used again soon (``stage3_max_reuse_distance``), so a small model is gathered once.
     Plain ZeRO-3 would gather as often.
@@ -104,7 +104,7 @@ def _fetches(plan: ShardPlan | None, whole: int, traffic: Sequence[dict[str, Any
 
 
 def closing_line(summary: dict[str, Any]) -> str:
-    """What a step received over the slowest links, and what ZeRO-3 would receive."""
+    """Bytes received per step over the slowest links, and ZeRO-3's computed bytes."""
     tiers = [tier for tier in NET_TIERS if summary["grid"].get(tier, 1) > 1]
     where = "between nodes " if tiers else ""
 
@@ -116,11 +116,11 @@ def closing_line(summary: dict[str, Any]) -> str:
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    """The summary as text of less than 80 columns, the table of bytes by tier first."""
+    """The summary as text of less than 80 columns. The table of bytes by tier is first."""
     rows = [("tier", "state", "codec", "received per step", "ZeRO-3 (computed)")]
     plain = {(row["tier"], row["role"]): size_text(row["received"]) for row in summary["zero3_bytes_per_step"]}
     for row in summary["bytes_per_step"]:
-        zero3 = plain.pop((row["tier"], row["role"]), "")  # once, if a state has several codecs
+        zero3 = plain.pop((row["tier"], row["role"]), "")  # only in the first row if a state has several codecs
         rows.append((row["tier"], row["role"], row["codec"], size_text(row["received"]), zero3))
     rows += [(tier, role, "", "", zero3) for (tier, role), zero3 in plain.items()]
     table = [f"{tier:8}{role:11}{codec:7}{received:>19}{zero3:>21}" for tier, role, codec, received, zero3 in rows]

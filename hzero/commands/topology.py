@@ -1,15 +1,15 @@
-"""Prints the packages, links and NICs of a node as YAML that hzero reads, and the tiers that follow from them as comments.
+"""Prints the packages, links and NICs of a node as YAML that hzero reads, with its tiers as comments.
 
 sources:
   auto    this machine
   FILE    a declared machine (YAML or JSON), a topology dump of RCCL or NCCL, or a saved nvidia-smi topo -m
-  PRESET  a known machine; a file of such a name is ./NAME
+  PRESET  a known machine; write ./NAME for a file with such a name
 
 Examples:
   hzero topology frontier
-  hzero topology topology.xml > node.yaml     a dump as a file to edit, for "topology": "node.yaml"
+  hzero topology topology.xml > node.yaml     a dump as a file that you can edit, for "topology": "node.yaml"
 
-Exit status 2 if the packages are ambiguous; all known data is printed first.
+Exit status 2 if the packages are ambiguous. The known data is printed first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hzero.validation import Parser, printable
 
 
 def run_topology(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    """Runs the command on its arguments. Raises `ConfigError` for invalid input."""
     parser = Parser("hzero topology", __doc__)
     which = f"which node; presets: {', '.join(PRESETS)}"
     parser.add_argument("source", nargs="?", default="auto", metavar="auto|FILE|PRESET", help=which)
@@ -41,7 +41,7 @@ def run_topology(arguments: Sequence[str]) -> int:
 
 
 def text_of(machine: Machine) -> str:
-    """A node as YAML that declares it. Devices are numbered from 0 in their order; ambiguous packages are left out."""
+    """A node as YAML that declares it. Devices are renumbered from 0. Ambiguous packages are left out."""
     at = {device.number: index for index, device in enumerate(machine.devices)}
     kinds, buses = {device.kind for device in machine.devices}, [device.bus for device in machine.devices]
     numa = [device.numa for device in machine.devices]
@@ -62,7 +62,7 @@ def text_of(machine: Machine) -> str:
     links = [dict(zip(("kind", "count", "gb_s", "pairs"), (*key, found))) for key, found in pairs.items()]
     lines = [f"# {printable(line)}" for line in (machine.source, *machine.remarks)]
     lines += [_flow({key: value})[1:-1] for key, value in declared.items() if value or key == "devices"]
-    # Subnets differ between nodes that one file describes.
+    # Without subnets, which differ between the nodes that one file describes.
     nics = [{"name": nic.name, "kind": nic.kind, "gb_s": nic.gb_s} for nic in machine.nics]
     for key, rows in (("links", links), ("nics", nics)):
         lines += [f"{key}:", *(f"  - {_flow(row)}" for row in rows)] if rows else []

@@ -1,4 +1,4 @@
-"""``hzero train``: a Hydra application that checks an experiment, prepares text and folder, and starts the ranks or is one."""
+"""``hzero train``: a Hydra application that checks an experiment, prepares text and folder, and runs the ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hzero.files import expanded, read_json, refusing, replacing
 from hzero.launch import INTERRUPTED, MAX_RANKS, REFUSED, UNFINISHED, launched, run_launched, run_ranks
 from hzero.validation import ConfigError, from_rank_0, of_file, printable, report, validated
 
-#: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
+#: Modules that are slow to import. The first engine imports torch's compiler, and Muon's module starts the compiler.
 IMPORTS = ("torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer", "hzero.commands.trainer")
 
 
@@ -47,8 +47,8 @@ def run_train(arguments: Sequence[str]) -> int:
     """Runs the application on Hydra's arguments; ``-m``, ``--help`` and ``--cfg job`` are among them.
 
     Returns:
-        Exit status: 0, 1 if a rank failed, 2 for input that cannot be used (one line on stderr), 75 if the run has saved and
-        stopped before its last step, 130 after Ctrl-C.
+        Exit status: 0; 1 if a rank failed; 2 for invalid input, with one line on stderr; 75 if the run has saved and stopped
+        before its last step; 130 after Ctrl-C.
     """
     statuses: list[int] = []
     running = False
@@ -60,32 +60,30 @@ def run_train(arguments: Sequence[str]) -> int:
             if statuses and launched():
                 raise ConfigError("-m: found several runs for the ranks of a launcher; expected one run")
             statuses.append(_train(plain(config)))
-        except (
-            ConfigError,
-            OSError,
-        ) as error:  # in a multirun, a run that is refused does not keep the others from running
+        # In a multirun, the other runs continue after one with invalid input.
+        except (ConfigError, OSError) as error:
             report(of_file(error) if isinstance(error, OSError) else error)
             statuses.append(REFUSED)
-        except SystemExit as left:  # a rank of a launcher is done
+        except SystemExit as left:  # a launcher's rank has finished
             statuses.append(int(left.code or 0))
         running = False
         if statuses[-1] in (INTERRUPTED, UNFINISHED):
-            raise SystemExit(statuses[-1])  # ends a multirun as well
+            raise SystemExit(statuses[-1])  # ends a multirun too
 
     argv = sys.argv
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing several lines
     try:
-        # Hydra's own parser takes no overrides on both sides of an option.
+        # Hydra's parser does not accept overrides on both sides of an option.
         ordered = sorted(arguments, key=lambda one: one.startswith("-") or "=" not in one)
         sys.argv = ["hzero train", *for_hydra(ordered)]
-        if "--cfg" in arguments:  # Hydra shows values without a check
+        if "--cfg" in arguments:  # Hydra prints values without checking them
             compose([one for one in ordered if "=" in one or one.startswith("~")])
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException, TypeError, ValueError) as error:
-        if running:  # Hydra raises the last two as well, for an option that is no name, as in zero=null
+        if running:  # Hydra also raises the last two, for an option that is not a name, as in zero=null
             raise
         raise ConfigError(one_line(error)) from None
-    except SystemExit as left:  # Hydra's --help too
+    except SystemExit as left:  # of Hydra's --help, too
         if "--help" in arguments:
             lines = {
                 key: f"  {key}={value.strip('?')}".ljust(40) + f" {meaning}" for key, value, meaning in key_lines()
@@ -114,7 +112,7 @@ def _train(config: dict[str, Any]) -> int:
 
 
 def _prepare_process(threads: int) -> None:
-    """Prepares this process before torch is imported: few threads, no search for absent accelerators, no warnings."""
+    """Sets few threads, no search for absent accelerators, and no warnings, before torch is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -127,7 +125,7 @@ def _prepare_process(threads: int) -> None:
 
 
 def _started(experiment: Experiment, text: corpus.Corpus, folder: Path, resume: str | None) -> int:
-    from hzero.commands.trainer import run_rank  # with the variables of this rank, where ranks do not fork
+    from hzero.commands.trainer import run_rank  # spawned ranks import it with their own variables
 
     return run_rank(experiment, text, folder, resume)
 
@@ -138,20 +136,20 @@ def _launched(config: dict[str, Any]) -> int:
 
     join(config["train"]["timeout_s"])
     experiment = Experiment(config, world_size=dist.get_world_size())
-    # Tokenising a large text takes longer than any other collective may.
+    # Tokenising a large text takes longer than the timeout of other collectives.
     patience = timedelta(seconds=experiment["launcher"]["start_timeout_s"])
     begun = from_rank_0(lambda: _begin(experiment), dist.new_group(backend="gloo", timeout=patience))
     return run_rank(experiment, *begun)
 
 
 def _begin(experiment: Experiment) -> tuple[corpus.Corpus, Path, str | None]:
-    """Prepares the text and the run's folder, and says what follows.
+    """Prepares the text and the run's folder, and prints both.
 
     Returns:
         The text, the folder, and the checkpoint to resume from.
 
     Raises:
-        ConfigError: This machine cannot train it, the text cannot be read, or there is no such checkpoint.
+        ConfigError: This machine cannot train the model, the text cannot be read, or the checkpoint does not exist.
     """
     from hzero.commands.trainer import check
 
@@ -176,7 +174,7 @@ def _begin(experiment: Experiment) -> tuple[corpus.Corpus, Path, str | None]:
 def _folder(experiment: Experiment) -> tuple[Path, str | None]:
     """The run's folder, and the checkpoint to resume from.
 
-    ``resume=auto`` goes on in ``run.dir`` itself. Otherwise a folder that holds a run is kept: the next free number is appended.
+    ``resume=auto`` resumes in ``run.dir`` itself. Otherwise, if the folder contains a run, the next free number is appended.
     """
     resume, suffix = experiment["resume"], ""
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -199,17 +197,17 @@ def _folder(experiment: Experiment) -> tuple[Path, str | None]:
 
 
 def _check_checkpoint(experiment: Experiment, text: corpus.Corpus, path: Path) -> None:
-    """Refuses to go on from a checkpoint of another model or tokenizer, or from one that has done all steps."""
+    """Raises `ConfigError` if a checkpoint has another model or tokenizer, or has already done all steps."""
     steps = experiment["train"]["steps"]
     done = read_json(path / "trainer_state.json").get("global_step", 0)
-    # A run writes its summary before its model. If that save has failed, the run is not complete.
+    # A run writes its summary before its model. If saving the model has failed, the run is not complete.
     last = "model/tokenizer.json" if experiment["checkpoint"]["model"] else "summary.json"
     if done > steps or (done == steps and (path.parent / last).is_file()):
         raise ConfigError(f"train.steps: found {steps}; expected more than the {done} that {str(path)!r} has done")
     saved = read_json(path / "config.json")
     for key, value in transformers_config(experiment["model"]).to_dict().items():
         shape = key.startswith(("hidden_", "num_", "vocab_", "intermediate_", "model_type"))
-        if shape and saved.get(key, value) != value:  # other heads, for example, have parameters of the same sizes
+        if shape and saved.get(key, value) != value:  # sizes of parameters are not enough: other heads have the same
             raise ConfigError(f"model: found {key} {value!r}; expected {saved[key]!r}, as in {str(path)!r}")
     if read_json(path / "tokenizer.json")["model"] != json.loads(text.tokenizer.backend_tokenizer.to_str())["model"]:
         expected = "the text of that run, or a model.path with a tokenizer"

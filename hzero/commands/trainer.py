@@ -1,4 +1,4 @@
-"""One rank of a run: a model, Hugging Face's Trainer with the stage, and the summary at the end."""
+"""One rank of a run: the model, Hugging Face's Trainer with the stage, and the summary."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from hzero.launch import UNFINISHED
 from hzero.terminal import size_text
 from hzero.validation import ConfigError, from_rank_0, library_errors, one_of, printable, some
 
-#: From this many parameters on, each layer is partitioned as it is built, so that no rank holds the whole model.
+#: From this many parameters on, each layer is partitioned when it is built, so that no rank needs memory for the model.
 ZERO_INIT_FROM = 500_000_000
-#: Arguments of Trainer that would have no effect, or build the engine again, in a run.
+#: Arguments of Trainer that would have no effect, or would build the engine twice.
 _NOT_TAKEN = ("auto_find_batch_size", "fsdp", "num_train_epochs", "resume_from_checkpoint")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# A C++ extension that DeepSpeed would build and stage 3 never uses. The first look at this dictionary makes DeepSpeed try
-# compilers, for a second: at import, so that ranks that are forked afterwards need not.
+# Stage 3 never uses this C++ extension, which DeepSpeed would build. The first access makes DeepSpeed try compilers for a
+# second. It happens at import, before ranks are forked.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def join(timeout_s: float) -> None:
-    """Joins the world of the ranks, quietly. A collective may take ``timeout_s`` seconds."""
+    """Initialises the process group without log lines. Collectives time out after ``timeout_s`` seconds."""
     deepspeed.utils.logger.setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -54,11 +54,11 @@ def join(timeout_s: float) -> None:
 
 
 def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str | None) -> int:
-    """Trains on this rank, a member of a world or about to join one, and writes the results.
+    """Trains on this rank and writes the results. Collective. Initialises the process group if necessary.
 
     Args:
         experiment: The experiment.
-        corpus: Its text.
+        corpus: The text.
         folder: The run's folder.
         resume: Checkpoint to resume from.
 
@@ -68,7 +68,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     if not dist.is_initialized():
         join(experiment["train"]["timeout_s"])
     stop = hzero.StopAndSave(experiment["train"]["time_limit"])
-    # As soon as there are arguments of Trainer, transformers builds and loads each layer under zero.Init.
+    # Once TrainingArguments exist, transformers builds and loads each layer under zero.Init.
     whole = build_model(experiment, corpus.tokenizer) if sum(experiment.architecture.numels) < ZERO_INIT_FROM else None
     arguments = TrainingArguments(**arguments_of(experiment, folder), **experiment["trainer"])
     model = build_model(experiment, corpus.tokenizer) if whole is None else whole
@@ -92,27 +92,27 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
         if dist.get_rank() == 0:
             found = summary.summary_of(experiment, trainer, meter.seconds, everyones, eval_loss)
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()  # of this rank; 0 without devices
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()  # of rank 0; 0 without devices
             summary.write(found, folder)
             lines = ["", *summary.lines(found), "", summary.closing_line(found), f"run folder: {folder}"]
             if status:
-                lines.append(f"stopped after a save: the same command with resume=auto run.dir={folder} goes on")
+                lines.append(f"stopped after a save: to continue, add resume=auto run.dir={folder} to the command")
             print("\n".join(map(printable, lines)), flush=True)
-        if not status and experiment["checkpoint"]["model"]:  # last, since it may fail
+        if not status and experiment["checkpoint"]["model"]:  # last, since it can fail
             save_whole(trainer, folder / "model", _DTYPES[experiment["checkpoint"]["dtype"] or experiment.dtype])
     return status
 
 
 def check(experiment: Experiment) -> None:
-    """Builds what ranks build from the groups ``trainer`` and ``deepspeed``, around one weight, before ranks start.
+    """Builds Trainer and DeepSpeed's optimizer around one weight, to check their values before ranks start.
 
     Raises:
-        ConfigError: This machine cannot train it, Trainer or DeepSpeed refuses a value, or another group sets it.
+        ConfigError: This machine cannot train the model, Trainer or DeepSpeed refuses a value, or another group sets it.
     """
     if not torch.cuda.is_available():
         if experiment.dtype == "fp16":
             raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on GPUs only; expected fp32 or bf16")
-        # Weights, gradients, and AdamW's float32 weights and moments.
+        # Bytes of a parameter: its weight, its gradient, and AdamW's float32 master and moments.
         needed = 16 * sum(experiment.architecture.numels)
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > there and not dist.is_initialized():
@@ -131,7 +131,7 @@ def check(experiment: Experiment) -> None:
                 )
             if key not in fields:
                 raise one_of("trainer", key, fields, "key")
-        # A jit checkpoint would take this process's signals, and a Linear uses no column of the text.
+        # A JIT checkpoint would handle this process's signals, and a Linear uses no column of the text.
         changes = {"deepspeed": None, "use_cpu": True, "fp16": False}
         changes |= {"enable_jit_checkpoint": False, "remove_unused_columns": False}
         with library_errors("trainer"):
@@ -156,7 +156,7 @@ def check(experiment: Experiment) -> None:
 
 
 def arguments_of(experiment: Experiment, folder: Path) -> dict[str, Any]:
-    """Arguments of ``TrainingArguments`` that follow from other groups than ``trainer``."""
+    """Arguments of ``TrainingArguments`` that follow from groups other than ``trainer``."""
     train, checkpoint = experiment["train"], experiment["checkpoint"]
     return {
         "output_dir": str(folder),
@@ -186,13 +186,13 @@ def arguments_of(experiment: Experiment, folder: Path) -> dict[str, Any]:
 
 
 def batch_of(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Rows of tokens as the arguments of a forward, ``[batch, seq_length]``: a causal model shifts its labels itself."""
+    """Collates rows of tokens into int64 tensors ``[batch, seq_length]``. A causal model shifts its labels itself."""
     ids = torch.tensor([row["input_ids"] for row in rows])
     return {"input_ids": ids, "labels": ids}
 
 
 def build_model(experiment: Experiment, tokenizer: Any) -> Any:
-    """The model: random weights that depend on the seed, or those of ``model.path``. No code of its folder runs.
+    """Builds the model, with random weights from the seed or with the weights of ``model.path``. No code of its folder runs.
 
     Raises:
         ConfigError: Weights and architecture differ, and ``model.allow_other_weights`` is false.
@@ -213,7 +213,7 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
             local_files_only=True,
             use_safetensors=any(source.glob("*.safetensors")) or None,
             weights_only=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # listed below
             output_loading_info=True,
         )
     if getattr(built, "is_quantized", False):
@@ -221,7 +221,7 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
         raise ConfigError(f"model.path: found quantised weights in {str(source)!r}; {why}")
     try:
         built.generation_config.validate(strict=True)
-    except ValueError:  # such as a temperature without sampling, which transformers ignores, but does not save again
+    except ValueError:  # for example a temperature without sampling, which transformers loads but refuses to save
         built.generation_config = transformers.GenerationConfig.from_model_config(config)
     tied = set(getattr(built, "all_tied_weights_keys", ()) or ())
     wrong = {
@@ -239,15 +239,15 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
 
 
 class ShardTrainer(Trainer):
-    """Trainer whose checkpoints are DeepSpeed's shards alone."""
+    """Trainer whose checkpoints contain weights only as DeepSpeed's shards."""
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of a step; none after the last, for a run that stopped there and has its evaluation left."""
+        """The batches of a step; none after the last step, for a resumed run that only lacks its evaluation."""
         num_batches = num_batches if self.state.global_step < self.state.max_steps else 0
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, weights: Any = None) -> None:
-        """Saves configuration and tokenizer, and ``weights`` if they are given. A checkpoint's shards hold its weights."""
+        """Saves configuration and tokenizer, and ``weights`` if given. A checkpoint has its weights in the shards."""
 
         def save() -> None:
             if self.args.should_save:
@@ -267,7 +267,7 @@ def save_whole(trainer: ShardTrainer, folder: Path, dtype: torch.dtype) -> None:
     """Saves the model with its exact weights, for ``from_pretrained``. Collective.
 
     Raises:
-        ConfigError: A weight is too large for float16. The message names it.
+        ConfigError: A weight is too large for float16.
     """
     with hzero.exact_weights(trainer.model_wrapped):
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -277,7 +277,7 @@ def save_whole(trainer: ShardTrainer, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _convert(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Converts weights one after the other, since a second copy of all may not fit."""
+    """Converts weights in place, one by one, since a second copy of the model may not fit."""
     limit = torch.finfo(dtype).max
     for name, tensor in weights.items():
         if not tensor.is_floating_point():
@@ -291,7 +291,7 @@ def _convert(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
 
 
 class _Meter(TrainerCallback):
-    """Measures what the steps of this process received and took.
+    """Measures time, received bytes and memory of the steps on this rank.
 
     Attributes:
         seconds: Seconds of each step.
@@ -305,7 +305,7 @@ class _Meter(TrainerCallback):
         self.memory: dict[str, int] = {}
 
     def _settled(self) -> Any:
-        """The stage's state, whose wire log holds whole steps: the refresh that follows a step is part of it."""
+        """The stage's state after the refresh that belongs to the last step, so that its wire log has whole steps."""
         if (stage := hzero.state(self._trainer.model_wrapped)) is not None:
             stage.weights.refresh()
             stage.settle()
@@ -327,14 +327,14 @@ class _Meter(TrainerCallback):
 
 
 class _Progress(TrainerCallback):
-    """On rank 0 ``steps.jsonl``, a progress bar with the loss, if stderr is a terminal, and a line for every tenth of the run."""
+    """Writes ``steps.jsonl`` on rank 0, with a progress bar on a terminal, and a line for every tenth of the run."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "steps.jsonl"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
-        hidden = None if state.is_world_process_zero else True  # None: without a terminal
+        hidden = None if state.is_world_process_zero else True  # None: hidden unless stderr is a terminal
         self._bar = tqdm(total=state.max_steps, initial=state.global_step, disable=hidden, dynamic_ncols=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -343,7 +343,7 @@ class _Progress(TrainerCallback):
         step, last = state.global_step, state.max_steps
         began, self._began = self._began, time.perf_counter()
         row = {"step": step, "loss": logs["loss"], "seconds": round(self._began - began, 6)}
-        with self._file.open("a") as file:  # at once, for a run that is killed
+        with self._file.open("a") as file:  # flushed at once, since a run may be killed
             print(json.dumps(row), file=file)
         self._bar.set_postfix_str(f"loss {logs['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
@@ -357,7 +357,7 @@ class _Progress(TrainerCallback):
 
 
 class _Trace(TrainerCallback):
-    """On rank 0 what torch's profiler sees of one step, as ``trace.json.gz``."""
+    """Writes torch's profile of one step on rank 0, as ``trace.json.gz``."""
 
     def __init__(self, step: int, folder: Path) -> None:
         self._step, self._file = step, folder / "trace.json.gz"

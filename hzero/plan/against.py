@@ -1,19 +1,19 @@
-"""Against: all schemes over the nodes, with tensor and pipeline parallelism and ZeRO-1, and FSDP2 with tensor parallelism.
+"""Against: predicts all schemes by number of nodes, including TP x PP x ZeRO-1 and FSDP2 with tensor parallelism.
 
-A tensor group splits every matrix and adds up activations twice per layer and direction (Megatron-LM, arXiv 1909.08053); with
-sequence parallelism it also divides what is kept of them (arXiv 2205.05198). Its all-reduces have nothing to overlap with. A
-matrix of t ranks has as many tiles as a whole one of t times fewer tokens, and is taken to have its rate.
+A tensor group splits every matrix, and sums activations twice per layer and direction (Megatron-LM, arXiv 1909.08053). With
+sequence parallelism it also divides the activations that are kept (arXiv 2205.05198). Its all-reduces do not overlap. A
+matrix that is split over t ranks has as many tiles as a whole matrix with t times fewer tokens, and is assumed to be as fast.
 
 A pipeline has p stages of whole nodes, each with some layers in v chunks. One step of m micro-batches takes, by the
 interleaved schedule of one forward and one backward at a time (arXiv 2104.04473, sections 2.2 and 4.1):
 
     stage(m) + (p - 1) / v x stage's micro-batch + 2 v (m + (p - 1) / v) x message
 
-``stage(m)`` is the simulated step of the slowest stage, the one with the head, as a model of its own with ZeRO-1. A message is
-the activation of a micro-batch, or its gradient, cut among the tensor group; all devices of a node send at once, and compute
-waits. A stage keeps the activations of p micro-batches, (1 + (p - 1) / (p v)) times as many where v > 1 (arXiv 2205.05198).
+``stage(m)`` is the simulated step of the slowest stage, which has the head, as if it were a model with ZeRO-1. A message is the
+activation of a micro-batch, or its gradient, divided among the tensor group. All devices of a node send at once, and compute
+waits. A stage keeps the activations of p micro-batches, times 1 + (p - 1) / (p v) if v > 1 (arXiv 2205.05198).
 
-These formulas favour the others: ZeRO-1 reduces during the last backward, and gradients add up in 16 bits.
+These formulas favour the other engines: ZeRO-1 reduces during the last backward, and gradients are summed in 16 bits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from hzero.plan.step import Prediction, Simulated, compute_s, predict, require_l
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
-#: Sizes of tensor groups, chunks of a stage beside one, and the most stages that are tried.
+#: Sizes of tensor groups, numbers of chunks other than one, and the maximum number of stages that are tried.
 TENSOR, CHUNKS, STAGES = (1, 2, 4, 8), (2, 4), 64
-#: Presets that are priced under FSDP2 too.
+#: Presets that are also predicted under FSDP2.
 IN_FSDP = ("topo", "lossless")
-#: Names of the schemes that have degrees of their own.
+#: Names of the schemes with model parallelism.
 TENSOR_FSDP, PIPELINE = "FSDP2 x TP", "TP x PP x ZeRO-1"
 
 
@@ -66,13 +66,13 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Price:
-    """A scheme on some nodes.
+    """Prediction of a scheme on some number of nodes.
 
     Attributes:
-        step: Its predicted step.
-        fits: Whether it fits into a device.
-        job: With its micro-batch, and the micro-steps of a replica.
-        degrees: Of model parallelism; None where it has none.
+        step: The predicted step.
+        fits: Whether it fits into a device's memory.
+        job: The job, with its micro-batch and the micro-steps of a replica.
+        degrees: Degrees of model parallelism; None without it.
     """
 
     step: Prediction
@@ -82,14 +82,14 @@ class Price:
 
     @property
     def setting(self) -> str:
-        """Its degrees, and micro-batch x micro-steps."""
+        """Text of its degrees, and of micro-batch x micro-steps."""
         return f"{self.degrees or ''}{', ' * bool(self.degrees)}{self.job.micro_batch} x {self.job.accumulation}"
 
 
 def of_rank(job: Job, degrees: Degrees) -> Job:
     """The job of one device: its part of every matrix, and the layers of the last stage, which has the head.
 
-    The embedding, on the first stage, is left out where there are several.
+    With several stages, the embedding is on another stage and is left out.
     """
     model, tensor = job.model, degrees.tensor
     assert model.layer is not None
@@ -130,11 +130,11 @@ def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degre
     """Predicts a step of another engine with model parallelism.
 
     Args:
-        scheme: Of the data-parallel dimension.
-        job: What is trained; micro-steps are those of a replica.
+        scheme: Scheme of the data-parallel dimension.
+        job: The job, with the micro-steps of a replica.
         grid: All devices.
         profile: The machine's constants.
-        degrees: Of model parallelism.
+        degrees: Degrees of model parallelism.
     """
     own, machine = placed(job, grid, profile, degrees)
     known = Simulated()
@@ -153,17 +153,17 @@ def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degre
 
 
 def against(scenario: Scenario) -> dict[str, Price]:
-    """Prices every scheme on a scenario's nodes, those with degrees by their best ones that fit.
+    """Predicts every scheme on a scenario's nodes. Model parallelism uses the best degrees that fit.
 
     Args:
-        scenario: What is trained, and where. A device has as many tokens in a micro-batch as there, or a replica one such
-            micro-batch; fewer where its global batch does not have them.
-
-    Raises:
-        ConfigError: The model's layers differ, or no profile of the machine is known.
+        scenario: The model and the machine. A device, or a replica, has micro-batches as large as the scenario's, or smaller
+            ones if the global batch is too small.
 
     Returns:
-        Prices by name. A scheme is left out where the batch cannot be cut among its replicas.
+        Prices by name. A scheme is left out if the batch cannot be divided among its replicas.
+
+    Raises:
+        ConfigError: The model's layers differ, or the machine has no profile.
     """
     require_layers(scenario.job)
     found: dict[str, Price] = {}
@@ -184,7 +184,7 @@ def against(scenario: Scenario) -> dict[str, Price]:
 
 
 def best_degrees(scenario: Scenario, name: str) -> Price | None:
-    """The price of `TENSOR_FSDP` or `PIPELINE` with the best degrees that fit; None if none do."""
+    """The price of `TENSOR_FSDP` or `PIPELINE` with the best degrees that fit; None if none fit."""
     if name == TENSOR_FSDP:
         return next(iter(_best(scenario, OTHERS["FSDP2"], [Degrees(tensor) for tensor in TENSOR[1:]])), None)
     possible = [Degrees(*pair) for pair in itertools.product(TENSOR, range(1, STAGES + 1))]
@@ -195,8 +195,8 @@ def best_degrees(scenario: Scenario, name: str) -> Price | None:
 
 
 def _best(scenario: Scenario, scheme: Scheme, possible: Sequence[Degrees]) -> list[Price]:
-    """The three shortest steps of those degrees that the machine, the model and the batch allow and that fit."""
-    fitting: list[tuple[float, Job, Degrees]] = []  # with the seconds of compute alone
+    """The three shortest steps among the degrees that fit and that the machine, the model and the batch allow."""
+    fitting: list[tuple[float, Job, Degrees]] = []  # the seconds are without communication
     grid, layers, micro = scenario.grid, scenario.job.model.layers, scenario.job.micro_batch
     for degrees in possible:
         tensor, stages, chunks = degrees.tensor, degrees.pipeline, degrees.chunks
@@ -220,7 +220,7 @@ def _best(scenario: Scenario, scheme: Scheme, possible: Sequence[Degrees]) -> li
 
 
 def _shared(scenario: Scenario, devices: int, micro: int) -> Job | None:
-    """The job of a replica on so many devices, with micro-batches of at most ``micro`` sequences; None if there is none."""
+    """The job of a replica on ``devices`` devices, with micro-batches of at most ``micro`` sequences; None if impossible."""
     job, world = scenario.job, scenario.grid.world_size
     sequences, rest = divmod((scenario.global_batch or job.micro_batch * job.accumulation * world) * devices, world)
     if rest or not sequences:
@@ -233,10 +233,12 @@ def _shared(scenario: Scenario, devices: int, micro: int) -> Job | None:
 
 
 def node_counts(text: str) -> list[int]:
-    """The nodes of ``1..9408``: both ends and the powers of two between them; or those of ``2,4,48``. ``nodes=`` may precede.
+    """Parses numbers of nodes: ``1..9408``, both ends and the powers of two between them, or a list such as ``2,4,48``.
+
+    ``nodes=`` may precede.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither.
     """
     counts = text.removeprefix("nodes=")
     found = re.fullmatch(r"(\d{1,6})\.\.(\d{1,6})", counts)
@@ -248,12 +250,12 @@ def node_counts(text: str) -> list[int]:
 
 
 def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> None:
-    """Draws TFLOPS per device over the nodes; a curve has a gap where the scheme does not fit, or cannot cut the batch.
+    """Draws TFLOPS per device by number of nodes. A curve has a gap where the scheme does not fit or cannot divide the batch.
 
     Args:
         found: Prices by nodes and name.
-        scenario: What is trained.
-        path: The picture, PNG.
+        scenario: The scenario.
+        path: File of the picture, PNG.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -268,7 +270,7 @@ def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> 
     for name in dict.fromkeys(itertools.chain(*found.values())):
         prices = [prices.get(name) for prices in found.values()]
         rates = [price.step.tflops if price and price.fits else math.nan for price in prices]
-        if all(map(math.isnan, rates)):  # fits nowhere; the table says so
+        if all(map(math.isnan, rates)):  # fits nowhere, which the table shows
             continue
         colour, width = "#D55E00" if "hzero" in name else "#6e7781", 3.0 if name == f"hzero {DEFAULT_PRESET}" else 1.2
         axes.plot(list(found), rates, "-" if name.startswith("hzero ") else "--", color=colour, linewidth=width)
@@ -281,9 +283,8 @@ def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> 
     axes.set_title(f"{job.name}, {tokens:,} tokens per device and step; the model's error {error}", fontsize=9)
     axes.grid(alpha=0.2)
     place, (_, top) = -math.inf, axes.get_ylim()
-    for nodes, rate, name, colour in sorted(
-        ends, key=lambda end: end[1]
-    ):  # names beside the ends, far enough apart to be read
+    # Names are placed next to the ends, far enough apart to be read.
+    for nodes, rate, name, colour in sorted(ends, key=lambda end: end[1]):
         place, line = max(rate, place + top / 30), {"arrowstyle": "-", "color": "#d0d7de", "relpos": (0, 0.5)}
         where: Any = {"xytext": (1.04, place / top), "textcoords": "axes fraction", "va": "center", "arrowprops": line}
         axes.annotate(name, (nodes, rate), fontsize=7.5, color=colour, **where)

@@ -1,7 +1,7 @@
-"""Collectives: what the stage or another engine starts for a bucket in one step, in order, and the bytes by tier.
+"""Collectives of one bucket in one step, of the stage or another engine, in order, and their bytes by tier.
 
-The stage's are those of the programs that it runs, other engines' those of their `Scheme`. `hzero.plan.step` simulates the
-time of the same collectives.
+The stage's collectives come from the programs that it runs, and another engine's from its `Scheme`. `hzero.plan.step` simulates
+the time of the same collectives.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from hzero.topology import Grid
 
 @dataclass(frozen=True)
 class Scheme:
-    """Another engine than the stage, with flat collectives.
+    """An engine other than the stage, with flat collectives.
 
     Attributes:
-        engine: ``ddp``; ``fsdp``, FSDP2 and HSDP; ``deepspeed``, ZeRO-1 to ZeRO-3 and ZeRO++.
-        stage: Of DeepSpeed.
+        engine: ``ddp``; ``fsdp`` for FSDP2 and HSDP; ``deepspeed`` for ZeRO-1 to ZeRO-3 and ZeRO++.
+        stage: ZeRO stage of DeepSpeed.
         shard: Scope over which FSDP shards; replicated across the rest.
         reshard: Scope over which FSDP keeps weights sharded from forward to backward; None: ``shard``.
         hpz: Scope of DeepSpeed's secondary copy; None for none.
-        quantized: Whether weights travel in 8 and gradients in 4 bits, as in ZeRO++.
+        quantized: Whether weights are sent in 8 bits and gradients in 4, as in ZeRO++.
         hierarchical: Whether all-gathers are hierarchical, as in RCCL 2.30 and later; see `hzero.plan.machine.HIERARCHICAL`.
-        visible: Devices that a rank sees, which ZeRO++ takes for its node; None: all devices of the node. With ``srun
+        visible: Devices that a rank sees. ZeRO++ treats them as its node. None: all devices of the node. With ``srun
             --gpus-per-task=1``, as on Frontier, a rank sees one.
     """
 
@@ -73,10 +73,9 @@ OTHERS = {
     "hpZ": Scheme("deepspeed", hpz="node"),
     "ZeRO++": Scheme("deepspeed", hpz="node", quantized=True),
 }
-#: What one bucket starts in one step, in order, by when it starts and by micro-step, from 0: ``refresh`` as soon as the step
-#: before has changed the weights, ``forward`` and ``backward`` in time for a use of the bucket, ``reduce`` when backward has made
-#: its gradients, ``boundary`` when it and the buckets that waited for it have parts that are worth a message, ``after`` when the
-#: optimizer has stepped.
+#: Programs of one bucket in one step, in order, by phase and micro-step, from 0. ``refresh`` starts when the previous step has
+#: changed the weights, ``forward`` and ``backward`` before a use of the bucket, and ``reduce`` when backward has made its
+#: gradients. ``boundary`` starts when the waiting buckets together fill a message, and ``after`` when the optimizer has stepped.
 Chains: TypeAlias = dict[tuple[str, int], Program]
 
 
@@ -84,7 +83,7 @@ Chains: TypeAlias = dict[tuple[str, int], Program]
 
 
 def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chains:
-    """What the stage or another engine starts for one bucket in one step."""
+    """The programs of one bucket in one step, of the stage or another engine."""
     chains: Chains = {}
     last = accumulation - 1
     if isinstance(scheme, ShardPlan):
@@ -98,7 +97,7 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chai
         return {key: program for key, program in chains.items() if program.steps}
     if scheme.engine == "ddp" or scheme.stage < 3:
         reduced = _reduce("all_reduce", "world", grid)
-        # Whole gradients, of which ZeRO's ranks keep their part (use_multi_rank_bucket_allreduce, on by default in 0.19).
+        # Whole gradients, of which each rank of ZeRO keeps its part (use_multi_rank_bucket_allreduce, the default in 0.19).
         micros = range(accumulation) if scheme.stage == 2 else [last]
         chains = {("reduce", micro): reduced for micro in micros}
         if scheme.engine == "deepspeed":
@@ -112,7 +111,7 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chai
         replicas = grid.world_size // grid.scope_size(scheme.shard)
         whole = Program((*reduce.steps, Cross("gradients", "all_reduce", outside, replicas, PLAIN, replicas)))
     for micro in range(accumulation):
-        # hpZ's copy is made anew in a step's first forward (DeepSpeed 0.19).
+        # hpZ's copy is rebuilt in the first forward of a step (DeepSpeed 0.19).
         chains["forward", micro] = near if scheme.hpz and micro else far
         chains["backward", micro] = near
         chains["reduce", micro] = whole if micro == last else reduce
@@ -120,9 +119,9 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chai
 
 
 def _zeropp_reduce(scheme: Scheme, grid: Grid) -> Program:
-    """ZeRO++ reduces by an all-to-all inside what it takes for a node and one across (arXiv 2306.10209)."""
+    """ZeRO++ reduces by an all-to-all inside its node, and by one between nodes (arXiv 2306.10209)."""
     codec = CodecConfig(codec="int4", block_size=DEFAULT_BLOCK_SIZE)
-    if scheme.visible == 1:  # every device is a node of its own: one all-to-all over the world
+    if scheme.visible == 1:  # every device counts as a node: one all-to-all over the world
         return _reduce("all_to_all", "world", grid, codec)
     inside = _reduce("all_to_all", "node", grid, codec)
     if grid.nodes == 1:
@@ -133,7 +132,7 @@ def _zeropp_reduce(scheme: Scheme, grid: Grid) -> Program:
 
 
 def _gather(scope: Scope, grid: Grid, codec: CodecConfig = PLAIN) -> Program:
-    """An all-gather over all ranks of a scope, whose ranks together hold all shards of the world."""
+    """An all-gather over all ranks of a scope, which together have all shards of the world."""
     ranks, tiers = grid.scope_size(scope), _tiers(scope, grid)
     rows = grid.world_size // ranks
     cross = Cross("weights", "all_gather", tiers, ranks, codec, rows)
@@ -161,15 +160,15 @@ class TierTraffic:
     """Bytes that enter one rank over one tier for one role, in one optimizer step.
 
     Attributes:
-        role: The kind of state; of activations the parallel dimension.
+        role: The kind of state, or the parallel dimension of activations.
         tier: The tier.
-        codec: Codec of the messages; several names with exceptions.
+        codec: Codec of the messages; with exceptions, several names.
         wire_bytes: Bytes received, scales and record padding included.
         raw_bytes: The same with codec ``none``, without padding.
-        crossings: How often per step a whole set of parameters crosses the tier; with exceptions the most of a parameter.
+        crossings: Number of times per step that all parameters cross the tier; with exceptions, the maximum over parameters.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
-        checksum_bytes: Bytes of the checksums that come with each collective, where messages carry some. They are in no other
-            number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
+        checksum_bytes: Bytes of the checksums of each collective, if messages have checksums. No other number, nor the wire
+            log, includes them, since the plan cannot tell how many collectives share the bytes of a step.
     """
 
     role: Role | Dimension
@@ -194,10 +193,10 @@ def step_traffic(
 ) -> list[TierTraffic]:
     """Bytes of one optimizer step.
 
-    For the stage these are exactly the bytes that its wire log counts, and all ranks receive the same. Another engine's are
-    averages over the ranks: its flat rings go node by node and package by package (`ring_links`), as RCCL and NCCL build
-    them, so those ranks where a ring enters a node receive everything over the node tier and the others nothing. Several
-    rings, each with its part of the bytes, spread this. Averages times the ranks of a node are what enters a node.
+    For the stage these are exactly the bytes of its wire log, and equal on all ranks. For another engine they are averages over
+    the ranks. RCCL and NCCL build flat rings node by node and package by package (`ring_links`). The rank at which a ring
+    enters a node receives everything over the node tier, and the other ranks nothing. Several rings, each with its part of
+    the bytes, spread this. The average times the ranks of a node is the number of bytes that enter a node.
 
     Args:
         scheme: The stage's shard plan, or another engine whose collectives are rings without codecs.
@@ -205,9 +204,9 @@ def step_traffic(
         numels: Elements of each trainable parameter.
         itemsize: Bytes of one weight, and of one gradient on a hop with codec ``none`` (2 for bf16 and fp16).
         accumulation: Micro-steps per step.
-        fetches: Gathers of every parameter per micro-step, on average: forward and backward. A parameter that is used
-            again soon is kept by DeepSpeed (``stage3_max_reuse_distance``), so small models fetch less.
-        names: As of `ShardPlan.parts`.
+        fetches: Average gathers of a parameter per micro-step; 2 for forward and backward. DeepSpeed keeps a parameter that
+            is used again soon (``stage3_max_reuse_distance``), so small models have fewer.
+        names: See `ShardPlan.parts`.
 
     Returns:
         One entry per role and tier, weights first, tiers innermost first; whole bytes.
@@ -242,8 +241,8 @@ def exchange_bytes(grid: Grid, codecs: TierCodecs, parts: Iterable[int], itemsiz
     """Bytes that a rank receives in all-to-alls over a grid, by tier.
 
     Args:
-        grid: Of the ranks that exchange.
-        codecs: Of the messages.
+        grid: Grid of the ranks that exchange.
+        codecs: Codecs of the messages, by tier.
         parts: Elements for each rank, of every all-to-all.
         itemsize: Bytes of an element.
     """
@@ -261,7 +260,7 @@ def exchange_bytes(grid: Grid, codecs: TierCodecs, parts: Iterable[int], itemsiz
 
 
 def muon_traffic(plan: ShardPlan, matrices: Sequence[int], itemsize: int) -> list[TierTraffic]:
-    """Bytes of one optimizer step of Muon: each matrix to one rank and back, as `hzero.deepspeed.muon` sends it.
+    """Bytes of one optimizer step of Muon. `hzero.deepspeed.muon` sends each matrix to one rank and back.
 
     Args:
         plan: The shard plan.
@@ -270,7 +269,8 @@ def muon_traffic(plan: ShardPlan, matrices: Sequence[int], itemsize: int) -> lis
     """
     codecs, grid = plan.codecs.optimizer, plan.grid
     chunks = sorted((chunk_numel(numel, grid.world_size) for numel in matrices), reverse=True)
-    rounds = [chunk for chunk in chunks[:: grid.world_size] for _ in ("there", "back")]  # the longest of a round counts
+    # The longest matrix of a round counts.
+    rounds = [chunk for chunk in chunks[:: grid.world_size] for _ in ("there", "back")]
     raw = sum(rounds) * grid.world_size * itemsize
     return [
         TierTraffic("optimizer", tier, codecs[tier].codec, wire, raw - raw // grid.size(tier), 2, used=True)
@@ -280,10 +280,10 @@ def muon_traffic(plan: ShardPlan, matrices: Sequence[int], itemsize: int) -> lis
 
 
 def ring_links(sizes: Sequence[int]) -> list[int]:
-    """How many links of every level a ring has that visits the units of each level one after the other.
+    """Number of links on every level of a ring that visits the units of each level one after the other.
 
-    A ring over 2 nodes of 4 packages of 2 devices, ``sizes`` (2, 4, 2), has 8 links inside packages, 6 between the packages
-    of a node, and 2 between nodes: it enters and leaves a node once, whatever the number of ranks on it.
+    A ring over 2 nodes of 4 packages of 2 devices, ``sizes`` (2, 4, 2), has 8 links inside packages, 6 between packages of a
+    node, and 2 between nodes. It enters and leaves a node once, whatever the number of its ranks.
 
     Args:
         sizes: Units of each level, innermost first.
@@ -297,20 +297,19 @@ def ring_links(sizes: Sequence[int]) -> list[int]:
 
 
 def node_bytes(traffic: Sequence[TierTraffic], grid: Grid) -> int:
-    """Bytes that enter one node per step: those of the tiers between nodes, of both roles and all ranks of the node."""
+    """Bytes that enter one node per step, over the tiers between nodes, for all ranks of the node."""
     return sum(row.wire_bytes for row in traffic if row.tier in NET_TIERS) * grid.scope_size("node")
 
 
 def schemes_node_bytes(
     grid: Grid, numels: Sequence[int], *, itemsize: int = 2, accumulation: int = 1
 ) -> dict[str, float]:
-    """Minimum bytes into one node per step under other schemes: each byte that a node lacks enters it once.
+    """Minimum bytes into one node per step under other schemes. Each byte that a node lacks enters it once.
 
-    With M the bytes of the weights, A the micro-steps and f = (nodes - 1) / nodes: ZeRO-3 gathers twice and reduces once
-    per micro-step, 3 A M f. Its hpZ serves all gathers but the first of a step from the node, (1 + A) M f. ZeRO++
-    (arXiv 2306.10209) sends 8 and 4 bits where these two send 16, (0.5 + 0.25 A) M f. FSDP2 sends as often as ZeRO-3, and
-    HSDP over the node reduces gradients across nodes once per step: an all-reduce brings 2 M f. Flat rings bring
-    (ranks - 1) / ranks instead of f (`step_traffic`).
+    M is the bytes of the weights, A the micro-steps, and f = (nodes - 1) / nodes. ZeRO-3 gathers twice and reduces once per
+    micro-step: 3 A M f. With hpZ only the first gather of a step leaves the node: (1 + A) M f. ZeRO++ (arXiv 2306.10209) sends
+    8 and 4 bits instead of 16: (0.5 + 0.25 A) M f. FSDP2 sends as often as ZeRO-3. HSDP over the node all-reduces gradients
+    between nodes once per step: 2 M f. Flat rings have the factor (ranks - 1) / ranks instead of f (`step_traffic`).
     """
     m, f, a = sum(numels) * itemsize, (grid.nodes - 1) / grid.nodes, accumulation
     deepspeed = {"ZeRO-3": 3 * a * m * f, "hpZ": (1 + a) * m * f, "ZeRO++": (0.5 + 0.25 * a) * m * f * 2 / itemsize}

@@ -11,17 +11,17 @@ Examples:
   hzero plan --against 1..9408 experiment=paper_20b --out scaling.png    the same by nodes, and which wins where
   hzero plan model=gpt_neox_1b topology=nic nodes=4 topology.nic_gbit=100      an ordinary cluster
 
-keys of a plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or a .yaml is the machine
-that predictions simulate (default: the topology's). The searches also take global_batch=SEQUENCES of all devices
-(default: train.micro_batch x train.grad_accumulation of each). --tune also takes codecs=lossless|weights|all, which
-limits lossy codecs (default: all).
+keys of hzero plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or profile=FILE.yaml is the
+machine that predictions simulate (default: the topology's). The searches also accept global_batch=SEQUENCES of all devices
+(default: train.micro_batch x train.grad_accumulation of each). --tune also accepts codecs=lossless|weights|all, which limits
+lossy codecs (default: all).
 
 predictions simulate a step with the constants of a profile; docs/model.md states their errors.
 
 link times are the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
 that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are an average over the
-devices, for flat rings. The time of a tier is a lower bound if its links carry no more than the given rate; for the
-gpu tier of topology=frontier, 50 GB/s is the rate of one link, and a GCD has two or three of them.
+devices, for flat rings. The time of a tier is a lower bound if its links are not faster than the given rate. On the gpu tier of
+topology=frontier, 50 GB/s is the rate of one link, and a GCD has two or three links.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from hzero.validation import ConfigError, Parser, printable
 
 #: Other engines in a plain plan.
 _PEERS = ("FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++")
-#: Of `KEYS` how many each mode reads, and keys, or blocks of keys, that it varies itself.
+#: For each mode, how many of `KEYS` it reads, and the keys, or blocks of keys, that it varies itself.
 _MODES: dict[str, tuple[int, tuple[str, ...]]] = {
     "": (2, ()),
     "--against": (3, ("zero", "topology.nodes")),
@@ -73,7 +73,7 @@ _MODES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def run_plan(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    """Runs the command on its arguments. Raises `ConfigError` for invalid input."""
     short = "\n".join(f"  {name:15}{key}" for name, key in SHORT.items())
     parser = Parser("hzero plan", f"{__doc__}\nshort names of keys:\n{short}")
     add = parser.add_argument
@@ -83,7 +83,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
     modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
     modes.add_argument(
-        "--against", metavar="NODES", help="predict all schemes on 48, 2,48 or 1..9408 nodes; who wins where"
+        "--against", metavar="NODES", help="predict all schemes on 48, 2,48 or 1..9408 nodes, and the fastest"
     )
     add("--out", metavar="FILE", type=Path, help="picture of --against (PNG)")
     add("--json", action="store_true", help="print JSON")
@@ -92,12 +92,12 @@ def run_plan(arguments: Sequence[str]) -> int:
     mode = next((name for name in _MODES if name and getattr(parsed, name[2:]) not in (None, False)), "")
     _check_keys(list(map(key_of, overrides)), mode)
     if parsed.out is not None and mode != "--against":
-        raise ConfigError("--out: found without --against, whose picture it is")
-    # Not after minutes of simulation.
+        raise ConfigError("--out: found without --against; expected both")
+    # Checked now, since the simulation takes minutes.
     if parsed.out is not None and (parsed.out.is_dir() or not parsed.out.parent.is_dir()):
         raise ConfigError(f"--out: found {str(parsed.out)!r}; expected a file in a folder that exists")
     counts = node_counts(parsed.against) if mode == "--against" else []
-    # Groups of nodes have to divide the largest number.
+    # Groups of nodes must divide the largest number.
     scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
     if counts:
         result, show = against_dict(scenario, counts, parsed.out), _show_against
@@ -113,7 +113,7 @@ def run_plan(arguments: Sequence[str]) -> int:
 
 
 def _check_keys(given: Sequence[str], mode: str) -> None:
-    """Refuses keys that a mode does not read or varies itself: their values would be ignored."""
+    """Raises `ConfigError` for keys that a mode does not read or varies itself, since it would ignore their values."""
     read, varied = _MODES[mode]
     if "global_batch" in given:
         varied += (
@@ -124,25 +124,25 @@ def _check_keys(given: Sequence[str], mode: str) -> None:
             modes = " or ".join(name for name, (count, _) in _MODES.items() if key in KEYS[:count])
             raise ConfigError(f"{key}: found with {mode or 'a plain plan'}, which does not read it; expected {modes}")
         if any(key == name or key.startswith(f"{name}.") for name in varied):
-            instead = "; write the nodes behind --against" if key == "topology.nodes" else ""
+            instead = "; expected the nodes after --against" if key == "topology.nodes" else ""
             raise ConfigError(f"{key}: found with {mode or 'global_batch'}, which sets it itself{instead}")
 
 
 def _say(text: str) -> None:
-    """Prints text as it is, wrapped by the terminal only."""
+    """Prints text without markup and without wrapping."""
     Console().print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; columns whose name begins with * are aligned to the right. Cells cannot command the terminal."""
+    """Prints a table. Columns whose name begins with * are aligned to the right. Control characters are escaped."""
     table = Table(title=title)
     for name in head:
-        # Narrow terminals fold what they would cut; names stay whole.
+        # On narrow terminals, cells are folded instead of cut, and names are not broken.
         justify: Any = "right" if name.startswith("*") else "left"
         table.add_column(name.lstrip("*"), justify=justify, overflow="fold", no_wrap=name is head[0])
     for row in rows:
         table.add_row(*map(printable, row))
-    # A file or a pipe has no width of its own, and rich would take 80 columns.
+    # For a file or a pipe, rich would use 80 columns.
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     Console(width=wide).print(table)
 
@@ -151,7 +151,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def plan_dict(scenario: Scenario) -> dict[str, Any]:
-    """A plan: what ``--json`` prints. Raises `ConfigError` without a preset."""
+    """The plan, as printed by ``--json``. Raises `ConfigError` without a preset."""
     experiment, job, grid = scenario.experiment, scenario.job, scenario.grid
     plan, numels, itemsize = experiment.plan, job.model.numels, job.itemsize
     if plan is None:
@@ -170,7 +170,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     by_tier = []
     for row, flat in itertools.zip_longest([*traffic, *muon_traffic(plan, job.matrices, itemsize)], stock):
         if row.used:
-            # Average bytes over a device's share of the links, by bandwidth alone (see the command's help).
+            # From bandwidth only: average bytes over a device's share of the links (see the command's help).
             seconds = row.wire_bytes / rate / 1e9 if (rate := rates.get(row.tier)) else None
             by_tier.append({**asdict(row), "seconds": seconds, "zero3_bytes": flat and flat.wire_bytes})
     minimum = schemes_node_bytes(grid, numels, **about)
@@ -184,7 +184,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
             ),
             **_step_dict(scenario, one),
         }
-    for name in IN_FSDP:  # as hzero.fsdp runs it; bytes are those of DeepSpeed's front end
+    for name in IN_FSDP:  # steps under hzero.fsdp; the bytes are computed for DeepSpeed
         under = replace(scenario, job=job.in_fsdp())
         schemes[f"FSDP2, {name}"] = {**schemes[name], **_step_dict(under, scenario.shard_plan(name))}
     others = scenario.others()
@@ -218,7 +218,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
 
 
 def _sequences(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
-    """Bytes and times of chunks in a micro-step of one device, and the tokens that fit with and without."""
+    """Bytes and times of chunks in a micro-step of one device, and the longest sequence that fits with and without chunks."""
     job, grid, codecs = scenario.job, scenario.grid, parse_config(scenario.experiment.block).codecs.sequence
     assert job.sequence is not None
     received = {f"received_{tier}": size for tier, size in exchanged(job, grid, codecs).items()}
@@ -239,7 +239,7 @@ def _state_text(scope: str, hops: Sequence[Hop]) -> str:
 
 
 def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]:
-    """A predicted step; where the machine or the model allows none, the memory alone."""
+    """A predicted step; only the memory if the machine or the model cannot be simulated."""
     excepted = isinstance(scheme, ShardPlan) and scheme.scoped
     if isinstance(scenario.profile, ConfigError) or not scenario.job.layer or excepted:
         return {"memory_bytes": footprint(scheme, scenario.grid, scenario.job).bytes}
@@ -247,12 +247,12 @@ def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]
 
 
 def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) -> list[str]:
-    """What makes a run's bytes other than a plan's, or a plan's longer than one expects."""
+    """Notes on differences between the bytes of a run and of the plan, and on the limits of predictions."""
     notes = []
     if plan.gather_hops() and sum(scenario.job.model.numels) <= scenario.job.reuse:
         notes.append(
-            "the model has no more parameters than stage3_max_reuse_distance, within which DeepSpeed keeps weights for their "
-            "next use: a run fetches less than these bytes"
+            "the model has no more parameters than stage3_max_reuse_distance, so DeepSpeed keeps weights for their next use: "
+            "a run fetches less than these bytes"
         )
     if checksums := {row.tier: row.checksum_bytes for row in traffic if row.checksum_bytes}:
         added = ", ".join(f"{size} bytes on {tier}" for tier, size in checksums.items())
@@ -280,18 +280,18 @@ def _show_plan(result: dict[str, Any]) -> None:
     for state in result["memory"]:
         rows.append((state["name"], size_text(state["bytes"]), state["what"], stock.get(state["name"], "")))
     needs, there = result["memory_bytes"], result["device_bytes"]
-    at = f"at {result['fullest']}, when most is there"
+    at = f"at {result['fullest']}, the maximum"
     rows.append(("all", size_text(needs), at, size_text(result["zero3_memory_bytes"])))
-    title = "memory per device (transient: at most, and not all at once)"
+    title = "memory per device (transient: maximum of each, not all at once)"
     _table(title, ("state", "*bytes", "of", "*ZeRO-3"), rows)
     if there is None:
-        _say("whether it fits is not known: give memory=64GB")
+        _say("the memory of a device is unknown: add memory=64GB to see whether the plan fits")
     else:
         verdict = "fits" if needs <= there else f"does not fit, {size_text(needs - there)} too much,"
         _say(f"{result['preset']} {verdict} into {size_text(there)}")
     if sequences := result["sequences"]:
         numbers = [(key, f"{one:,}" if isinstance(one, int) else f"{one:.3g}") for key, one in sequences.items()]
-        _table("long sequences: tokens, bytes and seconds (s) of a device and micro-step", ("what", "*number"), numbers)
+        _table("long sequences: tokens, bytes and seconds (s) per device and micro-step", ("name", "*number"), numbers)
     rows.clear()
     for row in result["traffic"]:
         ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
@@ -330,7 +330,7 @@ def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None
 
 
 def _about(scenario: Scenario) -> dict[str, Any]:
-    """The machine of a prediction, and what is known of errors."""
+    """The machine of a prediction, and the known error of its profile."""
     profile = scenario.machine.profile
     kinds = {name: profile.sources[profile.constants[name].source].kind for name in CONSTANTS}
     assumed = [name for name, kind in kinds.items() if kind == "assumed"]
@@ -347,7 +347,7 @@ def _about(scenario: Scenario) -> dict[str, Any]:
 
 
 def against_dict(scenario: Scenario, counts: Sequence[int], picture: Path | None) -> dict[str, Any]:
-    """All schemes on some numbers of nodes, and which is the fastest where; draws them too."""
+    """All schemes by number of nodes, and the fastest on each; also draws them."""
     about = _about(scenario)
     scenarios = [scenario.on(count) for count in counts]
     with ProcessPoolExecutor(min(len(counts), os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
@@ -388,7 +388,7 @@ def _winner(nodes: int, prices: dict[str, Price]) -> dict[str, Any]:
 
 
 def _show_against(result: dict[str, Any]) -> None:
-    """Prints TFLOPS per device, of eight counts at most, and who wins where."""
+    """Prints TFLOPS per device for at most eight numbers of nodes, and the fastest scheme on each."""
     winners = result["winners"]
     counts = [row["nodes"] for row in winners]
     if len(counts) > 8:
@@ -397,7 +397,7 @@ def _show_against(result: dict[str, Any]) -> None:
     for name, points in result["curves"].items():
         rates = {point["nodes"]: f"{point['tflops']:.3g}" if point["fits"] else "-" for point in points}
         rows.append((name, *(rates.get(count, "") for count in counts)))
-    title = f"predicted model TFLOPS per device, by nodes, {result['work']} (-: does not fit; empty: cannot be cut)"
+    title = f"predicted model TFLOPS per device, by nodes, {result['work']} (-: does not fit; empty: batch cannot be divided)"
     _table(title, ("scheme", *(f"*{count:,}" for count in counts)), rows)
     rows = []
     for row in winners:
@@ -406,7 +406,7 @@ def _show_against(result: dict[str, Any]) -> None:
         rows.append((f"{row['nodes']:,}", *names, *ratios))
     head = ("*nodes", "fastest", "its setting", "best with hzero", "best without", "*ratio", "*to ZeRO-3")
     _table(
-        f"which is the fastest; ratio: step without hzero to step with it; ZeRO-3 with {result['library']}", head, rows
+        f"the fastest scheme; ratio: step without hzero to step with it; ZeRO-3 with {result['library']}", head, rows
     )
     for name, group in itertools.groupby(winners, key=lambda row: row["best"] or "nothing fits"):
         nodes = [row["nodes"] for row in group]
@@ -462,5 +462,5 @@ def _show_search(result: dict[str, Any]) -> None:
     )
     _table(title, ("", "setting, micro-batch x micro-steps", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
     _say(result["about"])
-    _say("settings that differ by less than the error are equal: of these, take the one that loses less")
+    _say("settings that differ by less than the error are equal: prefer the one that loses less")
     _say(f'\nbest: {result["best"]["setting"]}\n"hzero": {json.dumps(result["best"]["block"])}\n{result["command"]}')

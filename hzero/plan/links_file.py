@@ -1,7 +1,7 @@
-"""Links file: bandwidth and latency of every tier as `hzero links` has measured them, kept as JSON.
+"""Links file: bandwidth and latency of every tier, as measured by `hzero links`, in JSON.
 
-Sizes, algorithm and bus bandwidth are those of rccl-tests (its doc/PERFORMANCE.md): the size is that of the whole array
-over the group, ``algbw`` is size / time, and ``busbw`` is the rate at which every device sends or receives.
+Sizes and bandwidths are defined as in rccl-tests (its doc/PERFORMANCE.md). The size is the whole array over the group. ``algbw``
+is size / time, and ``busbw`` is the rate at which every device sends or receives.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class LinkRow(Frozen):
 
     Attributes:
         tier: The tier.
-        ranks: Ranks of a group of that tier; all groups ran at once.
-        algorithm: Of the all-gather.
+        ranks: Ranks of a group of the tier. All groups ran at once.
+        algorithm: Algorithm of the all-gather.
         size_bytes: Bytes of the whole array over the group.
-        median_us: Median time of an iteration of its slowest rank, in microseconds.
+        median_us: Median time of an iteration on its slowest rank, in microseconds.
         min_us: Shortest of these times.
         max_us: Longest of these times.
     """
@@ -42,12 +42,12 @@ class LinkRow(Frozen):
 
     @property
     def algbw_gb_s(self) -> float:
-        """``algbw`` by the median."""
+        """``algbw`` from the median time, in GB/s."""
         return self.size_bytes / self.median_us / 1e3
 
     @property
     def busbw_gb_s(self) -> float:
-        """``busbw`` by the median: a rank's own part of the array crosses no link."""
+        """``busbw`` from the median time, in GB/s. A rank's own part of the array crosses no link."""
         return self.algbw_gb_s * (self.ranks - 1) / self.ranks
 
 
@@ -67,11 +67,11 @@ class LinksFile(Frozen):
     """The content of a links file.
 
     Attributes:
-        schema_name: Of the files that this release writes and reads; in the file the key is ``schema``.
-        date: When it was measured, ISO 8601 in UTC.
+        schema_name: Version of the format. The key in the file is ``schema``.
+        date: Time of the measurement, ISO 8601 in UTC.
         machine: Host of rank 0 and its processor.
-        versions: Of Python, hzero and torch.
-        backend: Of torch.distributed, or ``mpi``.
+        versions: Versions of Python, hzero and torch.
+        backend: Backend of torch.distributed, or ``mpi``.
         device: The ranks' device type.
         grid: Size of every tier that the machine has.
         rows: All measurements, in order.
@@ -98,7 +98,7 @@ class LinksFile(Frozen):
         return found
 
     def rate(self, tier: Tier) -> TierRate | None:
-        """The rate of a tier by its name; groups of nodes have the NICs of nodes. None where none was measured."""
+        """The rate of a tier; None if it was not measured. Tier ``group`` falls back to ``node``, since both use the NICs."""
         return self.tiers.get(tier, self.tiers.get("node") if tier == "group" else None)
 
     def grid_text(self) -> str:
@@ -116,10 +116,10 @@ class LinksFile(Frozen):
 
 
 def node_all_gather(rows: list[LinkRow]) -> NodeAllGather:
-    """The setting by which the measured all-gathers on tier ``node`` take least, each relative to the library's.
+    """The setting with the fastest measured all-gathers on tier ``node``, relative to the library's.
 
-    Times are compared by the sum of their ratios' logarithms over all sizes below the limit, so a noisy measurement among
-    them changes little. A gain of less than a tenth of one measurement's time is none.
+    The cost of a setting is the sum of the logarithms of time ratios over all sizes below its limit, so that one noisy
+    measurement changes little. A gain of less than a tenth of one measurement's time is ignored.
     """
     times: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -140,21 +140,21 @@ def node_all_gather(rows: list[LinkRow]) -> NodeAllGather:
 
 
 def write_links(path: Path, links: LinksFile) -> None:
-    """Writes a links file: whole or not at all. Raises `ConfigError` if it cannot be written."""
+    """Writes a links file atomically. Raises `ConfigError` if it cannot be written."""
     with refusing("--out", path), replacing(path) as file:
         file.write(json.dumps(links.model_dump(by_alias=True), indent=1) + "\n")
 
 
 def read_links(path: Path) -> LinksFile:
-    """Reads a links file. Raises `ConfigError` with the file and the key if it is none."""
+    """Reads a links file. Raises `ConfigError` if it is invalid."""
     return validated(LinksFile, read_json(path), f"{path}:")
 
 
 def links_for(path: Path, grid: Grid) -> LinksFile:
-    """Reads a links file for a grid, whose tiers are matched by name: the file's own grid may differ.
+    """Reads a links file for a grid. Tiers are matched by name, so the grid of the file may differ.
 
     Raises:
-        ConfigError: As `read_links`, or a tier of more than one rank of the grid has not been measured.
+        ConfigError: The file is invalid, or a tier that the grid crosses was not measured.
     """
     links = read_links(path)
     for tier in grid.crossed:

@@ -1,8 +1,8 @@
-"""Machine: the constants of a machine and its software, each with its source, and what a step's tasks cost on it.
+"""Machine: the constants of a machine and its software, each with its source, and the costs of a step's tasks.
 
-The cost of a task is a latency, and seconds of every resource that it uses. All-gather and reduce-scatter are rings: RCCL and
-NCCL have no other algorithm for them, so a flat one over p ranks waits p - 1 steps, each at least as long as a message takes
-to the next rank. An all-reduce is a ring on few nodes and a tree on many. An all-to-all sends a message to every peer.
+The cost of a task is a latency, and seconds of every resource that it uses. All-gather and reduce-scatter are rings, since RCCL
+and NCCL have no other algorithm for them. A flat ring over p ranks has p - 1 steps, and each step takes at least the time of a
+message to the next rank. An all-reduce is a ring on few nodes and a tree on many. An all-to-all sends a message to every peer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 Positive = Annotated[int, Field(ge=1)]
-#: What transfers and kernels share: links of a device in its package and between packages, the NICs of a node, the links
-#: between switch groups, the device's memory and compute.
+#: Resource that transfers and kernels share: a device's links inside its package (``gcd``) and between packages (``gpu``), the
+#: NICs of a node, the links between switch groups, and the device's memory and compute.
 Resource = Literal["gcd", "gpu", "node", "uplink", "memory", "compute"]
 _Algorithm: TypeAlias = Algorithm | Literal["hierarchical"]
-#: Bytes of an element that Adam reads and writes: gradient, float32 master and two moments, 16-bit weight.
+#: Bytes that Adam reads and writes per element: gradient, float32 master and two moments, 16-bit weight.
 ADAM_BYTES = 4 + 2 * 12 + 2
-#: From RCCL 2.30 on, all-gathers over so many nodes are hierarchical, up to so many bytes. A communicator has a buffer of that
-#: size for them (ROCm/rocm-systems#6140, #3856). Reduce-scatters need RCCL_HIERARCHICAL_REDUCE_SCATTER=1 (#7851).
+#: From RCCL 2.30 on, all-gathers over at least this many nodes are hierarchical, up to this many bytes. A communicator has a
+#: buffer of that size for them (ROCm/rocm-systems#6140, #3856). Reduce-scatters need RCCL_HIERARCHICAL_REDUCE_SCATTER=1 (#7851).
 HIERARCHICAL = {8: 64 << 20, 16: 128 << 20}
 _FOLDER = Path(__file__).parent / "profiles"
-#: Names of the constants that every profile has, and their meanings.
+#: Names and meanings of the constants of every profile.
 CONSTANTS: dict[str, str] = yaml.safe_load((_FOLDER.parent / "constants.yaml").read_text())
 
 
@@ -44,14 +44,14 @@ CONSTANTS: dict[str, str] = yaml.safe_load((_FOLDER.parent / "constants.yaml").r
 
 
 class Source(Frozen):
-    """Where figures come from.
+    """Source of figures.
 
     Attributes:
         what: Publication, file or command.
-        date: When it was measured or written.
-        stack: Software that it was measured with; ``none`` where nothing ran.
-        kind: ``measured``; ``calibrated`` on measured rows; ``nominal``, by a vendor or from a library's tables; ``assumed``,
-            by nobody.
+        date: Date of the measurement or publication.
+        stack: Software of the measurement; ``none`` if nothing ran.
+        kind: ``measured``; ``calibrated`` on measured rows; ``nominal``, from a vendor or a library's tables; ``assumed``,
+            without a publication.
     """
 
     what: str
@@ -64,7 +64,7 @@ class Constant(Frozen):
     """One figure.
 
     Attributes:
-        value: In the unit that its name ends in.
+        value: Value in the unit at the end of its name.
         source: Name of an entry of ``sources``.
     """
 
@@ -76,20 +76,20 @@ class Profile(Frozen):
     """A machine and its software.
 
     Attributes:
-        name: As in `hzero plan`.
-        about: What it stands for, on one line.
+        name: Name for `hzero plan`.
+        about: Description, on one line.
         nodes: Nodes of the machine.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
         visible: Devices that a rank sees under the machine's usual launch line: 1, or null for all of its node.
         group_nodes: Nodes of a switch group; null: one group. A job's nodes fill one group after the other.
-        taper: Bandwidth of a group's nodes together over that of its links to other groups.
-        tree_nodes: Nodes from which an all-reduce is a tree.
+        taper: Total bandwidth of a group's nodes, divided by the bandwidth of the group's links to other groups.
+        tree_nodes: Minimum number of nodes for which an all-reduce is a tree.
         order: The stage's order of collectives by default: ``strict`` with RCCL, one at a time on a device.
-        library: Library of collectives that the figures stand for, with its version.
-        error: Error on measured collectives that were not used for calibration, as a share; null: there are none.
-        sources: By name.
-        constants: The figures.
+        library: Library of collectives of the figures, with its version.
+        error: Relative error on measured collectives that were not used for calibration; null: there are none.
+        sources: Sources by name.
+        constants: Constants by name.
     """
 
     name: str
@@ -142,9 +142,9 @@ class Profile(Frozen):
             )
         for key, count in (("gpus_per_hive", grid.gpus_per_hive), ("clusters", grid.clusters)):
             if count > 1:
-                raise ConfigError(f"profile {self.name}: has no rates of the links that topology.{key} declares")
+                raise ConfigError(f"topology.{key}: found {count}; expected 1, without rates in profile {self.name}")
         if grid.nodes > self.nodes:
-            raise ConfigError(f"nodes: found {grid.nodes:,}; {self.name} has {self.nodes:,}")
+            raise ConfigError(f"nodes: found {grid.nodes:,}; expected at most the {self.nodes:,} of {self.name}")
 
     def with_values(self, source: Source, **values: float) -> Profile:
         """The profile with other values of some constants, from one source."""
@@ -164,10 +164,10 @@ def _shipped(name: str) -> Path:
 
 
 def load_profile(name: str) -> Profile:
-    """A profile by its name, or from a file whose name ends in ``.yaml``, completed by the one that it ``extends``.
+    """Loads a profile by name, or from a file ``*.yaml``, completed by the profile that it ``extends``.
 
     Raises:
-        ConfigError: There is none, or a constant is missing or wrong, which the message names.
+        ConfigError: The profile does not exist, or a constant is missing or wrong.
     """
     path = Path(name) if name.endswith(".yaml") else _shipped(name)
     text = read_text(path)
@@ -185,7 +185,7 @@ def load_profile(name: str) -> Profile:
 
 
 def gather_buffer(nodes: int) -> int:
-    """Bytes of a communicator's buffer for hierarchical all-gathers over so many nodes; 0 where there is none."""
+    """Bytes of a communicator's buffer for hierarchical all-gathers over ``nodes`` nodes; 0 without such a buffer."""
     return max((most for least, most in HIERARCHICAL.items() if nodes >= least), default=0)
 
 
@@ -196,8 +196,8 @@ class Part(NamedTuple):
     """A part of a phase.
 
     Attributes:
-        seconds: Its time alone.
-        shares: Of every resource, the share that it then takes.
+        seconds: Its time without contention.
+        shares: Share of every resource that it uses at full speed.
     """
 
     seconds: float
@@ -206,11 +206,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a task.
+    """A phase of a task.
 
     Attributes:
-        latency_s: Seconds in which it takes no resource.
-        work: Then, seconds for which it would keep each resource busy if alone; the longest sets its pace.
+        latency_s: Seconds without use of any resource.
+        work: Seconds of each resource after the latency, without contention. The longest determines the time.
     """
 
     latency_s: float
@@ -218,12 +218,12 @@ class Phase:
 
     @property
     def alone_s(self) -> float:
-        """Its time with every resource to itself."""
+        """Its time without contention."""
         return self.latency_s + max(self.work.values(), default=0.0)
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Its latency and its work, those that take time."""
+        """Its latency, and its work if there is any."""
         longest = max(self.work.values(), default=0.0)
         parts = [Part(self.latency_s, _shares(()))]
         if longest:
@@ -235,21 +235,21 @@ class Phase:
 
 @functools.lru_cache(1 << 14)
 def _shares(shares: tuple[tuple[Resource, float], ...]) -> dict[Resource, float]:
-    """One object for equal shares, by which `hzero.plan.step.simulate` knows what has run together before."""
+    """One object for equal shares, so that `hzero.plan.step.simulate` recognises combinations by identity."""
     return dict(shares)
 
 
 class Machine:
-    """What a machine of accelerators needs for collectives, kernels and compute. All groups of a kind work at once.
+    """Costs of collectives, kernels and compute on a machine of accelerators. All groups of a kind run at once.
 
     Attributes:
-        grid: Its devices; with tensor parallelism those that work on different sequences, one of every tensor group.
-        profile: Its constants.
+        grid: The devices; with tensor parallelism, one device of every tensor group.
+        profile: The constants.
         tensor: Devices of a tensor group, neighbours in a node.
 
     Args:
         grid: All devices.
-        profile: Its constants.
+        profile: The constants.
         tensor: Devices of a tensor group.
 
     Raises:
@@ -271,7 +271,8 @@ class Machine:
         Args:
             crossing: The collective.
             size: Bytes of the whole array over a group.
-            algorithm: Of an all-gather between nodes; ``hierarchical`` is RCCL's from 2.30 on, where it takes it.
+            algorithm: Algorithm of an all-gather between nodes. ``hierarchical`` is RCCL's from 2.30 on, for the sizes that
+                RCCL uses it for.
         """
         if crossing.ranks == 1 or not size:
             return Phase(0.0)
@@ -285,7 +286,7 @@ class Machine:
         return Phase(phase.latency_s, {**phase.work, "compute": stolen}) if stolen else phase
 
     def places(self, crossing: Cross) -> tuple[int, int, int]:
-        """Nodes of a group, its ranks on each, and the groups that share a node."""
+        """Nodes of a group, its ranks on each node, and the number of groups that share a node."""
         nodes = math.prod(self.grid.size(tier) for tier in crossing.tiers if tier in NET_TIERS)
         ranks = crossing.ranks // nodes
         return nodes, ranks, self.grid.scope_size("node") * self.tensor // ranks
@@ -297,7 +298,7 @@ class Machine:
         return self.transfer(Cross("gradients", "all_reduce", tiers, self.tensor, PLAIN, 1), size)
 
     def message(self, size: float) -> float:
-        """Seconds in which every device sends ``size`` bytes to a device of another node, and receives as many."""
+        """Seconds for every device to send ``size`` bytes to a device of another node, and to receive as many."""
         latency = self._value("launch_us") + self._value("pair_us")
         return latency / 1e6 + self._seconds(size * self.grid.scope_size("node") * self.tensor, "net_rails_gb_s")
 
@@ -305,7 +306,7 @@ class Machine:
         return sent / self._value(rate) / 1e9
 
     def _inside(self, crossing: Cross, sent: float, pairs: bool) -> dict[Resource, float]:
-        """Seconds of a node's links for what a device sends to the others of its group on the node."""
+        """Seconds of a node's links for the bytes that a device sends to the other devices of its group on the node."""
         within, how = [tier for tier in crossing.tiers if tier not in NET_TIERS], "pairs" if pairs else "ring"
         if not within:
             return {}
@@ -324,12 +325,12 @@ class Machine:
         inside = crossing.ranks - 1 - between
         launches = 1
         if algorithm == "hierarchical" and crossing.kind == "all_gather" and size <= gather_buffer(nodes):
-            inside = ranks - 1  # every device gathers its part between the nodes, and then all parts inside
+            inside = ranks - 1  # devices gather their parts between the nodes first, and then all parts inside
         if nodes > 1:
             work["node"] = self._seconds(sent * groups, "net_ring_gb_s" if ranks > 1 else "net_rails_gb_s")
             doubling = algorithm == "doubling" and ranks == 1
             if doubling:
-                between = launches = (nodes - 1).bit_length()  # every round is an exchange of its own
+                between = launches = (nodes - 1).bit_length()  # every round is one exchange
             work |= self._uplink(work["node"], nodes, crossing, neighbours=not doubling)
         choices = []
         for protocol, share in (("", 1.0), ("_ll", self._value("ll_share"))):
@@ -350,10 +351,10 @@ class Machine:
         return Phase(latency / 1e6, work)
 
     def _uplink(self, node_s: float, nodes: int, crossing: Cross, *, neighbours: bool = False) -> dict[Resource, float]:
-        """Messages that leave the switch group.
+        """Seconds of the links between switch groups.
 
-        Those to all peers do in proportion to the nodes outside it. A ring, and nearly all edges of a tree, join neighbours;
-        nodes are numbered group by group, so one in each leaves. On tier ``group`` all do.
+        Of messages to all peers, the share of the nodes outside the switch group leaves it. A ring, and nearly all edges of a
+        tree, join neighbours. Nodes are numbered group by group, so one message per group leaves. On tier ``group`` all leave.
         """
         group = self.profile.group_nodes
         if group is None or ("node" in crossing.tiers and nodes <= group):
@@ -380,7 +381,7 @@ class Machine:
         if nodes > 1:
             tree = nodes == 2 or nodes >= self.profile.tree_nodes
             sent = 2 * size if tree else 2 * size * (crossing.ranks - 1) / crossing.ranks
-            if nodes == 2:  # either tree of the two is one message each way
+            if nodes == 2:  # each of the two trees is one message each way
                 sent = size
             work["node"] = self._seconds(sent * groups, "net_tree_gb_s" if tree else "net_all_reduce_gb_s")
             work |= self._uplink(work["node"], nodes, crossing, neighbours=True)
@@ -396,11 +397,11 @@ class Machine:
         return Phase(host, {"compute": flops / self.rate(tokens)}) if flops else Phase(host)
 
     def rate(self, tokens: int) -> float:
-        """Operations per second of a device. Short micro-batches use it badly."""
+        """Operations per second of a device. Short micro-batches have a lower rate."""
         return self._value("compute_tflops") * 1e12 * tokens / (tokens + self._value("half_tokens"))
 
     def host(self, out: float, back: float) -> float:
-        """Seconds in which every device copies ``out`` bytes to the memory of its host, and ``back`` bytes from there at once."""
+        """Seconds for every device to copy ``out`` bytes to the host's memory and ``back`` bytes from it, at the same time."""
         link = self._seconds(max(out, back), "host_gb_s")
         return max(link, self._seconds((out + back) * self.grid.scope_size("node") * self.tensor, "ddr_gb_s"))
 

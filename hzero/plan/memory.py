@@ -1,4 +1,4 @@
-"""Memory: bytes of every state on one device under every scheme, and the moment of a step at which the device is fullest."""
+"""Memory: bytes of every state on one device under every scheme, and the moment of a step with the most memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from hzero.plan.sequence import chunked
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
-#: An estimate of communicators: one of each tier, and DeepSpeed's of the world. A ring has two neighbours, whatever its size,
-#: and a buffer for each on every channel (NVIDIA/nccl#986, #1450). Left out, since no source gives them: the smaller buffers of
-#: the protocols LL and LL128, trees, and the connections of an all-to-all. Logs show more: 67 MB for 4 channels
-#: (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864). From RCCL 2.30 on, each communicator over 8 nodes
-#: or more adds the buffer of `hzero.plan.machine.HIERARCHICAL`.
-#: Channels of an NCCL or RCCL communicator, as ``slurm/frontier.env`` asks for; by default they depend on the
-#: machine. ``NCCL_BUFFSIZE`` is 4 MiB by default, for each channel and neighbour.
+#: Channels of an NCCL or RCCL communicator, as set in ``slurm/frontier.env`` (the default depends on the machine), and bytes of
+#: the buffer of each channel and neighbour (``NCCL_BUFFSIZE``, 4 MiB by default). They estimate the memory of communicators: one
+#: of each tier, and DeepSpeed's of the world. A ring has two neighbours (NVIDIA/nccl#986, #1450). No source gives the smaller
+#: buffers of the protocols LL and LL128, of trees, and of an all-to-all, so they are left out. Logs show more: 67 MB for 4
+#: channels (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864). From RCCL 2.30 on, each communicator
+#: over 8 nodes or more adds the buffer of `hzero.plan.machine.HIERARCHICAL`.
 CHANNELS, CHANNEL_BYTES = 16, 4 << 20
-#: Share of transient memory that the allocator holds in addition, in blocks that are rounded up or fragmented.
-#: Assumed; no measurement on MI250X is known.
+#: Share of transient memory that the allocator reserves in addition, in rounded or fragmented blocks.
+#: Assumed: there is no measurement on MI250X.
 SLACK = 0.05
 
 
@@ -34,7 +33,7 @@ class State(NamedTuple):
     """Memory of one state on one device.
 
     Attributes:
-        bytes: Bytes, at most.
+        bytes: Maximum bytes.
         what: Description of the content.
     """
 
@@ -42,7 +41,7 @@ class State(NamedTuple):
     what: str
 
 
-#: By name, as `hzero.deepspeed.StageState.memory` has them. What comes and goes within a step is ``transient``.
+#: States by the names of `hzero.deepspeed.StageState.memory`. States that exist only during a part of a step are ``transient``.
 States: TypeAlias = dict[str, State]
 
 
@@ -51,9 +50,9 @@ class Footprint:
     """Memory of one device.
 
     Attributes:
-        states: What it holds, each at most. Transient states are not all there at once.
-        moments: Bytes at the moments of a step that may be the fullest.
-        fullest: The moment at which most is there.
+        states: Maximum of every state. Transient states do not all exist at once.
+        moments: Bytes at the moments of a step that may be the maximum.
+        fullest: The moment with the most bytes.
     """
 
     states: States
@@ -62,7 +61,7 @@ class Footprint:
 
     @property
     def bytes(self) -> int:
-        """Bytes at that moment."""
+        """Bytes at the moment with the most."""
         return self.moments[self.fullest]
 
 
@@ -72,7 +71,7 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> Footprint:
     Args:
         scheme: The stage's shard plan, or another engine.
         grid: The machine.
-        job: What is trained.
+        job: The job.
     """
     if isinstance(scheme, Scheme) and (scheme.engine != "deepspeed" or scheme.stage < 3):
         states = {"model states": State(_other_bytes(scheme, grid, job), "with buckets")}
@@ -88,7 +87,7 @@ def longest(scheme: ShardPlan, grid: Grid, job: Job, device: int, host: float) -
     Args:
         scheme: The stage's shard plan.
         grid: The machine.
-        job: What is trained; its length does not count.
+        job: The job. Its sequence length is ignored.
         device: Bytes of a device.
         host: Bytes of a host's memory for each of its devices.
     """
@@ -108,14 +107,14 @@ def held_states(
     accumulation: int,
     names: Sequence[Sequence[str]] = (),
 ) -> States:
-    """What the stage itself holds from one step, or micro-step, to the next.
+    """States that the stage keeps from one step, or micro-step, to the next.
 
     Args:
         plan: The shard plan.
         numels: Elements of each parameter.
         itemsize: Bytes of one weight.
-        accumulation: Micro-steps per step; with one no accumulators are kept.
-        names: As of `ShardPlan.parts`.
+        accumulation: Micro-steps per step. With one, there are no accumulators.
+        names: See `ShardPlan.parts`.
     """
     each = [_held_states(one, part, itemsize, accumulation) for one, part in plan.parts(numels, names)]
     return {
@@ -125,7 +124,7 @@ def held_states(
 
 
 def _held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> States:
-    """`held_states` of parameters that travel alike."""
+    """`held_states` of parameters with one plan."""
     chunks = [chunk_numel(numel, plan.grid.world_size) for numel in numels]
     resident, what = 0, "none: the weights' scope is the whole world"
     if plan.keeps_copies and plan.whole_copies:
@@ -139,7 +138,7 @@ def _held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumula
         how = "none: a step has one micro-step"
     elif plan.accumulates:
         how = f"float32 over the {plan.gradients_scope}"
-        # Without a hop nothing has padded them.
+        # Without a hop they are not padded.
         summed = 4 * (sum(chunks) * plan.gradient_rows if plan.micro_hops() else sum(numels))
     programs = StagePrograms.of(plan)
     reductions = programs.micro, programs.boundary, programs.outermost
@@ -157,8 +156,9 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     numels, itemsize = job.model.numels, job.itemsize
     total, largest = sum(numels), max(numels)
     shard = sum(chunk_numel(numel, grid.world_size) for numel in numels)
-    # Gathered: a layer or a parameter, and what is gathered ahead. A request of the stage brings all of the layer in which it
-    # ends. Forward ends with the parameters that backward uses next: behind each lie half as many as until its next use.
+    # Gathered: a layer or a parameter, and the prefetched parameters. A request of the stage includes the whole layer in which it
+    # ends. Forward ends with the parameters that backward uses next. Twice as many elements are between the two uses of a
+    # parameter as follow it in forward.
     unit = max(job.layer, *job.model.before, *job.model.after)
     ahead = job.prefetch
     if plan is not None:
@@ -175,8 +175,8 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
         "optimizer": State(shard * kept, f"{kept} bytes over the world"),
     }
     if job.matrices:
-        # A matrix has one momentum, in the type in which it travels. A step holds three rounds of matrices, four tensors each:
-        # one round is sent, one is orthogonalised, and one returns.
+        # A matrix has one momentum, in the type in which it is sent. A step has three rounds of matrices in memory, of four
+        # tensors each: one round is sent, one is orthogonalised, and one returns.
         momenta = sum(chunk_numel(numel, grid.world_size) for numel in job.matrices)
         size = shard * kept - momenta * (2 * job.state_itemsize - itemsize)
         states["optimizer"] = State(size, "masters, momenta of Muon's matrices, moments of the others")
@@ -187,7 +187,7 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
         states["gradient shard"] = states["optimizer"] = State(0, "on the host")
     if plan is not None:
         states |= held_states(plan, numels, itemsize, job.accumulation, job.model.names)
-    # DeepSpeed's buffer of a bucket's gradients (stage3.py, ``bucket.buffer``) is made whole at the start.
+    # DeepSpeed allocates the buffer of a bucket's gradients in full at the start (stage3.py, ``bucket.buffer``).
     states["gradient buffer"] = State(job.reduce * itemsize, f"reduce_bucket_size, {job.reduce:,} elements")
     if not job.contiguous:
         states["gradient buffer"] = State(0, "none: contiguous_gradients is false")
@@ -199,10 +199,10 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     else:
         what = f"a bucket of {bucket:,} elements on its way, the largest gradient"
         states["transient reduce"] = State((bucket + made) * itemsize, what)
-    # Gradients of a sub-group in the masters' type, and two temporaries of torch's Adam.
+    # The gradients of a sub-group in the masters' type, and two temporaries of torch's Adam.
     stepped = 0 if job.offload else min(shard, job.sub_group)
     states["transient step"] = State(kept * stepped, "gradients and two temporaries of Adam")
-    # Nodes that each joins: DeepSpeed's of the world, and the stage's of the tiers.
+    # Nodes of every communicator: DeepSpeed's over the world, and the stage's on the tiers.
     nodes = [grid.nodes, *(grid.size(tier) if tier in NET_TIERS else 1 for tier in grid.crossed if plan is not None)]
     what = f"estimate: rings of {len(nodes)}, {CHANNELS} channels of 2 x 4 MiB each"
     size = len(nodes) * 2 * CHANNELS * CHANNEL_BYTES
@@ -212,7 +212,7 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
         what += f"; buffers of hierarchical all-gathers for {sum(map(bool, buffers))}"
     states["communicators"] = State(size, what)
     if isinstance(scheme, Scheme) and scheme.hpz:
-        # In the weights' type with ZeRO++ too, which quantises what is sent (DeepSpeed 0.19, _partition_param_sec).
+        # In the weights' type, also with ZeRO++, which quantises only messages (DeepSpeed 0.19, _partition_param_sec).
         copy = total * itemsize // grid.scope_size(scheme.hpz)
         states["secondary weights"] = State(copy, f"{itemsize} bytes over the {scheme.hpz}")
     return states
@@ -223,17 +223,17 @@ def _parts(plan: ShardPlan, job: Job) -> list[tuple[ShardPlan, list[int]]]:
 
 
 def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -> States:
-    """The stage's transient states, by the buffers of its programs; ``made``: elements of gradients outside the messages.
+    """The stage's transient states, from the buffers of its programs. ``made``: elements of gradients outside messages.
 
-    Parameters of several plans have messages of their own: each bucket is counted as if it were all of the plan that needs most.
+    Parameters of different plans do not share messages. Each bucket counts as if it had only parameters of the largest plan.
     """
     itemsize, parts = job.itemsize, [(one, part, StagePrograms.of(one)) for one, part in _parts(plan, job)]
-    # Refreshes ahead are limited altogether, beside those that a layer needs; crossings by route.
+    # The number of refreshes ahead is limited, in addition to the refreshes that a layer needs. Crossings are limited by route.
     count, ahead = IN_FLIGHT + 1, IN_FLIGHT + max(sum(one.keeps_copies for one, _, _ in parts), 1)
     crossing = IN_FLIGHT * len(parts) + 1
 
     def peak(program: Program, numel: int) -> int:
-        """Of the messages of a bucket of ``numel`` elements."""
+        """Bytes of the messages of a bucket of ``numel`` elements."""
         return program.peak_bytes([chunk_numel(numel, plan.grid.world_size)], itemsize)
 
     size = max(peak(programs.unshard, fetched) for _, _, programs in parts)
@@ -253,7 +253,7 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         reduced = max(reduced, count * peak(programs.micro, bucket), crossing * crossed)
         together = min(one.boundary_numel(bucket, itemsize), sum(numels))
         if together > bucket:
-            # Their sums are made of accumulators, which are there anyway, if there are some.
+            # The sums use the memory of accumulators, if there are accumulators.
             held = programs.outermost.crossings[0].rows * chunk_numel(together, plan.grid.world_size) * 4
             extra = count * (peak(programs.outermost, together) - peak(programs.outermost, bucket))
             sums = [sums[0] + together, sums[1] + extra + (held if job.accumulation == 1 else 0)]
@@ -276,12 +276,13 @@ def _other_bytes(scheme: Scheme, grid: Grid, job: Job) -> int:
 
 
 def activations(job: Job) -> States:
-    """What forward leaves for backward, what the loss adds, and what backward of a layer adds.
+    """Activations that forward saves for backward, and the memory of the loss and of one layer's backward.
 
-    By the tensors that a GPT-NeoX saves; other architectures are counted as if they were one. Per token a layer keeps its
-    input, two normalised inputs, queries, keys and values as one, rotated queries and keys, the output of attention, and
-    the hidden units before and after their function: 17 x hidden with 4 x hidden units, as in arXiv 2205.05198, eq. 2,
-    without scores and masks of dropout. A tensor group divides all of it, with sequence parallelism (section 4.2.2).
+    From the tensors that a GPT-NeoX saves; other architectures count as if they were one. Per token a layer saves its input,
+    two normalised inputs, fused queries, keys and values, rotated queries and keys, the output of attention, and the hidden
+    units before and after the activation function. With 4 x hidden units, these are 17 x hidden elements, as in arXiv
+    2205.05198, eq. 2, without scores and masks of dropout. A tensor group with sequence parallelism divides all of them
+    (section 4.2.2).
     """
     model, tokens, size = job.model, job.tokens // job.tensor, job.itemsize
     if job.sequence is not None:
@@ -293,7 +294,7 @@ def activations(job: Job) -> States:
             "transient layer": State(bytes_of["layer_chunk"], "a chunk inside a layer"),
         }
     hidden, vocab = model.hidden, model.vocab_size
-    # Sums of attention's softmax, and mean and deviation of two norms, in float32.
+    # In addition, in float32: the sums of attention's softmax, and mean and deviation of two norms.
     layer = tokens * ((9 * hidden + 2 * model.intermediate) * size + 4 * model.heads + 16)
     working = tokens * (hidden + model.intermediate) * size
     whole = tokens * hidden * size
@@ -314,9 +315,9 @@ def activations(job: Job) -> States:
 def _summed(states: States, job: Job, freed: int) -> Footprint:
     """The moments of a step.
 
-    While the first buckets of gradients are reduced, as many parameters and their activations are gone, and few buckets are
-    in flight. The last messages of the refresh come when forward is as many short of its end; accumulators are empty
-    until then.
+    When the first buckets of gradients are reduced, the same number of parameters and their activations are freed, and few
+    buckets are in flight. The last messages of the refresh arrive when the same number of buckets of forward remain.
+    Accumulators are empty until then.
     """
     total = sum(job.model.numels)
 
@@ -327,7 +328,7 @@ def _summed(states: States, job: Job, freed: int) -> Footprint:
     before = held - of("gradient accumulators")
     live, gather = of("transient parameters"), of("transient gather")
     bucket = job.reduce / total
-    # Gradients that accumulate whole, in `freed` bytes each, go from their accumulators into the messages.
+    # Gradients that accumulate whole, in `freed` bytes per element, move from their accumulators into the messages.
     freed *= min(job.reduce, total)
 
     def remaining(left: float) -> int:
@@ -338,7 +339,7 @@ def _summed(states: States, job: Job, freed: int) -> Footprint:
         return messages - min(count * freed, of("gradient accumulators")) + remaining(max(1 - count * bucket, 0.0))
 
     counts = [count for count in range(IN_FLIGHT + 2) if count < 2 or (count - 1) * bucket < 1]
-    gathering = gather if live < total * job.itemsize else 0  # if all is whole, backward gathers nothing again
+    gathering = gather if live < total * job.itemsize else 0  # if all parameters stay whole, backward gathers nothing
     moments = {
         "the loss": held + live + of("activations") + of("transient loss"),
         "backward": held + gathering + of("transient layer") + max(map(reducing, counts)),

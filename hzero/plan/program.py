@@ -1,7 +1,7 @@
-"""Programs: the steps of one bucket's hops as data, with their codecs, layouts and bytes. No process group, no tensor.
+"""Programs: the steps of one bucket's hops as data, with codecs, layouts and bytes, without process groups or tensors.
 
-A program is made once for each way that buckets take. `hzero.comm` executes it and nothing else. `hzero plan` adds up its
-bytes and buffers, predictions time its steps, and tests compare the wire log with it.
+A program is made once for each route of buckets. `hzero.comm` executes only programs. `hzero plan` adds up their bytes and
+buffers, predictions time their steps, and tests compare the wire log with them.
 
 A message is ``[outer][tensor][rows][record]`` (docs/payload_format.md).
 """
@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from hzero.config import NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
 from hzero.plan.shards import Hop, ShardPlan, plain
 
-#: Programs of a kind in flight, at most: reductions, and refreshes ahead of the gathers.
+#: Maximum number of programs of a kind in flight: reductions, and refreshes ahead of the gathers.
 IN_FLIGHT = 2
 #: The algorithm of all-gathers inside nodes.
 _LIBRARY = NodeAllGather()
@@ -27,12 +27,12 @@ Kind: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "all_red
 
 @dataclass(frozen=True)
 class Order:
-    """Which shard each row of a tensor holds.
+    """The shard in each row of a tensor.
 
     Attributes:
         sizes: Axes of the rows, row-major.
         strides: Distance in shards between neighbours on each axis.
-        table: Shard of each row, where ranks are numbered in no regular order.
+        table: Shard of each row, if the ranks are numbered in no regular order.
     """
 
     sizes: tuple[int, ...]
@@ -41,12 +41,12 @@ class Order:
 
     @classmethod
     def of_rows(cls, rows: int) -> Order:
-        """Rows as they come."""
+        """Rows in the order of the tensor."""
         return cls((rows,), (1,))
 
     @classmethod
     def of_hops(cls, plan: ShardPlan, *, outermost_first: bool = False) -> Order:
-        """Rows in the order in which a plan's hops take and leave them: innermost tier first, or outermost."""
+        """Rows in the order of a plan's hops: innermost tier first, or outermost."""
         tiers, grid = TIERS[::-1] if outermost_first else TIERS, plan.grid
         sizes = tuple(map(grid.size, tiers))
         if grid.regular:
@@ -63,13 +63,13 @@ class Order:
 
 @dataclass(frozen=True)
 class Encode:
-    """Tensors become a message.
+    """Encodes tensors into a message.
 
     Attributes:
-        codec: Of the message.
-        order: Of the tensors' rows.
-        outer: Its pieces.
-        residual: Name of the residuals that are added, and under which what is lost is kept; None: nothing is.
+        codec: Codec of the message.
+        order: Order of the tensors' rows.
+        outer: Number of pieces of the message.
+        residual: Name of the residuals that are added before, and that keep the error afterwards; None without residuals.
     """
 
     codec: CodecConfig
@@ -80,12 +80,12 @@ class Encode:
 
 @dataclass(frozen=True)
 class Turn:
-    """Of the axes ``[crossed][ranks][rest]`` of a message's rows the first two change places.
+    """Transposes the first two of the axes ``[crossed][ranks][rest]`` of a message's rows.
 
     Attributes:
-        codec: Of the message.
+        codec: Codec of the message.
         crossed: Ranks of the hops before the next one.
-        ranks: Of the next hop; its peers' parts come to the front.
+        ranks: Ranks of the next hop. The parts of its peers become the first axis.
     """
 
     codec: CodecConfig
@@ -95,21 +95,21 @@ class Turn:
 
 @dataclass(frozen=True)
 class Cross:
-    """One collective. In a codec without a fixed size its messages are cut to what they use, once ranks know the longest.
+    """One collective. If the codec has no fixed size, messages are truncated to the length of the longest.
 
     Attributes:
-        role: Whether a stage's program moves weights or gradients, for predictions. Without a meaning in other programs.
+        role: Whether a stage's program moves weights or gradients, for predictions. Other programs ignore it.
         kind: The collective; ``all_reduce`` is for predictions of other engines only. A ``reduce_scatter``
             leaves the sum, rounded once to the type of the elements.
-        tiers: Tiers whose coordinates differ among the ranks of a group; one, but for flat collectives of other engines.
+        tiers: Tiers whose coordinates differ among the ranks of a group. Only flat collectives of other engines have several.
         ranks: Ranks of a group.
         codec: Codec of the messages.
-        rows: Shards of every tensor in the message of one rank: the part that an all-gather sends, the whole of which a
-            reduction leaves a part.
-        outer: Pieces of the message that arrives.
-        algorithms: Of an all-gather, by the bytes of the message.
-        root: Coordinate of the rank that broadcasts; of the rank that sends or receives a message its number in the plan.
-        uneven: Of an all-to-all whose parts differ in size: the rows for each rank of the group, and the rows from each.
+        rows: Shards of every tensor in the message of one rank: the part that an all-gather sends, or the whole message of a
+            reduction.
+        outer: Pieces of the received message.
+        algorithms: Algorithms of an all-gather, by the bytes of the message.
+        root: Coordinate of the broadcasting rank. For a send or a receive: rank of the peer.
+        uneven: For an all-to-all with parts of different sizes: rows for each rank of the group, and rows from each rank.
     """
 
     role: Role
@@ -125,7 +125,7 @@ class Cross:
 
     @property
     def received(self) -> float:
-        """Messages of this size that enter a rank."""
+        """Number of messages of this size that enter a rank."""
         if self.kind in ("broadcast", "receive"):
             return 1
         if self.kind == "send":
@@ -135,24 +135,24 @@ class Cross:
         return (2 if self.kind == "all_reduce" else 1) * (1 - 1 / self.ranks)
 
     def message_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
-        """Bytes of one rank's message of a bucket, whose parameters have shards of ``chunks`` elements."""
+        """Bytes of one rank's message for a bucket whose parameters have shards of ``chunks`` elements."""
         return self.codec.format.message_bytes(chunks, self.rows, itemsize)
 
     def part_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
-        """Bytes of each peer's part in one rank's message, of a reduction."""
+        """Bytes of each peer's part in one rank's message of a reduction."""
         return self.message_bytes(chunks, itemsize) // self.ranks
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The messages of peers become their sum, in float32 and in the order of the peers.
+    """Sums the messages of peers in float32, in the order of the peers.
 
     Attributes:
-        codec: Of the messages.
-        peers: Their number.
-        rows: Of each.
+        codec: Codec of the messages.
+        peers: Number of messages.
+        rows: Rows of each message.
         target: Codec of the sum; None leaves float32 tensors.
-        outer: Pieces of the message of the sum.
+        outer: Pieces of the message with the sum.
     """
 
     codec: CodecConfig
@@ -164,13 +164,13 @@ class Sum:
 
 @dataclass(frozen=True)
 class Decode:
-    """A message becomes tensors of the bucket's type.
+    """Decodes a message into tensors of the bucket's type.
 
     Attributes:
-        codec: Of the message.
-        order: Of the tensors' rows.
-        outer: Its pieces.
-        add: Whether it is added to tensors that exist, in float32, and each sum rounded once.
+        codec: Codec of the message.
+        order: Order of the tensors' rows.
+        outer: Number of pieces of the message.
+        add: Whether to add to existing tensors, in float32 with one rounding.
     """
 
     codec: CodecConfig
@@ -182,12 +182,12 @@ class Decode:
 Step: TypeAlias = Encode | Turn | Cross | Sum | Decode
 
 
-@dataclass(frozen=True, eq=False)  # one is compared by identity, to find what has been made ready for it
+@dataclass(frozen=True, eq=False)  # compared by identity, since the runtime caches its preparations by program
 class Program:
     """The steps of one bucket.
 
     Attributes:
-        steps: In order.
+        steps: Steps in order.
     """
 
     steps: tuple[Step, ...]
@@ -204,13 +204,13 @@ class Program:
         return sum(step.order.rows for step in kept)
 
     def checked(self, index: int) -> tuple[int, int]:
-        """Parts of a hop's message whose checksums the steps before and behind it write and read; 0: the hop does that.
+        """Number of checksums that the steps before and after a hop write and read. With 0, the hop does so itself.
 
-        What encodes or decodes does it in the same pass. A message that passes, or whose codec has no kernels, is read once more;
-        what a reduce-scatter brings is summed, and compared, by the hop.
+        Encode, Sum and Decode handle checksums in the same pass. Forwarded messages, and codecs without kernels, need another
+        pass. The result of a reduce-scatter is summed and compared by the hop.
 
         Args:
-            index: Of the step; any that does not cross has no such parts.
+            index: Index of the step. Steps other than `Cross` give ``(0, 0)``.
         """
         before, cross, behind = (dict(enumerate(self.steps)).get(index + place) for place in (-1, 0, 1))
         kinds = ("all_gather", "all_to_all", "reduce_scatter")
@@ -223,7 +223,7 @@ class Program:
         return sent if made and made % sent == 0 else 0, cross.ranks if reads else 0
 
     def moved(self, chunks: Sequence[int], itemsize: int) -> list[tuple[Step, int, int]]:
-        """Each step with the bytes that it takes and those that it leaves, for a bucket as in `Cross.message_bytes`."""
+        """Each step with the bytes of its input and of its result, for a bucket as in `Cross.message_bytes`."""
         found: list[tuple[Step, int, int]] = []
         taken = 0
         for step in self.steps:
@@ -237,9 +237,9 @@ class Program:
         return found
 
     def peak_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
-        """Most bytes of messages and sums that a rank holds at once: a step keeps what it takes until the next has it.
+        """Maximum bytes of messages and sums in memory at once: the input and the result of a step.
 
-        Tensors that the caller gives, and whole ones that the last step leaves, do not count.
+        The tensors of the caller, and the whole tensors that the last step returns, do not count.
         """
         peak, moved = 0, self.moved(chunks, itemsize)
         for number, (step, taken, result) in enumerate(moved):
@@ -276,18 +276,18 @@ def gather_program(
     result: CodecConfig | None = None,
     residual: str | None = None,
 ) -> Program:
-    """From this rank's shards to those of a whole scope. Where successive tiers have one codec, payloads pass.
+    """The program from this rank's shards to the shards of a scope. Payloads are forwarded between tiers with equal codecs.
 
     Args:
         plan: The shard plan.
-        hops: Tiers to cross, outermost first; at least one, or ``held``.
-        held: Codec of the message that this rank holds; None: it holds tensors, of one shard each.
-        rows: Shards of every tensor in that message.
-        result: Codec of the message that results; None: tensors do, shards in order, and the scope is the world.
-        residual: As for `Encode`, of the tensors.
+        hops: Tiers to cross, outermost first; at least one, unless ``held`` is given.
+        held: Codec of the initial message; None: the program starts with tensors of one shard each.
+        rows: Shards of every tensor in the initial message.
+        result: Codec of the final message; None: the program ends with whole tensors over the world, shards in order.
+        residual: See `Encode`.
 
     Returns:
-        The program. Its message has as many pieces as all hops have ranks, those of the last hop outermost.
+        The program. Its message has one piece per rank of all hops, and the last hop is the outermost axis.
     """
     codec = held if held is not None else hops[0].codec
     steps: list[Step] = [] if held is not None else [Encode(codec, Order.of_rows(1), 1, residual)]
@@ -305,20 +305,20 @@ def gather_program(
 
 
 def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_order: bool) -> Program:
-    """From tensors of ``rows`` shards to float32 sums of this rank's.
+    """The program from tensors of ``rows`` shards to the float32 sums of this rank's shards.
 
     A hop with codec ``none`` is a reduce-scatter. With any other codec the parts for all peers are encoded, received parts are
-    summed in float32, and the sums are encoded for the next hop. What a lossless codec carries stays in codec ``none`` before
+    summed in float32, and the sums are encoded for the next hop. With a lossless codec, messages are in codec ``none`` before
     and after the hop.
 
     Args:
         plan: The shard plan.
         hops: Tiers to cross, innermost first.
-        rows: Shards that each tensor holds.
-        shard_order: Whether they are in shard order, as in whole gradients, or in hop order.
+        rows: Shards of each tensor.
+        shard_order: Whether the shards are in shard order, as in whole gradients, or in hop order.
 
     Returns:
-        The program. It leaves tensors, in hop order; without hops those that were given.
+        The program. It returns tensors in hop order; without hops, its input.
     """
     steps: list[Step] = []
     order = Order.of_hops(plan) if shard_order else Order.of_rows(rows)
@@ -342,7 +342,7 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
             steps.append(Sum(held, 1 if summed else hop.size, rows))
             break
         target = in_memory(following)
-        # What the encoding of a sum loses may have to be kept.
+        # The error of encoding a sum may have to be kept.
         encoded = (summed and target is PLAIN) or (
             not summed and target is not PLAIN and following.tier not in plan.error_feedback
         )
@@ -355,16 +355,16 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
 
 @dataclass(frozen=True)
 class StagePrograms:
-    """What the stage runs for a bucket in one step. A program without steps is one that a plan does not need.
+    """The programs of the stage for a bucket. Programs that a plan does not need have no steps.
 
     Attributes:
         refresh: From primary shards to resident copies, as payloads or decoded.
-        uncoded: The same without codecs, where other refreshes send differences.
-        difference: From the message of a difference of primary shards to the resident copy that it is added to.
-        unshard: To whole weights, from resident payloads or, where none are kept, from primary shards.
-        micro: Of gradients in every micro-step.
-        boundary: Of gradients once per step, but for the outermost tier.
-        outermost: The rest of these, of one or more buckets: parts for the peers of the outermost tier are the smallest.
+        uncoded: The refresh without codecs, if other refreshes send differences.
+        difference: From the message with a difference of primary shards to the resident copy, to which it is added.
+        unshard: To whole weights, from resident payloads or, without copies, from primary shards.
+        micro: Reduction of gradients in every micro-step.
+        boundary: Reduction of gradients once per step, without the outermost tier.
+        outermost: Reduction over the outermost tier, of one or more buckets, since its peers have the smallest parts.
     """
 
     refresh: Program
@@ -403,11 +403,11 @@ class StagePrograms:
 
 
 def all_to_all_program(plan: ShardPlan) -> Program:
-    """From one tensor, part i for rank i, to one with part i of rank i. Hops take the codecs of weights.
+    """The program from a tensor with part i for rank i to one with part i from rank i. Hops have the codecs of weights.
 
-    It crosses the innermost tier first. On every tier a rank sends to each peer all parts whose way leads over that peer's
-    coordinate. So between nodes a rank sends one message to each other node, where an all-to-all over the world would send one
-    to each rank; and every part crosses each tier at most once.
+    The innermost tier is crossed first. On every tier a rank sends to each peer all parts whose destinations have that peer's
+    coordinate. So between nodes a rank sends one message to each other node, while an all-to-all over the world would send one
+    to each rank. Every part crosses each tier at most once.
     """
     hops, world = plan.gather_hops()[::-1], plan.grid.world_size
     codec, crossed = hops[0].codec, 1
@@ -418,15 +418,15 @@ def all_to_all_program(plan: ShardPlan) -> Program:
         steps += _recoded(codec, hop.codec, 1, world)
         codec = hop.codec
         steps.append(Cross("weights", "all_to_all", (hop.tier,), hop.size, codec, world))
-    # Rows are now those of the senders, outermost tier first.
+    # Rows are now in the order of the senders, outermost tier first.
     steps.append(Decode(codec, Order.of_hops(plan, outermost_first=True), 1))
     return Program(tuple(steps))
 
 
 def broadcast_program(plan: ShardPlan, source: int) -> Program:
-    """From a tensor of one rank to that of all, the outermost tier first, so that a node receives the payload once.
+    """The program from one rank's tensor to all ranks. The outermost tier is first, so that a node receives the payload once.
 
-    A rank takes part in a hop once its coordinates on the tiers further inside are the source's.
+    A rank joins a hop if its coordinates on the inner tiers equal the source's.
     """
     home, place = plan.grid.coordinates(source), plan.grid.coordinates(plan.rank)
     steps: list[Step] = []
@@ -446,10 +446,10 @@ def broadcast_program(plan: ShardPlan, source: int) -> Program:
 
 
 def message_program(plan: ShardPlan, source: int, target: int) -> Program:
-    """From a tensor of one rank to another rank, in the codec of the outermost tier between them.
+    """The program from a tensor of one rank to another rank, in the codec of the outermost tier between them.
 
     Args:
-        plan: The shard plan of either.
+        plan: The shard plan of either rank.
         source: The rank that sends.
         target: The rank that receives.
     """
@@ -461,15 +461,15 @@ def message_program(plan: ShardPlan, source: int, target: int) -> Program:
 
 
 def rows_program(plan: ShardPlan, tier: Tier, sent: Sequence[int], received: Sequence[int]) -> Program:
-    """Rows of one tensor, in the order of the ranks that they are for, to the rows that other ranks have for this one.
+    """The program that exchanges rows of a tensor. Rows are sorted by destination before, and by sender afterwards.
 
-    A row is encoded where it is born, and crosses no other tier. A message without rows is neither encoded nor decoded.
+    A row is encoded once, by its sender, and crosses one tier. A message without rows is neither encoded nor decoded.
 
     Args:
         plan: The shard plan.
-        tier: The outermost tier between this rank and each of those that send it something, or receive something.
+        tier: The outermost tier between this rank and the ranks with which it exchanges rows.
         sent: Rows for each rank inside the tier.
-        received: Rows from each of them.
+        received: Rows from each rank inside the tier.
     """
     codec, rows, arriving = plan.codecs.weights[tier], sum(sent), sum(received)
     uneven = tuple(sent), tuple(received)
@@ -479,21 +479,21 @@ def rows_program(plan: ShardPlan, tier: Tier, sent: Sequence[int], received: Seq
 
 
 def in_memory(hop: Hop) -> CodecConfig:
-    """The codec of a reduction's message before and after a hop: with a lossless one on the wire ``none``."""
+    """The codec of a reduction's message before and after a hop: ``none`` if the codec on the wire is lossless."""
     return PLAIN if hop.codec.traits.exact else hop.codec
 
 
 def _outer(hops: Sequence[Hop]) -> int:
-    """Number of pieces to encode a message in for the first of ``hops``.
+    """Number of pieces of the encoded message for the first of ``hops``.
 
-    While successive hops have messages in codec ``none``, sums are passed on unchanged: the pieces of all those hops are laid
-    out at once.
+    While successive hops have messages in codec ``none``, sums are forwarded unchanged. So the layout has the pieces of all
+    these hops.
     """
     passed = itertools.takewhile(lambda hop: in_memory(hop) is PLAIN, hops)
     return math.prod([hop.size for hop in passed] or [hops[0].size])
 
 
 def _recoded(source: CodecConfig, target: CodecConfig, outer: int, rows: int) -> list[Step]:
-    """The steps that give a message another codec, with one seed on all ranks; ``rows`` are those of a piece."""
+    """The steps that change the codec of a message, with one seed on all ranks. ``rows``: rows of a piece."""
     order = Order.of_rows(outer * rows)
     return [] if source.format == target.format else [Decode(source, order, outer), Encode(target, order, outer)]

@@ -1,4 +1,4 @@
-"""Scenario: the model, the machine and the step that a plan is about, read from the command's arguments."""
+"""Scenario: the model, the machine and the step of a plan, from the command's arguments."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import ConfigError, one_of
 
-#: What codecs may lose: nothing, bits of the weights only, bits of everything.
+#: Allowed loss of codecs: none, on weights only, on weights and gradients.
 Quality = Literal["lossless", "weights", "all"]
-#: Keys of a plan that the trainer's configuration does not have. The last two are of a search.
+#: Keys of `hzero plan` that the trainer's configuration lacks. The last two are for searches.
 KEYS = ("memory", "profile", "global_batch", "codecs")
 
 
-# ---- what is trained ----------------------------------------------------------------------------------------------------
+# ---- the job ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how a step is cut. Sizes of buffers are in elements.
+    """The model, and the batch and buffers of a step. Sizes of buffers are in elements.
 
     Attributes:
-        name: Of the model.
-        model: Its shapes.
+        name: Name of the model.
+        model: Shapes of the model.
         seq_length: Tokens of a sequence.
         micro_batch: Sequences per rank and micro-step.
         accumulation: Micro-steps per step.
-        checkpointing: Whether backward computes activations again.
+        checkpointing: Whether backward recomputes activations.
         itemsize: Bytes of a weight and of a gradient on the wire.
         prefetch: ``stage3_prefetch_bucket_size``: gathered ahead of use. Buckets of a prediction have this size.
-        ahead: Buckets that are gathered ahead of their use, where the engine does that.
+        ahead: Number of buckets that are gathered ahead of their use.
         reduce: ``reduce_bucket_size``: reduced together.
-        contiguous: ``contiguous_gradients``: whether a buffer of that size is kept for gradients, however small the model.
-        reuse: ``stage3_max_reuse_distance``: a parameter stays whole until its next use if no more lie between the uses in
-            forward and backward. DeepSpeed always keeps the last.
-        sub_group: ``sub_group_size``: elements that the optimizer steps together.
-        gradient_itemsize: Bytes of an element of the gradient shard; None: of a weight, as DeepSpeed's default is.
+        contiguous: ``contiguous_gradients``: whether gradients have a buffer of ``reduce`` elements, even for a small model.
+        reuse: ``stage3_max_reuse_distance``: a parameter stays whole until its next use if at most this many elements are used
+            in between. DeepSpeed always keeps the last parameter.
+        sub_group: ``sub_group_size``: elements that the optimizer updates together.
+        gradient_itemsize: Bytes of an element of the gradient shard; None: as for a weight, DeepSpeed's default.
         offload: Whether the optimizer and the gradient shard are on the host.
         state_itemsize: Bytes of an element of the master and of Adam's moments; 2 with ``bf16_optimizer_states``.
         hierarchical: Whether the library keeps buffers for hierarchical all-gathers.
-        tensor: Devices of a tensor group, which share every matrix; ``model`` then has the parameters of one device.
-        sequence: Chunks, and the ranks that share a sequence; None without.
+        tensor: Devices of a tensor group, which divide every matrix. ``model`` then has the parameters of one device.
+        sequence: The block's key ``sequence``; None without it.
         stored: Micro-batches whose activations a pipeline stage keeps at once.
-        matrices: Elements of each parameter that Muon steps; none without Muon.
+        matrices: Elements of each parameter that Muon updates; empty without Muon.
     """
 
     name: str
@@ -79,10 +79,10 @@ class Job:
 
     @classmethod
     def of(cls, experiment: Experiment, profile: Profile | ConfigError) -> Job:
-        """What a configuration trains.
+        """The job of a configuration.
 
-        DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
-        used again soon. On a known machine weights have 16 bits by default, elsewhere what a run here would have.
+        DeepSpeed prefetches one bucket if ``stage3_max_live_parameters`` allows two. Weights have 16 bits by default on a known
+        machine, and otherwise the type that a run on this machine would have.
         """
         train, zero = experiment["train"], experiment.deepspeed.zero_optimization
         known = experiment["topology"].get("profile") or experiment["topology"].get("bandwidth_gb_s")
@@ -144,7 +144,7 @@ class Bucket:
     Attributes:
         name: Equal buckets have equal names.
         numels: Elements of every parameter.
-        flops: Of forward, per token.
+        flops: Operations of forward, per token.
         reduces: All-reduces of forward over a tensor group.
     """
 
@@ -160,13 +160,13 @@ class Bucket:
 
 
 def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
-    """Buckets of a job in the order of forward: as many layers, or else parameters of a layer, as fit; at least one.
+    """Buckets of a job in the order of forward. A bucket has as many layers as fit, or else parameters of one layer.
 
-    A token takes 2 operations for each weight that it is multiplied with, and 4 x length x width in attention. A tensor group
-    adds up the results of attention and of the hidden units, two all-reduces a layer (arXiv 1909.08053, section 3).
+    A token needs 2 operations for each weight that it is multiplied with, and 4 x length x width in attention. A tensor group
+    sums the results of attention and of the hidden units: two all-reduces per layer (arXiv 1909.08053, section 3).
 
     Args:
-        job: The job; all layers of its model are alike.
+        job: The job. All layers of its model are equal.
         layers: Number of layers; None: the model's.
     """
     model = job.model
@@ -182,7 +182,7 @@ def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
         return [embedding, *whole, head]
     of_layer = []
     for index, part in enumerate(_split(model.layer, job.prefetch)):
-        # The operations of attention itself count with the bucket of the first matrix.
+        # The operations of attention belong to the bucket of the first matrix.
         flops = weights / job.layer * sum(part) + (attention if index == 0 else 0.0)
         of_layer.append(Bucket(f"layer.{index}", tuple(part), flops, 2 * (index == 0)))
     return [embedding, *of_layer * layers, head]
@@ -194,13 +194,13 @@ def _split(numels: Sequence[int], limit: int) -> list[list[int]]:
         if parts[-1] and sum(parts[-1]) + numel > limit:
             parts.append([])
         parts[-1].append(numel)
-    if len(parts) > 1 and sum(parts[-1]) < limit // 100:  # a bias that is left over
+    if len(parts) > 1 and sum(parts[-1]) < limit // 100:  # a remaining bias
         bias = parts.pop()
         parts[-1] += bias
     return parts
 
 
-# ---- on which machine ---------------------------------------------------------------------------------------------------
+# ---- the machine --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,12 @@ class Scenario:
 
     Attributes:
         experiment: The trainer's configuration.
-        job: What is trained.
+        job: The job.
         grid: The machine's devices.
-        links: Measured rates of its tiers; None without a file.
-        profile: Its constants, or why they are not known.
-        memory: Bytes of a device, at most; None where they are not known.
-        quality: What codecs may lose.
+        links: Measured rates of the tiers; None without a file.
+        profile: The machine's constants, or the error that explains why they are unknown.
+        memory: Memory of a device in bytes; None if unknown.
+        quality: Allowed loss of codecs.
         global_batch: Sequences of a step on all devices; None if the user has given none.
         given: The user's overrides of the trainer's configuration.
     """
@@ -231,7 +231,7 @@ class Scenario:
 
     @property
     def sequences(self) -> int | None:
-        """Sequences of a step on each device. Raises `ConfigError` if the global batch has no whole number of them."""
+        """Sequences of a step on each device. Raises `ConfigError` if the devices do not divide the global batch."""
         if self.global_batch is None:
             return None
         devices = self.grid.world_size // self.job.parallel
@@ -245,14 +245,14 @@ class Scenario:
 
     @property
     def machine(self) -> Machine:
-        """What predictions simulate. Raises `ConfigError` where no profile is known."""
+        """The machine that predictions simulate. Raises `ConfigError` without a profile."""
         if isinstance(self.profile, ConfigError):
             raise self.profile
         return Machine(self.grid, self.profile)
 
     def on(self, nodes: int) -> Scenario:
-        """The same with other nodes and equal work per device."""
-        group = self.grid.nodes_per_group  # which an automatic grid chooses again
+        """The scenario on another number of nodes, with equal work per device."""
+        group = self.grid.nodes_per_group  # an automatic grid chooses it again
         if group is not None and nodes % group and not self.grid.automatic:
             if nodes > group:
                 raise ConfigError(f"nodes: found {nodes:,}; expected a multiple of topology.nodes_per_group, {group}")
@@ -260,7 +260,7 @@ class Scenario:
         return replace(self, grid=replace(self.grid, nodes=nodes, ranks=None, nodes_per_group=group))
 
     def holds(self, size: int) -> bool:
-        """Whether so many bytes fit into a device."""
+        """Whether ``size`` bytes fit into a device."""
         return size <= (self.memory or 0)
 
     def shard_plan(self, preset: str) -> ShardPlan:
@@ -268,7 +268,7 @@ class Scenario:
         return ShardPlan.from_config(parse_config({"preset": preset}), self.grid, 0)
 
     def others(self) -> dict[str, Scheme]:
-        """Other engines; ZeRO++ as the machine's usual launch line has it, and variants of RCCL where that is the library."""
+        """Other engines: ZeRO++ with the machine's usual launch line, and RCCL's variants if RCCL is the library."""
         profile = None if isinstance(self.profile, ConfigError) else self.profile
         rccl = profile is not None and profile.library.startswith("RCCL")
         others = {name: scheme for name, scheme in OTHERS.items() if rccl or not scheme.hierarchical}
@@ -279,11 +279,11 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     """Reads a scenario.
 
     Args:
-        overrides: Keys of the trainer's configuration, and those of `KEYS`.
-        links: File of measured rates that replace those of the profile.
+        overrides: Keys of the trainer's configuration, and `KEYS`.
+        links: File of measured rates, which replace the profile's rates.
 
     Raises:
-        ConfigError: A key or a value is wrong, or the given profile's machine cannot have such a grid.
+        ConfigError: A key or a value is wrong, or the machine of the given profile cannot have such a grid.
     """
     split = [override.partition("=") for override in overrides]
     own = {key: value for key, sign, value in split if sign and key in KEYS}
@@ -310,7 +310,7 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
 
 
 def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigError:
-    """The profile of that name, or else the topology's, if its machine can have such a grid."""
+    """The profile by name, or else the topology's; an error if its machine cannot have such a grid."""
     topology, grid = experiment["topology"], experiment.grid
     if not (chosen := name or topology.get("profile")):
         names = ", ".join(profile_names())
@@ -323,24 +323,24 @@ def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigErr
     except ConfigError as error:
         if name is not None:
             raise
-        return error  # the topology's name stands for the machine, but not for this shape
+        return error  # the topology names the machine, but has another shape
     return profile
 
 
 def with_nics(profile: Profile, grid: Grid, gbit: float) -> Profile:
-    """The profile of nodes of another size, whose NICs have ``gbit`` Gbit/s together."""
+    """The profile for nodes of another size, whose NICs have ``gbit`` Gbit/s together."""
     source = Source(what="topology.nic_gbit x topology.nics_per_node", date="given", stack="none", kind="nominal")
     shape = {"gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
-    profile = profile.model_copy(update={**shape, "error": None})  # it is known for the profile's NICs only
+    profile = profile.model_copy(update={**shape, "error": None})  # known only for the profile's NICs
     return profile.with_values(
         source, **dict.fromkeys((name for name in CONSTANTS if name.startswith("net_")), gbit / 8)
     )
 
 
 def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:
-    """The profile with measured rates and latencies, matched by the names of tiers.
+    """The profile with measured rates and latencies. Tiers are matched by name.
 
-    A tier's rate is measured with all its groups at once, so a node's is that of a device times its devices.
+    All groups of a tier are measured at once, so a node has the rate of a device times its number of devices.
     """
     values: dict[str, float] = {"launch_us": min(rate.latency_us for rate in links.tiers.values())}
     for tier, measured in links.tiers.items():
@@ -357,7 +357,7 @@ def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:
 
 
 def _bytes_of(text: str) -> int:
-    """Bytes of a text such as ``64GB``."""
+    """Parses a size such as ``64GB``. Returns bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)?", text)
     if found is None:
         raise ConfigError(f"memory: found {text!r}; expected GB as in memory=64GB")

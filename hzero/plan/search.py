@@ -1,4 +1,4 @@
-"""Search: the settings with the shortest predicted step, and those that fit into a device."""
+"""Search: the settings with the shortest predicted step, and the largest micro-batches that fit into a device."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hzero.plan.step import Prediction, compute_s, predict
 from hzero.terminal import size_text
 from hzero.validation import ConfigError
 
-#: Number of settings that are shown, and refined.
+#: Number of settings that are refined and shown.
 BEST = 10
-#: Elements of a bucket that are tried beside DeepSpeed's default.
+#: Size of buckets that is tried in addition to DeepSpeed's default, in elements.
 _OTHER_BUCKET = 200_000_000
-#: Keys with which short messages between nodes are gathered by doubling.
+#: Keys for short all-gathers between nodes by doubling.
 _DOUBLING = {"node_all_gather.algorithm": "doubling", "node_all_gather.below_bytes": 1 << 20}
-#: Micro-batches that ``--tune`` tries, and the largest that ``--fit`` does.
+#: Micro-batches that ``--tune`` tries, and the largest that ``--fit`` tries.
 _MICRO_BATCHES, _LARGEST = range(1, 17), 1024
 _BUCKETS = {"prefetch": "stage3_prefetch_bucket_size", "reduce": "reduce_bucket_size"}
-#: Codecs that a search may give to weights and to gradients.
+#: Codecs of weights and of gradients that a search may use.
 _CODECS: dict[Quality, tuple[tuple[CodecName, ...], tuple[CodecName, ...]]] = {
     "lossless": (("none",), ("none",)),
     "weights": (("none", "int8", "int4"), ("none",)),
@@ -44,9 +44,9 @@ class Setting:
     """Settings of the stage and of the step.
 
     Attributes:
-        scenario: What is searched.
+        scenario: The scenario of the search.
         preset: The preset.
-        changes: Keys of the block that differ from it, and their values.
+        changes: Keys of the block that differ from the preset, and their values.
         job: The job, with its micro-batch and buckets.
     """
 
@@ -70,12 +70,12 @@ class Setting:
 
     @cached_property
     def memory(self) -> Footprint:
-        """What it takes of a device."""
+        """Memory of a device."""
         return footprint(self.plan, self.scenario.grid, self.job)
 
     @property
     def fits(self) -> bool:
-        """Whether that is there."""
+        """Whether the memory fits into a device."""
         return self.scenario.holds(self.memory.bytes)
 
     @cached_property
@@ -95,7 +95,7 @@ class Setting:
 
     @property
     def overrides(self) -> list[str]:
-        """The same for `hzero train`, as Hydra's overrides."""
+        """The setting for `hzero train`, as Hydra's overrides."""
         job = self.job
         found = [f"zero={self.preset}", *(f"zero.{key}={value}" for key, value in self.changes.items())]
         found += [f"train.micro_batch={job.micro_batch}", f"train.grad_accumulation={job.accumulation}"]
@@ -107,7 +107,7 @@ class Setting:
 
     @property
     def command(self) -> str:
-        """The trainer's command with this setting, and with what the user has given in addition."""
+        """The `hzero train` command with this setting and the user's other overrides."""
         keys = set(map(key_of, self.overrides))
         given = [one for one in self.scenario.given if key_of(one) not in keys]
         return shlex.join(["hzero", "train", *given, *self.overrides])
@@ -127,10 +127,10 @@ class Search:
     """The result of a search.
 
     Attributes:
-        settings: Settings by name, in the order in which they are shown.
-        best: The best of all.
-        tried: Settings that were simulated.
-        left_out: Settings that do not fit into memory.
+        settings: Settings by name, in the order of the table.
+        best: The best setting.
+        tried: Number of settings that were simulated.
+        left_out: Number of settings that do not fit into memory.
     """
 
     settings: dict[str, Setting]
@@ -140,7 +140,7 @@ class Search:
 
 
 def _fitting(every: Sequence[Setting]) -> list[Setting]:
-    """The settings that fit into a device. Raises `ConfigError` if none does."""
+    """The settings that fit into a device. Raises `ConfigError` if none fits."""
     if fitting := [one for one in every if one.fits]:
         return fitting
     smallest = min(every, key=lambda one: one.memory.bytes)
@@ -148,7 +148,7 @@ def _fitting(every: Sequence[Setting]) -> list[Setting]:
     largest = sorted(memory.states, key=lambda name: -memory.states[name].bytes)[:3]
     most = ", ".join(f"{name} {size_text(memory.states[name].bytes)}" for name in largest)
     raise ConfigError(
-        f"memory: found {size_text(there)}, and the smallest setting ({smallest}) needs {size_text(memory.bytes)} at "
+        f"memory: found {size_text(there)}, but the smallest setting ({smallest}) needs {size_text(memory.bytes)} at "
         f"{memory.fullest}: {most}; expected more nodes, a smaller model, shorter sequences or smaller buckets"
     )
 
@@ -159,8 +159,8 @@ def _fitting(every: Sequence[Setting]) -> list[Setting]:
 def fit(scenario: Scenario) -> Search:
     """Finds the largest micro-batch of every preset that fits into a device, without and with checkpointing.
 
-    If the scenario gives a global batch, micro-batches divide it and the accumulation follows; else the accumulation stays.
-    The best has the shortest time per sequence; of equal ones, to a thousandth, it takes the least memory.
+    With a global batch, micro-batches divide it, and the accumulation follows. Otherwise the accumulation is constant. The best
+    setting has the shortest time per sequence; among equal times, to a thousandth, it has the least memory.
 
     Raises:
         ConfigError: Nothing fits.
@@ -174,7 +174,7 @@ def fit(scenario: Scenario) -> Search:
             sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
             jobs = [replace(job, micro_batch=size, accumulation=share // size) for size in sizes]
         ones = [Setting(scenario, preset, {}, job) for job in jobs]
-        # Memory grows with the micro-batch, but for accumulators, which the last division frees.
+        # Memory grows with the micro-batch. The exception is the last division, which needs no accumulators.
         last = len(ones) if ones[-1].fits else bisect_left(ones, True, key=lambda one: not one.fits)
         found[f"{preset}{', checkpointing' * again}"] = ones[max(last - 1, 0)]
     fitting = _fitting(list(found.values()))
@@ -186,10 +186,10 @@ def fit(scenario: Scenario) -> Search:
 
 
 def tune(scenario: Scenario) -> Search:
-    """Searches scopes, codecs, micro-batches and checkpointing, then buckets and algorithms of the best.
+    """Searches scopes, codecs, micro-batches and checkpointing, then buckets and algorithms of the best settings.
 
     Returns:
-        The best, shortest first, and the best of every quality that loses less.
+        The best settings, shortest step first, and the best setting of every stricter quality.
 
     Raises:
         ConfigError: No setting fits into memory.
@@ -197,11 +197,11 @@ def tune(scenario: Scenario) -> Search:
     every = list(settings(scenario))
     fitting = sorted(_fitting(every), key=lambda one: (one.job.checkpointing, -one.job.micro_batch))
     found: list[Setting] = []
-    # A setting that loses less is of interest up to the model's error above the best.
+    # A setting with less loss is useful if its step is longer by no more than the model's error.
     margin = 1 + (scenario.machine.profile.error or 0.0)
     for one in fitting:
         if len(found) >= BEST and compute_s(one.job, one.scenario.machine) > margin * found[BEST - 1].step.step_s:
-            continue  # compute alone takes longer
+            continue  # even without communication its step is longer
         found.append(one)
         found.sort(key=_order)
     best = _distinct(found)
@@ -212,10 +212,10 @@ def tune(scenario: Scenario) -> Search:
 
 
 def settings(scenario: Scenario) -> Iterator[Setting]:
-    """All settings of a search, those that do not fit into memory too."""
+    """All settings of a search, including settings that do not fit into memory."""
     grid, share = scenario.grid, scenario.sequences or scenario.job.micro_batch * scenario.job.accumulation
     batches = [size for size in _MICRO_BATCHES if share % size == 0]
-    # Of scopes that reach the same ranks the innermost.
+    # Among scopes that reach the same ranks, the innermost.
     distinct = list({grid.scope_size(scope): scope for scope in reversed(grid.scopes)}.values())[::-1]
     scopes = list(itertools.combinations_with_replacement(distinct, 2))
     presets = {name: _keys(parse_config({"preset": name})) for name in PRESETS}
@@ -243,7 +243,7 @@ def _keys(config: HZeroConfig) -> dict[str, str]:
 
 
 def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
-    """A job whose buckets have this size, except those whose size the user has given."""
+    """The job with buckets of ``numel`` elements, unless the user has given their size."""
     given = scenario.experiment["deepspeed"].get("zero_optimization", {})
     if _BUCKETS["prefetch"] in given:
         numel = job.prefetch
@@ -252,7 +252,7 @@ def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
 
 
 def _distinct(found: Iterable[Setting]) -> list[Setting]:
-    """Those that differ in time or memory: with one micro-step scopes can be the same."""
+    """Settings that differ in time or memory, since different scopes can be equal with one micro-step."""
     kept: dict[Any, Setting] = {}
     for one in found:
         kept.setdefault((_order(one), one.job.micro_batch, one.memory.bytes), one)
@@ -260,7 +260,7 @@ def _distinct(found: Iterable[Setting]) -> list[Setting]:
 
 
 def _refined(one: Setting) -> Setting:
-    """A setting, with larger buckets and with another all-gather between nodes where these make it better."""
+    """The setting with larger buckets, and with another all-gather between nodes, if they make it better."""
     for numel, changes in ((_OTHER_BUCKET, {}), (one.job.prefetch, _DOUBLING)):
         job = one.job if changes else _with_bucket(one.job, numel, one.scenario)
         other = replace(one, changes={**one.changes, **changes}, job=job)
@@ -270,7 +270,7 @@ def _refined(one: Setting) -> Setting:
 
 
 def _by_quality(found: Sequence[Setting]) -> dict[Quality, Setting]:
-    """The best of those that lose no more than a quality allows."""
+    """The best setting that each quality allows."""
     best: dict[Quality, Setting] = {}
     for quality, (weights, gradients) in _CODECS.items():
         allowed = [one for one in found if one.codecs[0] in weights and one.codecs[1] in gradients]
@@ -280,7 +280,7 @@ def _by_quality(found: Sequence[Setting]) -> dict[Quality, Setting]:
 
 
 def _order(one: Setting) -> tuple[float, float, bool, int]:
-    """Shortest first; of equal ones, to a thousandth, what loses least and is simplest."""
+    """Sort key: the shortest step; among equal ones, to a thousandth, the least loss and the simplest setting."""
     kept = sum(one.plan.codecs[role].node.format.element_bytes(2) for role in ROLES)
     step = float(f"{one.step.step_s:.3e}")
     return step, -kept, one.job.checkpointing, one.plan.node_all_gather.below_bytes + one.job.prefetch

@@ -1,4 +1,4 @@
-"""Shard plan: the tiers that each state crosses, how often, and over which ranks. No process group, no tensor."""
+"""Shard plan: the tiers that each state crosses, how often, and over which ranks, without process groups or tensors."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from hzero.config import (
 from hzero.topology import Grid
 from hzero.validation import ConfigError, some
 
-#: What a plan has of a block as it is.
+#: Keys that a plan copies from the block.
 _AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "checksum", "transport", "order")
-#: Of many nodes that form no groups: a ring waits for each node. From this size on it is as fast, since its messages go to
-#: neighbours, and few of them leave a switch group.
+#: All-gathers of many nodes that form no groups, since a ring waits for each node. From this size on the ring is as fast: its
+#: messages go to neighbours, and few of them leave a switch group.
 _UNGROUPED = NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
-#: Bytes of a peer's part at which a NIC of Slingshot has nine tenths of its rate, and the ranks of a tier from which on the
-#: latency of their messages is longer than that of a launch, which other hops have too.
+#: Bytes of a peer's part at which a Slingshot NIC reaches nine tenths of its rate, and minimum ranks of a tier for which the
+#: latency of messages exceeds the latency of a launch.
 _PART_BYTES, _MANY_PEERS = 1 << 16, 16
-#: Names that a message gives.
+#: Maximum number of names in a message.
 _NAMED = 4
-#: The key that declares a scope which machines do not have by default.
+#: By scope that machines lack by default: the key that declares it.
 _DECLARED_BY: dict[Scope, str] = {"hive": "gpus_per_hive", "group": "nodes_per_group", "cluster": "clusters"}
 
 
@@ -61,7 +61,7 @@ class Hop:
 
 
 def lossy_crossings(codecs: TierCodecs, grid: Grid) -> list[Tier]:
-    """The tiers that the ranks of a grid cross in a codec that loses something."""
+    """The tiers that the ranks of a grid cross with a lossy codec."""
     return [tier for tier in grid.crossed if not codecs[tier].traits.exact]
 
 
@@ -72,29 +72,28 @@ def plain(hops: Sequence[Hop]) -> tuple[Hop, ...]:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One rank's view of the stage: which hops weights and gradients make, and what the rank keeps in between.
+    """The hops of weights and gradients on one rank, and the states that the rank keeps in between.
 
     A machine has three tiers, innermost first: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``.
-    The scope that ends at a tier is the package, the node or the world; the scope inside all tiers is the device. A declared
-    machine may have more: ``hive`` below ``gpu``, ``group`` and ``cluster`` above ``node``, each with its scope. Every
-    parameter is cut into as many shards as the world has ranks, and rank r owns shard r: that is DeepSpeed's partition,
-    which the optimizer and checkpoints use. A scope then says where a state stops being replicated. Optimizer states are
-    sharded over the world; weights and gradients each have a scope of their own. Parameters that a pattern names may have
-    other scopes, and so a plan of their own (`plans_of`).
+    The scopes that end at these tiers are the package, the node and the world; the scope inside all tiers is the device. A
+    declared machine may have more tiers, each with its scope: ``hive`` below ``gpu``, ``group`` and ``cluster`` above ``node``.
+    Every parameter is divided into as many shards as the world has ranks, and rank r owns shard r. This is DeepSpeed's
+    partition, which the optimizer and checkpoints use. A state is sharded inside its scope and replicated outside. Optimizer
+    states are sharded over the world. Weights and gradients each have a scope. Parameters that match a pattern may have other
+    scopes, and then another plan (`plans_of`).
 
-    Weights travel inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope, and each rank
-    keeps the `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only
-    the tiers inside, by `unshard_hops`: none where the scope is the device, so there the payload is complete, or is kept
-    decoded (`whole_copies`). Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
-    the gradients' scope and leave `gradient_rows` shards per rank to accumulate; once per step `boundary_hops` cross the
-    others. A tier of size 1 is no hop.
+    Weights move inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope. Each rank keeps the
+    `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only the tiers inside
+    the scope, by `unshard_hops`. If the scope is the device, there are none: the payload is complete, or kept decoded
+    (`whole_copies`). Gradients move outwards. In every micro-step `micro_hops` cross the tiers inside the gradients' scope and
+    leave `gradient_rows` shards per rank to accumulate. Once per step `boundary_hops` cross the other tiers. A tier of size 1
+    has no hop.
 
-    A rank thus holds 1/(ranks of the scope) of the weights and of the gradient accumulators, the more the smaller the
-    scope: memory is the price of crossing outer tiers less often. `hzero.plan.memory` and `hzero.plan.collectives`
-    count both from a plan alone.
+    A rank keeps 1/(ranks of the scope) of the weights and of the gradient accumulators. So a smaller scope needs more memory,
+    and crosses outer tiers less often. `hzero.plan.memory` and `hzero.plan.collectives` compute both from the plan.
 
-    The plan is arithmetic on the grid: it makes no process group and no tensor, chooses nothing at run time, and costs
-    the same for 8 ranks and for 75,264.
+    The plan is only arithmetic on the grid. It makes no process group and no tensor, chooses nothing at run time, and costs the
+    same for 8 ranks and for 75,264.
 
     Two nodes of two packages of two devices, with the preset ``lossless`` (weights over the package, gradients over the
     node), seen from rank 5:
@@ -109,9 +108,9 @@ class ShardPlan:
         >>> [hop.tier for hop in plan.micro_hops()], plan.gradient_rows, [hop.tier for hop in plan.boundary_hops()]
         (['gcd', 'gpu'], 2, ['node'])
 
-    Rank 5 receives shards 1 (node hop), then 3 and 7 (gpu hop), and keeps the four shards 1, 5, 3, 7. Its package's other
-    device, rank 4, keeps 0, 4, 2, 6; their gcd hop gives both the whole weights. Of gradients it keeps the sums of shards 1
-    and 5 over its node, until the node hop leaves shard 5, summed over the world.
+    Rank 5 receives shard 1 (node hop), then 3 and 7 (gpu hop), and keeps the four shards 1, 5, 3, 7. The other device of its
+    package, rank 4, keeps 0, 4, 2, 6. Their gcd hop gives both the whole weights. Rank 5 also keeps the gradient sums of shards
+    1 and 5 over its node. The node hop leaves shard 5, summed over the world.
 
     Attributes:
         grid: The machine.
@@ -120,19 +119,19 @@ class ShardPlan:
         gradients_scope: Scope over which gradients accumulate.
         codecs: Codec of each role and tier.
         error_feedback: Tiers whose gradient encoding keeps its residual.
-        refresh_message_bytes: Min bytes that a rank sends in one refresh message.
-        boundary_message_bytes: Bytes of a peer's part from which gradients cross the outermost tier at the boundary.
+        refresh_message_bytes: Minimum bytes that a rank sends in one refresh message.
+        boundary_message_bytes: Minimum bytes of a peer's part in a message of the outermost tier at the boundary.
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message carries a checksum.
-        whole_copies: Whether resident copies are whole weights in their own type, and not payloads.
-        differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
-        exceptions: Patterns of parameters' names, and the codec of those that match; see `plans_of`.
-        scoped: Patterns of parameters' names, and the plan of those that match, which have other scopes.
-        transport: What carries the messages.
-        unit_numel: Max elements of a layer that forward and backward gather as a whole; 0: of none.
-        order: Of collectives on a device, see `hzero.config.HZeroConfig`; None: what the device's library needs.
-        adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
-        notes: Settings that have no effect here.
+        whole_copies: Whether resident copies are whole weights in their own type instead of payloads.
+        differences: Steps between two refreshes of whole weights, if the refreshes in between send differences; else 0.
+        exceptions: Patterns of parameters' names with their codecs; see `plans_of`.
+        scoped: Patterns of parameters' names with the plans of their scopes.
+        transport: Transport of the messages.
+        unit_numel: Maximum elements of a layer that forward and backward gather as a whole; 0: no layer.
+        order: Order of collectives on a device, see `hzero.config.HZeroConfig`; None: the order for the device's library.
+        adaptations: Warnings: adaptations of the preset to the machine, and codecs that are coarser than expected.
+        notes: Settings without effect on this machine.
     """
 
     grid: Grid
@@ -157,10 +156,10 @@ class ShardPlan:
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int, key: str = "hzero.shard") -> ShardPlan:
-        """The plan of one rank; ``key`` of the scopes is for messages.
+        """The plan of one rank of a grid. ``key`` is the key of the scopes, for messages.
 
-        A preset's degree that is a single device here becomes the smallest scope of more than one device, so that a
-        preset never means whole copies by accident. A degree that the user wrote is kept.
+        If a preset's degree is a single device on this machine, it becomes the smallest scope of more than one device. So a
+        preset never makes whole copies by accident. A degree that the user wrote is kept.
 
         Raises:
             ConfigError: The machine has no such scope.
@@ -182,7 +181,7 @@ class ShardPlan:
         for role in reversed(ROLES):
             from_preset = f"shard.{role}" not in config.written
             if from_preset and scopes[role] != "device" and grid.scope_size(scopes[role]) == 1:
-                # Weights may not become wider than gradients that the user fixed.
+                # Weights must not become wider than gradients whose scope the user has written.
                 widest = SCOPES[-1] if role == "gradients" else scopes["gradients"]
                 allowed = grid.scopes[grid.scopes.index(scopes[role]) : grid.scopes.index(widest) + 1]
                 wider = next((scope for scope in allowed if grid.scope_size(scope) > 1), scopes[role])
@@ -210,7 +209,7 @@ class ShardPlan:
         excepted = any(not codec.traits.plain for codec in config.codecs.exceptions.values())
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].traits.plain and not excepted:
-                notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
+                notes.append(f"error feedback on tier {tier} has no effect: codec none is exact")
         refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
         differs = config.refresh_differences and any(not config.codecs.weights[tier].traits.plain for tier in refreshed)
         if config.refresh_differences and not differs:
@@ -223,8 +222,8 @@ class ShardPlan:
         coarse = [tier for tier in fetched if codecs.weights[tier].format.element_bytes(2) < 1]
         if differs and coarse:
             adaptations.append(
-                f"refresh_differences: on {', '.join(coarse)} every use gathers the weights themselves, and no differences, "
-                f"in {codecs.weights[coarse[0]].codec}; codec none sends the copy as it is"
+                f"refresh_differences: on {', '.join(coarse)} every use gathers weights instead of differences in "
+                f"{codecs.weights[coarse[0]].codec}; codec none sends the copy unchanged"
             )
         return cls(
             grid,
@@ -245,13 +244,13 @@ class ShardPlan:
         )
 
     def plans_of(self, parameters: Sequence[Sequence[str]]) -> list[ShardPlan]:
-        """The plan of each parameter of a model: this one, but for those that the first matching patterns except.
+        """The plan of each parameter of a model: this plan, or the plan of the first pattern that matches.
 
         Args:
-            parameters: The names of each. A tied parameter has several, and may be meant by any of them.
+            parameters: The names of each parameter. A tied parameter has several, and a pattern may match any of them.
 
         Raises:
-            ConfigError: A pattern matches no parameter, or only those that an earlier pattern has taken.
+            ConfigError: A pattern matches no parameter, or only parameters that match an earlier pattern.
         """
         taken = []
         for key, patterns in (("shard", self.scoped), ("codecs", self.exceptions)):
@@ -270,11 +269,11 @@ class ShardPlan:
         return [made[pair] for pair in zip(*taken)]
 
     def parts(self, numels: Sequence[int], names: Sequence[Sequence[str]]) -> list[tuple[ShardPlan, list[int]]]:
-        """Plans by which the parameters of a model travel, and the elements of the parameters of each.
+        """The plans of a model's parameters, each with the elements of its parameters.
 
         Args:
             numels: Elements of every parameter.
-            names: Its names, as for `plans_of`; empty if they are not known. Then no parameter is excepted.
+            names: Names of every parameter, see `plans_of`. Empty if unknown: then patterns are ignored.
         """
         if not names or not (self.scoped or self.exceptions):
             return [(self, list(numels))]
@@ -285,12 +284,12 @@ class ShardPlan:
 
     @functools.cached_property
     def way(self) -> Hashable:
-        """What messages and copies depend on: parameters of plans with equal ways can travel together."""
+        """The properties that determine messages and copies. Parameters of plans with equal ways can share messages."""
         hops = self.refresh_hops(), self.unshard_hops(), self.micro_hops(), self.boundary_hops()
         return hops, self.accumulates, self.whole_copies, self.differences
 
     def with_codec(self, codec: CodecConfig) -> ShardPlan:
-        """The plan of parameters with a codec of their own: it takes every tier, for both roles."""
+        """The plan with one codec on every tier, for weights and gradients."""
         codecs = TierCodecs(gcd=codec, gpu=codec, node=codec, group=codec)
         return replace(
             self,
@@ -312,7 +311,7 @@ class ShardPlan:
         return f"weights over the {self.weights_scope}, gradients over the {self.gradients_scope}"
 
     def _codecs_text(self, role: Role) -> str:
-        """The codec of a role, or those of its tiers, outermost first, where they differ."""
+        """The codec of a role, or the codecs of its tiers, outermost first, if they differ."""
         used = [f"{hop.codec.codec} on {hop.tier}" for hop in self._hops(role, TIERS[::-1])]
         names = {name.partition(" ")[0] for name in used}
         return next(iter(names), "nothing is sent") if len(names) < 2 else ", ".join(used)
@@ -348,14 +347,14 @@ class ShardPlan:
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether resident copies are kept: ranks exist outside the weights' scope."""
+        """Whether the rank keeps resident copies: the world is larger than the weights' scope."""
         return bool(self.refresh_hops())
 
     @property
     def resident_codec(self) -> CodecConfig:
-        """Settings of the resident payloads' codec: that of the first unshard hop, else that of the last refresh hop.
+        """The codec of resident payloads: the codec of the first unshard hop, or else of the last refresh hop.
 
-        Codec ``none`` (`PLAIN`) if the refresh sends differences, which are added to the payload.
+        If the refresh sends differences, which are added to the payload, it is codec ``none`` (`PLAIN`).
         """
         if self.differences:
             return PLAIN
@@ -376,16 +375,16 @@ class ShardPlan:
         return self.gradients_scope != "world"
 
     def refresh_numel(self, bucket_numel: int, itemsize: int) -> int:
-        """Max elements of the parameters that share one refresh message.
+        """Maximum elements of the parameters that share one refresh message.
 
-        ``bucket_numel``, or more where a rank's part of the message would have less than `refresh_message_bytes`: on many
-        ranks the latency of a hop, and not its bandwidth, would set the pace.
+        ``bucket_numel``, or more if a rank's part of the message would have less than `refresh_message_bytes`. On many ranks,
+        latency would otherwise dominate the time of a hop.
         """
         element = self.gather_hops()[0].codec.format.element_bytes(itemsize)
         return max(bucket_numel, math.ceil(self.refresh_message_bytes * self.grid.world_size / element))
 
     def boundary_numel(self, bucket_numel: int, itemsize: int) -> int:
-        """Max elements of the buckets that share one message of the outermost tier, see `boundary_message_bytes`."""
+        """Maximum elements of the buckets that share one message of the outermost tier, see `boundary_message_bytes`."""
         if not (hops := self.boundary_hops()):
             return bucket_numel
         least = self.boundary_message_bytes * self.grid.world_size / hops[-1].codec.format.element_bytes(itemsize)
@@ -393,21 +392,21 @@ class ShardPlan:
 
     @property
     def resident_rows(self) -> int:
-        """Shards of every parameter that this rank's resident payload holds."""
+        """Shards of every parameter in this rank's resident payload."""
         return self.grid.world_size // self.grid.scope_size(self.weights_scope)
 
     @property
     def gradient_rows(self) -> int:
-        """Shards of every parameter that this rank's accumulators hold."""
+        """Shards of every parameter in this rank's accumulators."""
         return self.grid.world_size // self.grid.scope_size(self.gradients_scope)
 
     def tier_group(self, tier: Tier) -> Sequence[int]:
-        """Ranks of this rank's group of a tier."""
+        """Ranks of this rank's tier group."""
         return self.grid.tier_group(self.rank, tier)
 
 
 def _first_match(patterns: Sequence[tuple[str, Any]], names: Iterable[str]) -> int | None:
-    """The first of the patterns that one of a parameter's names matches; None if none does."""
+    """Index of the first pattern that matches one of a parameter's names; None if none matches."""
     matching = (
         at for at, (pattern, _) in enumerate(patterns) if any(fnmatch.fnmatchcase(name, pattern) for name in names)
     )
@@ -415,7 +414,7 @@ def _first_match(patterns: Sequence[tuple[str, Any]], names: Iterable[str]) -> i
 
 
 def _nearest_to(pattern: str, names: Sequence[str]) -> list[str]:
-    """Names by their likeness to a pattern, or of the part between two points that is most like it."""
+    """Names sorted by similarity to a pattern. The most similar part between two dots counts."""
     meant = pattern.strip("*.")
 
     def likeness(name: str) -> float:

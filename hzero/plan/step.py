@@ -1,8 +1,8 @@
-"""Step: the tasks of one optimizer step under a scheme, and their simulation as discrete events.
+"""Step: the tasks of one optimizer step under a scheme, and their discrete-event simulation.
 
-One device represents all. Its lanes are compute and one stream per communicator: the stage has one for each tier, other
-engines one for each group. Under the order ``strict`` all collectives of the stage share a lane. A lane runs one task at a
-time in order, and running tasks share resources. The collectives and kernels are the steps of `hzero.plan.collectives`.
+One device represents all devices. Its lanes are compute and one stream per communicator: the stage has a communicator for each
+tier, other engines for each group. With the order ``strict``, all collectives of the stage share a lane. A lane runs its tasks
+in order, one at a time, and running tasks share resources. The programs come from `hzero.plan.collectives`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hzero.plan.scenario import Bucket, Job, buckets_of
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError
 
-#: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.
+#: Numbers of micro-steps and layers that are simulated. Larger numbers are extrapolated, since middle ones are equal.
 MICRO_STEPS, LAYERS = 3, (3, 6)
-#: What a bucket starts on a lane at once: lane, outermost tier, whether it waits for the last micro-step, phases.
+#: Consecutive work of a bucket on a lane: lane, outermost tier, whether it waits for the last micro-step, phases.
 Timed: TypeAlias = tuple[str, str, bool, list[Phase]]
-#: The lane of the device's own work.
+#: The lane of compute.
 COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What predictions of one scheme share that differ in the accumulation only; it fills as they are made.
+    """Cache of predictions of one scheme that differ only in the accumulation.
 
     Attributes:
-        figures: Of whole steps, by accumulation.
-        hops: What a bucket starts, by phase, whether micro-steps precede and follow, and the bucket's name.
-        computes: Products of a bucket, by phase and name.
+        figures: Figures of whole steps, by accumulation.
+        hops: Work of a bucket on lanes, by phase, whether micro-steps precede and follow, and the bucket's name.
+        computes: Compute phases of a bucket, by phase and name.
     """
 
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -52,10 +52,10 @@ class Prediction:
 
     Attributes:
         step_s: Seconds of a step.
-        tflops: Model operations per second and device in 1e12, without what is computed again.
+        tflops: Model operations per second and device, in 1e12, without recomputation.
         exposed_s: Seconds in which compute waits for communication, by tier.
-        busy: Share of the step for which each resource is full.
-        memory_bytes: Of a device.
+        busy: Share of the step in which each resource is busy.
+        memory_bytes: Memory of a device.
     """
 
     step_s: float
@@ -76,9 +76,9 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simul
 
     Args:
         scheme: The shard plan, or the other engine.
-        job: What is trained.
-        machine: What runs it.
-        known: Keeps what is simulated, for the next prediction.
+        job: The job.
+        machine: The machine.
+        known: Cache for further predictions that differ only in the accumulation.
 
     Raises:
         ConfigError: The model's layers differ.
@@ -87,7 +87,7 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simul
     job = _as_cut(scheme, job)
     found = _figures(scheme, job, machine, known or Simulated())
     seconds = found["seconds"]
-    # Forward and backward, without what is computed again.
+    # Forward and backward, without recomputation.
     flops = 3.0 * job.tokens * job.accumulation * sum(bucket.flops for bucket in buckets_of(job))
     return Prediction(
         step_s=seconds,
@@ -99,7 +99,7 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simul
 
 
 def compute_s(job: Job, machine: Machine) -> float:
-    """Seconds of a step's products at the profile's rate, which no communication shortens."""
+    """Seconds of a step's compute at the profile's rate: a lower bound of the step."""
     forward, passes = sum(bucket.flops for bucket in buckets_of(job)), 4 if job.checkpointing else 3
     return job.accumulation * passes * job.tokens * forward / machine.rate(job.tokens // job.tensor)
 
@@ -107,32 +107,32 @@ def compute_s(job: Job, machine: Machine) -> float:
 def tasks_of(
     scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None, known: Simulated | None = None
 ) -> list[Task]:
-    """The tasks of every layer and micro-step, or only of some ``layers``, lane by lane in order of submission.
+    """The tasks of a step in the order of submission. ``layers`` limits the number of layers.
 
-    ``known`` is as of `predict`.
+    ``known``: see `predict`.
     """
     job = _as_cut(scheme, job)
     return _Builder(scheme, job, machine, buckets_of(job, layers), known or Simulated()).tasks()
 
 
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
-    """The job with the buckets of a scheme: FSDP gathers and reduces a layer at once."""
+    """The job with the buckets of a scheme: FSDP gathers and reduces one layer at a time."""
     if isinstance(scheme, Scheme) and scheme.engine == "fsdp":
         return replace(job, prefetch=job.layer)
     return job
 
 
 def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simulated) -> dict[str, float]:
-    """Seconds of a step, of waits and of busy resources; middle micro-steps, and layers, are all alike."""
+    """Seconds of a step, of waits and of busy resources. Extrapolates, since middle micro-steps and layers are equal."""
     if job.accumulation > MICRO_STEPS:
         counts = (MICRO_STEPS - 1, MICRO_STEPS)
         shorter, longer = (_figures(scheme, replace(job, accumulation=count), machine, known) for count in counts)
         return _extended(shorter, longer, job.accumulation - MICRO_STEPS)
-    # But for the layers that backward finds still gathered.
+    # The layers that backward finds still gathered are an exception, and are simulated.
     layers, behind = job.model.layers, sum(job.model.after)
     kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse), 0)
     few, more = (kept + count * job.layers_together for count in LAYERS)
-    # Where a message of the boundary has the sums of several layers, few layers have as many messages as more.
+    # If layers share a message of the boundary, the number of messages does not grow with each layer: no extrapolation.
     shared = isinstance(scheme, ShardPlan) and scheme.boundary_numel(0, job.itemsize) > job.layer
     if layers <= more or shared:
         return simulate(tasks_of(scheme, job, machine))
@@ -143,7 +143,7 @@ def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simu
 
 
 def _extended(shorter: dict[str, float], longer: dict[str, float], times: float) -> dict[str, float]:
-    """The longer figures, with what they are longer by added some more times."""
+    """Extrapolates figures: adds the difference between the longer and the shorter ones ``times`` more times."""
     return {name: max(value + times * (value - shorter.get(name, 0.0)), 0.0) for name, value in longer.items()}
 
 
@@ -158,29 +158,31 @@ class _Builder:
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
         self._hierarchical = isinstance(scheme, Scheme) and (scheme.hierarchical or machine.profile.hierarchical)
         self._programs = chains_of(scheme, machine.grid, job.accumulation)
-        # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
+        # DDP waits for buckets only after backward (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
         self._strict = self._stage is not None and (self._stage.order or machine.profile.order) == "strict"
-        # Crossings of a reduction before those that wait for the last micro-step.
+        # Crossings of a reduction in every micro-step. The others wait for the last one.
         self._inside = len(self._stage.micro_hops()) if self._stage else 1
-        # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.
+        # Buckets that backward finds still gathered, always including the last. Later buckets are used twice in between.
         behind = [2 * sum(bucket.numel for bucket in buckets[index + 1 :]) for index in range(len(buckets))]
         keeps = self._engine in (None, "deepspeed")
         self._kept = [keeps and (numel < job.reuse or not numel) for numel in behind]
         self._tasks: list[Task] = []
-        # Equal buckets share their phases, by which `simulate` recognises what has run together before.
+        # Equal buckets share phases, so that `simulate` recognises combinations of tasks.
         self._hops, self._computes = known.hops, known.computes
-        # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
+        # The slowest of n nodes is about sqrt(2 ln n) standard deviations above the mean.
         self._late = 1 + machine.profile.value("jitter_share") * math.sqrt(2 * math.log(machine.grid.nodes))
 
     def tasks(self) -> list[Task]:
-        """All tasks, lane by lane in order of submission."""
+        """All tasks in the order of submission."""
         job, count = self._job, len(self._buckets)
         messages = self._messages()
-        refreshed: list[Task] = []  # of each message its end; a bucket's use starts those up to a few ahead
+        refreshed: list[Task] = []  # last task of each message; a bucket's use starts messages up to a few ahead
         reductions: list[Task] = []
-        pending: list[Task] = []  # of each bucket's reduction what backward waits for, in order
-        waiting: list[tuple[Bucket, Task]] = []  # for a message of the outermost tier, and what makes their sums
+        pending: list[Task] = []  # by bucket, in order: the task of its reduction for which backward waits
+        waiting: list[
+            tuple[Bucket, Task]
+        ] = []  # buckets of the next message of the outermost tier, and the tasks of their sums
         computed: list[Task] = []
         order = [
             (phase, micro, index)
@@ -222,7 +224,7 @@ class _Builder:
         return self._tasks
 
     def _messages(self) -> list[tuple[int, Bucket]]:
-        """Messages of the refresh, each with the number of its last bucket. Several buckets may share a long one."""
+        """Messages of the refresh, each with the number of its last bucket. Several buckets may share a message."""
         if self._stage is None or ("refresh", 0) not in self._programs:
             return []
         limit = self._stage.refresh_numel(self._job.prefetch, self._job.itemsize)
@@ -235,7 +237,7 @@ class _Builder:
         return messages
 
     def _fills(self, buckets: Sequence[Bucket], micro: int) -> bool:
-        """Whether parts of a message of the outermost tier are as large as the plan asks for."""
+        """Whether the parts of a message of the outermost tier have the plan's minimum size."""
         assert self._stage is not None
         world, crossing = self._machine.grid.world_size, self._programs["boundary", micro].crossings[0]
         chunks = [chunk_numel(numel, world) for bucket in buckets for numel in bucket.numels]
@@ -250,7 +252,7 @@ class _Builder:
         factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
         flops = bucket.flops * job.tokens * factor * self._late
         if name not in self._computes:
-            # A tensor group makes matrices narrower: as many tiles as of so many tokens fewer.
+            # A tensor group makes matrices narrower. They have as many tiles as with fewer tokens.
             self._computes[name] = [self._machine.compute(flops, job.tokens // job.tensor)]
             if job.tensor > 1 and (count := bucket.reduces * (2 if phase == "backward" and job.checkpointing else 1)):
                 one = self._machine.tensor_reduce(job.tokens * job.model.hidden * job.itemsize)
@@ -265,9 +267,9 @@ class _Builder:
         return self._machine.optimizer(sum(bucket.numel for bucket in self._buckets) // ranks)
 
     def _chain(self, phase: str, micro: int, bucket: Bucket, needs: Sequence[Task]) -> list[Task]:
-        """The tasks of what a bucket starts at some time, one after the other."""
+        """Adds the tasks of a bucket's program in a phase, one after the other."""
         program = self._programs.get((phase, micro), Program(()))
-        # First and last micro-steps differ from the others, whatever their number.
+        # Only the first and the last micro-step differ.
         key = phase, micro > 0, micro == self._job.accumulation - 1, bucket.name
         if key not in self._hops:
             self._hops[key] = self._timed(program, bucket, late=phase == "boundary")
@@ -277,9 +279,9 @@ class _Builder:
         return made
 
     def _timed(self, program: Program, bucket: Bucket, late: bool) -> list[Timed]:
-        """Lane, outermost tier, whether it waits for the last micro-step, and phases of what runs on a lane at once.
+        """Divides a program into consecutive work on lanes.
 
-        Kernels are on the lane of the collective before them, or of the first.
+        Kernels are on the lane of the collective before them, or of the first collective.
         """
         machine, stage, number = self._machine, self._stage, 0
         chunks = [chunk_numel(numel, machine.grid.world_size) for numel in bucket.numels]
@@ -295,9 +297,8 @@ class _Builder:
                     size += CHECKSUM_BYTES * step.ranks
                     written, read = program.checked(index)
                     again = (0 if written else taken) + (0 if read else left)
-                    if (
-                        step.kind == "reduce_scatter"
-                    ):  # what a library would sum is sent in parts, and summed by the hop
+                    # With checksums the hop sends parts and sums them itself, instead of the library.
+                    if step.kind == "reduce_scatter":
                         sent, again = replace(step, kind="all_to_all"), again + taken
                     if again:
                         phases.append(machine.kernel(again))
@@ -317,7 +318,7 @@ class _Builder:
 
 
 def _joined(buckets: Sequence[Bucket]) -> Bucket:
-    """Buckets whose parameters share a message."""
+    """One bucket with the parameters of several."""
     name, numels = "+".join(one.name for one in buckets), itertools.chain.from_iterable(one.numels for one in buckets)
     return Bucket(name, tuple(numels), 0.0)
 
@@ -326,13 +327,13 @@ def _joined(buckets: Sequence[Bucket]) -> Bucket:
 
 
 def speeds(usages: Sequence[Mapping[Any, float]]) -> list[float]:
-    """Max-min fair speeds of at most 1: all grow equally until a resource is full, whose users then keep theirs.
+    """Max-min fair speeds of at most 1. All speeds grow equally until a resource is full, whose users then keep their speed.
 
     Args:
-        usages: For each transfer the share of every resource that it takes at speed 1.
+        usages: For each transfer, the share of every resource that it uses at speed 1.
 
     Returns:
-        Speeds such that the shares of no resource add up to more than 1.
+        The speeds. The shares of a resource add up to at most 1.
     """
     found, growing, level = [1.0] * len(usages), set(range(len(usages))), 0.0
     left: dict[Any, float] = defaultdict(lambda: 1.0)
@@ -359,20 +360,20 @@ class Task:
     """One entry of a lane.
 
     Attributes:
-        lane: Its lane; `COMPUTE` for the device's own work.
-        name: For tests and debuggers.
-        phases: One after the other.
-        after: Tasks that end before it starts.
+        lane: The lane.
+        name: Name for tests and debuggers.
+        phases: Phases in order.
+        after: Tasks that must end before it starts.
         tier: Outermost tier that it crosses; "" for compute.
         boundary: Whether it waits for the last micro-step.
-        start: Its times.
-        end: Infinite until it has ended.
+        start: Start time in seconds.
+        end: End time in seconds; infinite until the task has ended.
     """
 
     lane: str
     name: str
     phases: Sequence[Phase]
-    after: Sequence[Task] = field(default=(), repr=False)  # each has its own: a text of all would grow without end
+    after: Sequence[Task] = field(default=(), repr=False)  # recursive, so a text of all would be huge
     tier: str = ""
     boundary: bool = False
     start: float = -1.0
@@ -380,14 +381,17 @@ class Task:
 
 
 def simulate(tasks: Sequence[Task]) -> dict[str, float]:
-    """Runs tasks, given lane by lane in the order of submission; a task comes after those of its `after` in the list.
+    """Simulates tasks.
+
+    Args:
+        tasks: Tasks in the order of submission on every lane. A task follows the tasks of its `after`.
 
     Returns:
-        ``seconds`` from the first start to the last end; ``exposed TIER``, those without compute, by the tier of the task that
-        compute waits for; and ``busy RESOURCE``, those for which it was full.
+        ``seconds`` from the first start to the last end. ``exposed TIER``: seconds without compute, by the tier of the task
+        for which compute waits. ``busy RESOURCE``: seconds in which the resource is busy.
 
     Raises:
-        ValueError: A task waits for one behind it on its own lane, so nothing can go on.
+        ValueError: A task waits for a later task of its lane, so no task can start.
     """
     lanes: dict[str, deque[Task]] = defaultdict(deque)
     behind: dict[int, list[Task]] = defaultdict(list)
@@ -397,12 +401,12 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
         for other in task.after:
             behind[id(other)].append(task)
     running: dict[str, Task] = {}
-    parts: dict[str, list[Part]] = {}  # of each task that runs those that are left, the present one last
-    left: dict[str, float] = {}  # of its present stage
+    parts: dict[str, list[Part]] = {}  # by lane: remaining parts of the running task, the current one last
+    left: dict[str, float] = {}  # by lane: remaining seconds of the current part
     known: dict[tuple[int, ...], list[float]] = {}
     now, done = 0.0, 0
     figures: dict[str, float] = defaultdict(float)
-    for task in tasks:  # whatever the speeds
+    for task in tasks:  # independent of speeds
         for phase in task.phases:
             for resource, seconds in phase.work.items():
                 figures[f"busy {resource}"] += seconds
@@ -418,7 +422,7 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
         if not running:
             raise ValueError("nothing can start: a task waits for one behind it")
         present = [parts[lane][-1].shares for lane in running]
-        key = tuple(map(id, present))  # equal ones are mostly the same
+        key = tuple(map(id, present))  # equal shares are mostly the same object
         rates = known.get(key) or known.setdefault(key, speeds(present))
         step = min([left[lane] / rate for lane, rate in zip(running, rates)])
         if COMPUTE not in running and (tier := _waited_for(lanes, running).tier):
@@ -444,10 +448,10 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def _waited_for(lanes: dict[str, deque[Task]], running: dict[str, Task]) -> Task:
-    """The running task that the next compute waits for."""
+    """The running task for which the next compute task waits."""
     task = lanes[COMPUTE][0] if lanes[COMPUTE] else None
     while task is not None:
-        if task.lane in running:  # itself, or what its lane has before it
+        if task.lane in running:  # the task itself, or an earlier task of its lane
             return running[task.lane]
         if lanes[task.lane] and lanes[task.lane][0] is not task:
             task = lanes[task.lane][0]

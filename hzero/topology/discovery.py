@@ -1,9 +1,9 @@
-"""Discovery: every rank reports where it sits, rank 0 finds the grid, and all ranks receive the same answer.
+"""Discovery: every rank reports its place, rank 0 forms the grid, and all ranks receive the same answer.
 
-A rank reads its node (`hzero.topology.sources`), finds its device there, and sends a few hundred bytes to rank 0 through a store
-of torch.distributed. Rank 0 merges the reports of each host into its node, derives the packages from the links, forms clusters
-of nodes that share no network with others, and finds the grid of all places. Every rank receives about as many bytes, in a world
-of any size.
+A rank reads its node (`hzero.topology.sources`), identifies its device, and sends a few hundred bytes to rank 0 through a store
+of torch.distributed. Rank 0 merges the reports of each host into its node, and derives the packages from the links. It groups
+nodes that share a network into clusters, and forms the grid. Every rank receives an answer of about the same size as its report,
+whatever the world size.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ logger = logging.getLogger("hzero")
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's own device and that device's links.
+    """Report of a rank: its device and the links of the device.
 
     Attributes:
         rank: The rank.
         host: Identity of its node.
         device: Its device; None for a rank on a CPU.
         links: Direct links of the device: identity of the other end, kind, count, GB/s.
-        package: Identities of the devices of its package where the source declares packages.
+        package: Identities of the devices of its package, if the source declares packages.
         fabric: Kinds of the node's NICs, such as ``cxi``.
-        switch_nodes: Nodes of one switch group of the network, where the source declares it.
-        subnets: Networks of the node's NICs: those that the source tells apart, else kinds.
+        switch_nodes: Nodes of one switch group of the network, if the source declares it.
+        subnets: Networks of the node's NICs. A source that cannot distinguish networks gives the kinds of the NICs.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank sits.
+    """The place of a rank.
 
     Attributes:
         rank: The rank.
@@ -95,11 +95,11 @@ class Discovery:
     """The result of a discovery.
 
     Attributes:
-        grid: The grid of the world; None where it is not rectangular.
-        refusal: Why no grid exists; empty with a grid.
-        notes: Remarks for the user: several fabrics, ranks without devices.
+        grid: The grid of the world; None if the ranks do not form one.
+        refusal: The reason why no grid exists; empty with a grid.
+        notes: Remarks for the user, for example about several fabrics or ranks without devices.
         reports: The report of each rank, in rank order; empty on all ranks but the first.
-        places: Where each rank sits, in rank order; empty on all ranks but the first.
+        places: The place of each rank, in rank order; empty on all ranks but the first.
     """
 
     grid: Grid | None
@@ -118,16 +118,16 @@ class Discovery:
 def discover(
     source: str = "auto", exchange: Exchange | None = None, environ: Mapping[str, str] = os.environ
 ) -> Discovery:
-    """Finds where all ranks sit. Collective: every rank of the world calls it.
+    """Finds the places of all ranks. Collective over the world.
 
     Args:
         source: The source of a node: ``auto`` for this machine, a preset, or a file.
-        exchange: Carries the reports; by default the store of the process group.
-        environ: The environment of this rank: the devices it sees, and its place among them.
+        exchange: Exchange of the reports; by default over the store of the process group.
+        environ: The environment of this rank, with its visible devices and local index.
 
     Raises:
-        ConfigError: A rank cannot identify its device, did not come in time, reports contradict each other, or packages
-            are ambiguous: the same message on all ranks.
+        ConfigError: A rank cannot identify its device or did not report in time, reports contradict each other, or packages
+            are ambiguous. All ranks raise the same message.
     """
     exchange = exchange or Exchange.of_group()
     found: list[Discovery] = []
@@ -147,7 +147,7 @@ def discover(
 
 @functools.cache
 def discovered_grid(source: str, world_size: int) -> Grid:
-    """The grid of all ranks, which are so many. Collective, and once a process."""
+    """The discovered grid of ``world_size`` ranks. Collective, and done once per process."""
     found = discover(source)
     grid = found.required_grid()
     if found.reports:  # only rank 0 logs
@@ -159,7 +159,7 @@ def discovered_grid(source: str, world_size: int) -> Grid:
 
 
 def ranks_here(topology: TopologyConfig, where: str) -> int:
-    """The number of ranks that a topology has if all are started on this machine; 0 where it does not say."""
+    """The number of ranks of a topology if all run on this machine; 0 if the topology does not determine it."""
     declared = declared_grid(topology, where)
     if declared is None:
         return len(machine_of(topology.source).devices)
@@ -167,7 +167,7 @@ def ranks_here(topology: TopologyConfig, where: str) -> int:
 
 
 def foreseen_grid(topology: TopologyConfig, ranks: int, where: str) -> Grid:
-    """As `resolve_grid`, for ``ranks`` ranks that will be started on this node only, with ``LOCAL_RANK`` from 0."""
+    """The grid, as from `resolve_grid`, of ``ranks`` ranks that will be started on this node, with ``LOCAL_RANK`` from 0."""
     if declared_grid(topology, where) is not None:
         return resolve_grid(topology, ranks, where)
     machine = machine_of(topology.source)
@@ -177,9 +177,9 @@ def foreseen_grid(topology: TopologyConfig, ranks: int, where: str) -> Grid:
 
 
 def host_identity(environ: Mapping[str, str] = os.environ) -> str:
-    """The name of this node: ``NCCL_HOSTID`` where it is set, as for NCCL and RCCL; else host name and boot id.
+    """The identity of this node: ``NCCL_HOSTID`` if it is set, as in NCCL and RCCL; else host name and boot id.
 
-    The boot id distinguishes machines of one name.
+    The boot id distinguishes machines with the same name.
     """
     if stated := environ.get("NCCL_HOSTID"):
         return stated
@@ -191,7 +191,7 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def assemble(reports: Sequence[RankReport]) -> Discovery:
-    """The world that the reports of its ranks, in rank order, add up to.
+    """Forms the world from the reports of its ranks, in rank order.
 
     Raises:
         ConfigError: Reports contradict each other, or packages are ambiguous.
@@ -212,14 +212,14 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     if all(report.device is None for report in reports):
         notes.append("no GPUs found: each rank is treated as a package of one device")
     declared = {report.switch_nodes for report in reports}
-    switch_nodes = declared.pop() if len(declared) == 1 else None  # unknown if the sources of the nodes differ
+    switch_nodes = declared.pop() if len(declared) == 1 else None  # None if the nodes differ
     try:
         found = grid_of(places, clusters if equal else {})
         grid, refusal = dataclasses.replace(found, automatic=True, switch_nodes=switch_nodes), ""
         if not grid.regular:
             notes.append(
-                "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "
-                "numbering the ranks of a node by PCI bus id saves it"
+                "ranks are numbered in no regular order, so each gather and reduction needs an extra pass to reorder shards; "
+                "number the ranks of a node by PCI bus id to save it"
             )
     except ConfigError as error:
         grid, refusal = None, str(error)
@@ -235,9 +235,9 @@ def by_host(reports: Iterable[RankReport]) -> dict[str, list[RankReport]]:
 
 
 def clusters_of(hosts: Mapping[str, Sequence[RankReport]]) -> dict[str, int]:
-    """The number of each node's cluster: nodes that share a network, maybe through others, from 0 in the order of nodes.
+    """The cluster of each node, numbered from 0 in the order of nodes. A cluster is a connected set of nodes that share networks.
 
-    A node whose NICs are not known may share any.
+    A node with unknown NICs may be on any network.
     """
     subnets = {host: {one for report in reports for one in report.subnets} for host, reports in hosts.items()}
     found: list[set[str]] = [] if all(subnets.values()) else [set[str]().union(*subnets.values())]
@@ -250,17 +250,17 @@ def clusters_of(hosts: Mapping[str, Sequence[RankReport]]) -> dict[str, int]:
 
 
 def places_of(reports: Sequence[RankReport]) -> list[Place]:
-    """Where the ranks of one node sit, from the reports of all of them, in rank order.
+    """The places of the ranks of one node, from all their reports in rank order.
 
     Raises:
-        ConfigError: Reports contradict each other, or the packages are ambiguous; the message names the node.
+        ConfigError: Reports contradict each other, or the packages are ambiguous. The message names the node.
     """
     host = reports[0].host
     without = [report.rank for report in reports if report.device is None]
     if len(without) == len(reports):
         return [Place(report.rank, host, index, 0) for index, report in enumerate(reports)]
     if without:
-        raise ConfigError(f"topology: ranks {without} of node {host} have no device, the other ranks there have one")
+        raise ConfigError(f"topology: found no device on ranks {without} of node {host}; expected one on all or none")
     machine = node_of(reports)
     found = positions(machine, of_ranks=True)
     named = {device.identity: found[device.number] for device in machine.devices}
@@ -269,13 +269,13 @@ def places_of(reports: Sequence[RankReport]) -> list[Place]:
 
 
 def node_of(reports: Sequence[RankReport]) -> Machine:
-    """The node that the reports of its ranks add up to.
+    """Merges the reports of a node's ranks into the node.
 
-    Ranks may see less than the node: under task cgroups each reads its own device alone, and numbers the others. So
-    devices have numbers of their own here, and a device without a rank is hidden: only links of others to it are known.
+    A rank may see only a part of the node: under task cgroups it can read its own device only, and numbers the others. So
+    this function numbers the devices again. A device without a rank is hidden: only links from other devices to it are known.
 
     Raises:
-        ConfigError: Two ranks contradict each other on a link.
+        ConfigError: Two ranks contradict each other about a link.
     """
     own = {report.device.identity: report.device for report in reports if report.device is not None}
     packages = {tuple(sorted(report.package)) for report in reports if report.package}
@@ -299,21 +299,22 @@ def node_of(reports: Sequence[RankReport]) -> Machine:
 
 # ---- the device of a rank ---------------------------------------------------------------------------------------------------
 
-# The rules of the lists are the vendors' own. AMD ("GPU isolation techniques" in ROCm's documentation): the ROCr runtime applies
-# ``ROCR_VISIBLE_DEVICES`` to the devices in the kernel's order; HIP then applies ``HIP_VISIBLE_DEVICES`` or
-# ``CUDA_VISIBLE_DEVICES`` to what is left, under new indices. NVIDIA ("CUDA Environment Variables" of the CUDA programming
-# guide): ``CUDA_VISIBLE_DEVICES``. A list has indices, or ``GPU-`` and the beginning of a UUID; a negative index ends it.
+# The vendors define the lists. AMD ("GPU isolation techniques" in ROCm's documentation): the ROCr runtime applies
+# ``ROCR_VISIBLE_DEVICES`` to the devices in the kernel's order. HIP then applies ``HIP_VISIBLE_DEVICES`` or
+# ``CUDA_VISIBLE_DEVICES`` to the remaining devices, under new indices. NVIDIA ("CUDA Environment Variables" of the CUDA
+# programming guide): ``CUDA_VISIBLE_DEVICES``. Entries are indices, or ``GPU-`` with the beginning of a UUID. A negative index
+# ends a list.
 _ROCR, _HIP, _CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
 
 def own_device(machine: Machine, environ: Mapping[str, str]) -> Device | None:
     """The device of this rank; None on a node without devices.
 
-    The PCI bus id that torch states for it decides, since sources number devices in orders of their own. Without a GPU in
-    torch, the lists of the environment decide.
+    It is identified by the PCI bus id from torch, since sources number devices in different orders. Without a GPU in torch,
+    the lists of the environment decide.
 
     Raises:
-        ConfigError: The node has no device with that bus id, or a list or LOCAL_RANK names one that is not there.
+        ConfigError: The node has no device with that bus id, or a list or LOCAL_RANK names a missing device.
     """
     import torch
 
@@ -321,7 +322,7 @@ def own_device(machine: Machine, environ: Mapping[str, str]) -> Device | None:
         return None
     if (bus := runtime_bus_id(_index(environ, torch.cuda.device_count()))) is not None:
         return with_bus(machine.devices, bus)
-    readable = [device for device in machine.devices if not device.hidden]  # a runtime does not count the others
+    readable = [device for device in machine.devices if not device.hidden]  # runtimes do not count hidden devices
     seen = visible_devices(environ, readable)
     index = _index(environ, len(seen))
     if not 0 <= index < len(seen):
@@ -334,18 +335,18 @@ def own_device(machine: Machine, environ: Mapping[str, str]) -> Device | None:
 
 
 def with_bus(devices: Sequence[Device], bus: str) -> Device:
-    """The device with a PCI bus id whose function torch does not state. Raises `ConfigError` if it is none, or several."""
+    """The device with a PCI bus id, whose function torch does not state. Raises `ConfigError` for none or several."""
     wanted = bus_id(bus, "the runtime's device")
     alike = [device for device in devices if device.bus and device.bus[:-2] == wanted[:-2]]
     same = [device for device in alike if device.bus == wanted] or alike
     if len(same) != 1:
         buses, found = ", ".join(device.bus or "unknown" for device in devices), f"{len(same) or 'no'} devices"
-        raise ConfigError(f"topology: torch states PCI bus id {bus}, which {found} have; there are: {buses}")
+        raise ConfigError(f"topology: found PCI bus id {bus} in torch, which {found} have; expected one of {buses}")
     return same[0]
 
 
 def runtime_bus_id(index: int) -> str | None:
-    """The PCI bus id that torch states for a device index; None without a GPU, or in versions that state none."""
+    """The PCI bus id from torch for a device index; None without a GPU, or if this version of torch has none."""
     import torch
 
     if not 0 <= index < torch.cuda.device_count():
@@ -358,24 +359,24 @@ def runtime_bus_id(index: int) -> str | None:
 
 
 def _index(environ: Mapping[str, str], count: int) -> int:
-    """Index of this rank's device among those that it sees."""
+    """Index of this rank's device among its visible devices."""
     import torch
 
     local = environ.get("LOCAL_RANK", "")
-    if count == 1:  # also if the launcher's local index is not 0
+    if count == 1:  # even if the launcher's local index is not 0
         return 0
     return int(local) if local.isdecimal() else torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def visible_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> list[Device]:
-    """The devices that a process sees, in its own order: the first is its device 0.
+    """The devices that a process sees, in the order of its device numbers.
 
     Args:
         environ: The environment of the process.
         devices: All devices of the node that it may use, in the order of the runtime (ROCr, CUDA).
 
     Raises:
-        ConfigError: A list names a device that is not there, or one twice.
+        ConfigError: A list names a missing device, or a device twice.
     """
     seen = list(devices)
     for variable in (_ROCR, _HIP if _HIP in environ else _CUDA):
@@ -389,8 +390,8 @@ def visible_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> li
             if len(found) != 1 or found[0] in listed:
                 uuids = "".join(f", {device.uuid}" for device in seen if device.uuid)
                 raise ConfigError(
-                    f"{variable}={value!r}: entry {entry!r} names {len(found) or 'no'} devices, or one that the list has "
-                    f"already; expected 0 to {len(seen) - 1}{uuids}"
+                    f"{variable}={value!r}: found entry {entry!r}, which names {len(found) or 'no'} devices, or one twice; "
+                    f"expected 0 to {len(seen) - 1}{uuids}"
                 )
             listed += found
         seen = listed
@@ -398,27 +399,27 @@ def visible_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> li
 
 
 def _has_uuid(device: Device, entry: str) -> bool:
-    """Whether an entry begins the UUID, which sources write with or without ``GPU-``; AMD's have no case."""
+    """Whether an entry is the beginning of the UUID. Sources write it with or without ``GPU-``; AMD ignores case."""
     beginning, uuid = entry.upper(), device.uuid.upper().removeprefix("GPU-")
     return len(beginning) > 4 and beginning.startswith("GPU-") and uuid.startswith(beginning[4:])
 
 
 # ---- the exchange of reports through a store --------------------------------------------------------------------------------
 
-#: Longest wait for the reports of all ranks, in seconds.
+#: Maximum seconds of the wait for the reports of all ranks.
 TIMEOUT_S = 300.0
 
 
 class Exchange:
-    """Ranks that can reach one store. Messages name the ranks that did not come, which a collective of torch cannot.
+    """Exchanges reports through a store. Its errors name the missing ranks, which a collective of torch cannot do.
 
-    A rank that cannot make its report sends the reason, and all ranks raise it instead of waiting for the report.
+    A rank that cannot make its report sends the reason, and all ranks raise it.
 
     Args:
         store: A store of torch.distributed.
         rank: This rank.
         world_size: Ranks of the world.
-        timeout_s: Longest wait of rank 0 for the others, in seconds; they wait a little longer for its answer.
+        timeout_s: Maximum seconds that rank 0 waits for the reports. The other ranks wait a little longer for its answer.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
@@ -426,7 +427,7 @@ class Exchange:
 
     @classmethod
     def of_group(cls) -> Exchange:
-        """Through the store of the process group, which is up. Alone without a group."""
+        """An exchange over the store of the process group; without a group, an exchange of one rank."""
         import torch.distributed as dist
 
         if not dist.is_initialized():
@@ -435,11 +436,11 @@ class Exchange:
 
     @classmethod
     def of_environment(cls, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] = os.environ) -> Exchange:
-        """Through a store of its own, before a process group is up.
+        """An exchange over a new store, before the process group is initialised.
 
         Args:
-            timeout_s: Longest wait for other ranks, in seconds.
-            environ: Has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers of torch set them; alone without.
+            timeout_s: Maximum seconds of the wait for other ranks.
+            environ: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; without them, one rank.
 
         Raises:
             ConfigError: Rank 0 cannot be reached.
@@ -453,30 +454,29 @@ class Exchange:
         address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", 29500))
         serves = rank == 0 and not _torchelastic_use_agent_store()
         wait, longest = timedelta(seconds=timeout_s), timeout_s + max(1.0, timeout_s / 5)
-        # Without torch's wait for all ranks, which names no rank.
+        # torch's own wait for all ranks would not name the missing ones.
         how: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
         try:
             store = in_time(lambda: TCPStore(address, port, world_size, serves, wait, **how), longest)
         except (NoAnswer, RuntimeError) as error:
             failed = "cannot serve a store" if serves else f"has not reached rank 0 within {timeout_s:g} s"
-            why = str(error).partition("\n")[0][:200] or "what listens there does not answer as a store does"
+            why = str(error).partition("\n")[0][:200] or "the process that listens there is not a store"
             raise ConfigError(
                 f"topology: rank {rank} {failed} at {address}, port {port} (MASTER_ADDR, MASTER_PORT): {why}"
             ) from None
-        # The store of torchrun's agent outlives the ranks of an attempt.
+        # The store of torchrun's agent outlives an attempt, so each attempt has its own prefix.
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(PrefixStore(f"attempt_{attempt}", store), rank, world_size, timeout_s)
 
     def agree(self, own: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
-        """One value on all ranks, from a report of each. Collective.
+        """Computes one value for all ranks from the reports of all ranks. Collective.
 
         Args:
-            own: Makes this rank's report: what JSON can write.
+            own: Makes this rank's report, a value for JSON.
             combine: Makes the value from the reports, in rank order. Called on rank 0 only.
 
         Raises:
-            ConfigError: A rank has no report, rank 0 makes no value of them, or a rank did not come in time: the same
-                message on all ranks.
+            ConfigError: ``own`` or ``combine`` failed, or a rank did not report in time. All ranks raise the same message.
         """
         report = _tried(own)
         try:
@@ -489,15 +489,15 @@ class Exchange:
         return answer["value"]
 
     def _through_store(self, report: dict[str, Any], combine: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        # Each rank counts its rounds, so that a second exchange of the same job has keys of its own.
+        # Each rank counts its rounds, so that a second exchange of the same job has other keys.
         prefix = f"hzero/exchange/{self.store.add(f'hzero/exchange/rounds/{self.rank}', 1)}"
         self.store.set(f"{prefix}/{self.rank}", json.dumps(report))
-        # The others wait longer, so that the reason of rank 0 reaches them before they give up.
+        # The other ranks wait longer, so that the error of rank 0 reaches them before they time out.
         grace_s = max(2.0, self.timeout_s / 5)
         if self.rank:
             patience = self.timeout_s + grace_s
             if not self._wait([f"{prefix}/answer"], patience):
-                wait = f"rank {self.rank} has waited {patience:g} s for the answer of rank 0, which did not come"
+                wait = f"rank {self.rank} has waited {patience:g} s for the answer of rank 0"
                 return {"error": f"topology: {wait}"}
             answer: dict[str, Any] = json.loads(self.store.get(f"{prefix}/answer"))
             self.store.add(f"{prefix}/heard", 1)
@@ -511,14 +511,14 @@ class Exchange:
             error = f"topology: {len(missing)} of {self.world_size} ranks have not reported within {limit:g} s: {late}"
             answer = {"error": error}
         self.store.set(f"{prefix}/answer", json.dumps(answer))
-        # Rank 0 may serve the store, so it stays until all have heard.
+        # Rank 0 may serve the store, so it stays until all ranks have read the answer.
         deadline = time.monotonic() + grace_s
         while self.store.add(f"{prefix}/heard", 0) < self.world_size - 1 - len(missing) and time.monotonic() < deadline:
             time.sleep(0.005)
         return answer
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
-        """Whether all keys come in time."""
+        """Whether all keys arrive in time."""
         from torch.distributed import DistStoreError
 
         try:
@@ -529,7 +529,7 @@ class Exchange:
 
 
 def _tried(act: Callable[[], Any]) -> dict[str, Any]:
-    """What a function returns, as JSON brings it to others, or the first line of what it raises."""
+    """The result of a function after a round trip through JSON, or the first line of its error."""
     try:
         return {"value": json.loads(json.dumps(act()))}
     except Exception as error:
@@ -553,19 +553,19 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def grid_of(places: Sequence[Place], clusters: Mapping[str, int] | None = None) -> Grid:
-    """The grid of a world whose nodes all have the same packages, and packages the same number of devices.
+    """Forms the grid of a world whose nodes have equal packages, and whose packages have equally many devices.
 
-    Coordinates follow physical places, so that groups of tier ``gpu`` hold devices at the same position of their
-    packages, and those of tier ``node`` the same packages; they are numbered as the ranks are if one of the six
-    orders of axes allows it. Nodes whose ranks go through packages in different orders are paired by rank. Where no
-    order holds, the grid lists the rank of every place.
+    Coordinates follow physical places. A group of tier ``gpu`` contains devices at the same position of their packages, and a
+    group of tier ``node`` contains devices of the same packages. If one of the six orders of axes matches the ranks, the grid
+    has that order. Nodes whose ranks visit packages in different orders are matched by rank. If no order matches, the grid
+    lists the rank of every place.
 
     Args:
         places: One per rank, in rank order.
-        clusters: Number of each node's cluster, from 0; clusters have equal sizes. None: the world is one cluster.
+        clusters: The cluster of each node, from 0; clusters have equal sizes. None: the world is one cluster.
 
     Raises:
-        ConfigError: Two ranks sit on one device, or the world is not rectangular; the message names the nodes that differ.
+        ConfigError: Two ranks are on one device, or the world is not rectangular. The message names the nodes that differ.
     """
     hosts = {host: index for index, host in enumerate(dict.fromkeys(place.host for place in places))}
     taken, packages = dict[tuple[str, int, int], int](), Counter((place.host, place.package) for place in places)
@@ -584,7 +584,7 @@ def grid_of(places: Sequence[Place], clusters: Mapping[str, int] | None = None) 
         raise ConfigError(_refusal(shapes))
     ordered = sorted(places, key=lambda place: (hosts[place.host], place.package, place.gcd))
     by_place = np.array([place.rank for place in ordered]).reshape(len(hosts), len(first), first[0])
-    # The labels of each axis, in the order in which rank 0's own node and package number them.
+    # The labels of each axis, in the order of the ranks on rank 0's node and package.
     node, package, gcd = np.argwhere(by_place == 0)[0]
     own = (by_place[:, package, gcd], by_place[node, :, gcd], by_place[node, package])
     homes = np.array([(clusters or {}).get(host, 0) for host in hosts])

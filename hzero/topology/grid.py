@@ -1,4 +1,4 @@
-"""The grid: a machine as tiers of equal groups, and the place of every rank. Arithmetic, for a world of any size."""
+"""The grid: a machine as tiers of equal groups, and the place of every rank. Only arithmetic, for any world size."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import numpy as np
 from hzero.config import AUTOMATIC, BASE_TIERS, HERE, SCOPES, TIERS, Scope, Tier, TopologyConfig, tiers_inside
 from hzero.validation import ConfigError, some
 
-#: Nodes from which on groups are chosen: fewer exchange as fast without.
+#: Minimum number of nodes for which groups are chosen. With fewer nodes, groups save no time.
 GROUPED_NODES = 64
 
 
 def chosen_group(nodes: int, switch_nodes: int | None = None) -> int | None:
-    """Nodes of a group where the user chooses none: the divisor of ``nodes`` that is nearest to its square root.
+    """The default number of nodes of a group: the divisor of ``nodes`` that is nearest to its square root.
 
-    A collective over n nodes pays a latency for each of n - 1 peers; over groups of g nodes for g - 1 and n / g - 1. The
-    nearest divisor is the largest one up to the root: its partner n / g is farther away.
+    A collective over n nodes has the latency of n - 1 peers. Over groups of g nodes it has the latency of g - 1 and n / g - 1
+    peers. The nearest divisor is the largest one up to the root, since its partner n / g is farther away.
 
     Args:
-        nodes: Nodes that exchange.
-        switch_nodes: Nodes of one switch group. A divisor of that is preferred, from half the root on.
+        nodes: Nodes that exchange messages.
+        switch_nodes: Nodes of one switch group. Its divisors are preferred if they are at least half the root.
 
     Returns:
-        None for less than `GROUPED_NODES` nodes, and without a divisor between a quarter and four times the root.
+        The number; None for less than `GROUPED_NODES` nodes, or without a divisor between a quarter and four times the root.
     """
     if nodes < GROUPED_NODES:
         return None
@@ -40,7 +40,7 @@ def chosen_group(nodes: int, switch_nodes: int | None = None) -> int | None:
 
 
 def complete_order(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
-    """An order of tiers, slowest first, with those that it leaves out: each beside the tier that it divides."""
+    """Completes an order of tiers, slowest first. A missing tier is placed next to the tier that it divides."""
     order = list(tiers)
     around: tuple[tuple[Tier, Tier, int], ...] = (("hive", "gpu", 1), ("group", "node", 0), ("cluster", "group", 0))
     for missing, neighbour, after in around:
@@ -70,23 +70,23 @@ class Coordinates(NamedTuple):
 class Grid:
     """A rectangular machine.
 
-    Three tiers by default. A node may be divided into hives, the world into groups of nodes and into clusters.
+    It has three tiers by default. A node may be divided into hives, and the world into clusters and groups of nodes.
 
     Raises:
-        ConfigError: Hives do not divide a node evenly, or clusters or groups the nodes.
+        ConfigError: Hives do not divide the packages of a node, or clusters or groups do not divide the nodes.
 
     Attributes:
         nodes: Nodes of the world.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
-        order: How ranks are numbered: tiers, slowest first, completed by `complete_order`. The default numbers
+        order: Numbering of the ranks: tiers, slowest first, completed by `complete_order`. The default numbers
             the devices of a package, then the packages of a hive, hives, nodes of a group, groups and clusters.
-        ranks: Where no such order holds, the rank of every place, in the default order; else None.
+        ranks: The rank of every place, in the default order, if no order of tiers matches; else None.
         gpus_per_hive: Packages of a hive.
-        nodes_per_group: Nodes of a group; None where all nodes of a cluster are one.
+        nodes_per_group: Nodes of a group; None: one group has all nodes of a cluster.
         clusters: Clusters of the world.
         automatic: Whether `chosen_group` sets ``nodes_per_group``.
-        switch_nodes: Nodes of one switch group, for that choice; None if not known.
+        switch_nodes: Nodes of one switch group, for `chosen_group`; None if unknown.
     """
 
     nodes: int
@@ -116,7 +116,7 @@ class Grid:
 
     @property
     def regular(self) -> bool:
-        """Whether a rank's coordinates follow from ``order`` alone, so that `stride` exists."""
+        """Whether ``order`` determines a rank's coordinates, so that `stride` exists."""
         return self.ranks is None
 
     def size(self, tier: Tier) -> int:
@@ -136,8 +136,8 @@ class Grid:
             "cluster": self.clusters,
         }
 
-    # Ranks are numbered in the order of `_axes`, and where that is not so, `ranks` lists the rank of every place in that order. A
-    # grid that is regular takes no memory by rank.
+    # Ranks are numbered in the order of `_axes`. In an irregular grid, `ranks` lists the rank of every place in that order. A
+    # regular grid needs no memory per rank.
 
     @property
     def _axes(self) -> tuple[Tier, ...]:
@@ -145,32 +145,32 @@ class Grid:
 
     @functools.cached_property
     def _listed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of an irregular grid the rank of every place, and the place of every rank."""
+        """The rank of every place, and the place of every rank, of an irregular grid."""
         ranks = np.array(self.ranks)
         return ranks, np.argsort(ranks)
 
     def _index(self, ranks: Any) -> list[Any]:
-        """The coordinates of one rank or an array of ranks, by the tiers of `TIERS`."""
+        """The coordinates of one rank or an array of ranks, in the order of `TIERS`."""
         places = ranks if self.ranks is None else self._listed[1][ranks]
         index = dict(zip(self._axes, np.unravel_index(places, [self.size(tier) for tier in self._axes])))
         return [index[tier] for tier in TIERS]
 
     def _at(self, index: Sequence[Any]) -> Any:
-        """The ranks at coordinates that broadcast, by the tiers of `TIERS`."""
+        """The ranks at coordinates that broadcast, in the order of `TIERS`."""
         by_tier = dict(zip(TIERS, index))
         sizes = [self.size(tier) for tier in self._axes]
         places = np.ravel_multi_index([by_tier[tier] for tier in self._axes], sizes)
         return places if self.ranks is None else self._listed[0][places]
 
     def grouped(self, nodes_per_group: int | Literal["automatic"] | None) -> Grid:
-        """The same ranks in other groups of nodes, as `hzero.config.TopologyConfig` declares them."""
+        """The same ranks in other groups of nodes. See `hzero.config.TopologyConfig` for the value."""
         if nodes_per_group == AUTOMATIC:
             return dataclasses.replace(self, automatic=True)
         return dataclasses.replace(self, automatic=False, nodes_per_group=nodes_per_group)
 
     @property
     def groups_text(self) -> str:
-        """How groups were chosen, or why there are none; empty where the user chose, and for few nodes."""
+        """A remark about chosen groups, or about their absence; empty if the user has chosen, and for few nodes."""
         own = self.nodes // self.clusters
         if not self.automatic or own < GROUPED_NODES:
             return ""
@@ -185,17 +185,17 @@ class Grid:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The three tiers that every machine has, and the others that this one has, innermost first."""
+        """The three basic tiers, and the other tiers of this machine, innermost first."""
         return tuple(tier for tier in TIERS if tier in BASE_TIERS or self.size(tier) > 1)
 
     @property
     def crossed(self) -> tuple[Tier, ...]:
-        """The tiers of more than one rank, innermost first."""
+        """The tiers with more than one rank, innermost first."""
         return tuple(tier for tier in TIERS if self.size(tier) > 1)
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """The scopes that this machine has, narrowest first; of two that end at the same of its `tiers` one, `world` at last."""
+        """The scopes of this machine, narrowest first. Of scopes that end at the same tier one is listed; `world` is the last."""
         found: dict[tuple[Tier, ...], Scope] = {}
         for scope in SCOPES:
             reached = tuple(tier for tier in tiers_inside(scope) if tier in self.tiers)
@@ -226,12 +226,12 @@ class Grid:
         return int(self._at((gcd, hive, gpu, node, group, cluster)))
 
     def tier_between(self, first: int, second: int) -> Tier:
-        """The outermost tier on which two ranks differ, over which messages between them go."""
+        """The outermost tier on which two ranks differ. Messages between them cross it."""
         home, place = self.coordinates(first), self.coordinates(second)
         return next(tier for tier in TIERS[::-1] if getattr(home, tier) != getattr(place, tier))
 
     def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
-        """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
+        """Ranks that differ from ``rank`` only in the coordinate of ``tier``, in the order of that coordinate."""
         place = self.coordinates(rank)
         if not self.regular:
             return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
@@ -239,15 +239,15 @@ class Grid:
         return range(first, first + self.size(tier) * stride, stride)
 
     def of_ranks(self, ranks: Sequence[int]) -> Grid:
-        """The grid of a group of ranks, in the group's own numbers. They keep their places.
+        """The grid of a group of ranks, renumbered in the group. The ranks keep their places.
 
         Args:
-            ranks: Of this grid, in the order in which the group numbers them.
+            ranks: Ranks of this grid, in the order of the group.
 
         Raises:
-            ConfigError: They do not fill a part of every tier evenly.
+            ConfigError: The ranks do not form a grid.
         """
-        if self.automatic:  # by how many nodes these ranks have
+        if self.automatic:  # groups depend on the nodes of these ranks
             alone = dataclasses.replace(self, automatic=False, nodes_per_group=None).of_ranks(ranks)
             order = complete_order([tier for tier in alone.order if tier != "group"])
             return dataclasses.replace(alone, order=order, automatic=True, switch_nodes=self.switch_nodes)
@@ -269,10 +269,10 @@ class Grid:
         return own.numbered([number[rank] for rank in part.transpose().ravel().tolist()])
 
     def numbered(self, ranks: Sequence[int]) -> Grid:
-        """The same sizes, with these ranks at the places, which are in the default order: by an order of tiers if one fits."""
+        """The same sizes, with ``ranks`` at the places in the default order. Uses an order of tiers if one matches."""
         listed = dataclasses.replace(self, order=TIERS[::-1], ranks=tuple(ranks))
         everywhere = np.ix_(*(np.arange(self.size(tier)) for tier in TIERS))
-        # If the ranks have an order, the rank of the second place on each tier gives it.
+        # The rank of the second place on each tier determines the order, if there is one.
         second = {tier: listed.rank(*(int(one == tier) for one in TIERS)) for tier in self.crossed}
         tiers = [tier for tier in TIERS[::-1] if tier in (*BASE_TIERS, *second)]
         order = sorted(tiers, key=lambda tier: -second.get(tier, self.world_size))
@@ -283,32 +283,32 @@ class Grid:
         return listed
 
     def __str__(self) -> str:
-        names = {"gcd": "GCD", "hive": "GPU", "gpu": "hive" if self.gpus_per_hive > 1 else "GPU"}  # what a tier joins
+        # The units that each tier joins.
+        names = {"gcd": "GCD", "hive": "GPU", "gpu": "hive" if self.gpus_per_hive > 1 else "GPU"}
         counts = [(self.size(tier), names.get(tier, tier)) for tier in reversed(self.tiers)]
         return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
 
 
 # ---- the grid of a run ------------------------------------------------------------------------------------------------------
 
-# What reads machines is imported where a run needs it: a declared grid does not.
+# The modules that read machines are imported on demand, since a declared grid does not need them.
 
 
 def resolve_grid(topology: TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:
     """The grid of a run.
 
-    Collective where the topology is discovered: every rank of the world calls it. A world is discovered once a process.
+    Collective over the world if the topology is discovered. A process discovers its world once.
 
     Args:
-        topology: A declared grid, whose ``nodes`` may be left out and then follow from the world size, or a source
-            (`hzero.topology.sources.read_source`). A file may declare a grid too, under the same keys, which may be under
-            ``topology``. A preset numbers ranks by device, package and node. Ranks are discovered from ``discover`` and the
-            file of a node.
+        topology: A declared grid, or a source (`hzero.topology.sources.read_source`). Without ``nodes``, a declared grid
+            follows from the world size. A file may declare a grid with the same keys, which may be under ``topology``. A
+            preset numbers ranks by device, package and node. ``discover``, and the file of a node, need a discovery.
         world_size: Ranks of the world.
-        where: The key that holds it, for messages.
+        where: Key of the topology, for messages.
 
     Raises:
-        ConfigError: The file cannot be read, a key is wrong, or the product is not the world size; the message names
-            the factors that would fit. Where it is discovered: the ranks do not form a grid, or packages are ambiguous.
+        ConfigError: The file cannot be read, a key is wrong, or the product of the sizes is not the world size; the message
+            has the factors that would fit. In a discovery: the ranks do not form a grid, or packages are ambiguous.
     """
     declared = declared_grid(topology, where)
     if declared is None:
@@ -338,10 +338,10 @@ def _grid(declared: TopologyConfig, nodes: int) -> Grid:
 
 
 def sub_grid(topology: TopologyConfig, ranks: Sequence[int], world_size: int, where: str) -> Grid:
-    """The grid of a group of ranks, in the group's own numbers. Arguments and errors as of `resolve_grid`.
+    """The grid of a group of ranks, renumbered in the group. See `resolve_grid` for arguments and errors.
 
-    A declared grid is the grid of the group. Where the topology is discovered, every rank of the world calls this, for its own
-    group; the ranks keep their places in the world.
+    A declared grid is the grid of the group. Collective over the world if the topology is discovered: every rank passes its
+    own group, and the ranks keep their places in the world.
     """
     if declared_grid(topology, where) is not None:
         return resolve_grid(topology, len(ranks), where)
@@ -349,7 +349,7 @@ def sub_grid(topology: TopologyConfig, ranks: Sequence[int], world_size: int, wh
 
 
 def declared_grid(topology: TopologyConfig, where: str) -> TopologyConfig | None:
-    """The grid that is declared, maybe by a preset or a file; None where it has to be discovered. Arguments as in `resolve_grid`.
+    """The declared grid, also from a preset or a file; None if a discovery is needed. Arguments: see `resolve_grid`.
 
     Raises:
         ConfigError: The file is missing, or a key is wrong.
@@ -368,5 +368,5 @@ def declared_grid(topology: TopologyConfig, where: str) -> TopologyConfig | None
         if "nodes_per_group" in topology.model_fields_set:
             declared = declared.model_copy(update={"nodes_per_group": topology.nodes_per_group})
     if declared.nodes is not None:
-        _grid(declared, declared.nodes)  # whose parts have to divide it
+        _grid(declared, declared.nodes)  # raises if its parts do not divide it
     return declared

@@ -1,7 +1,7 @@
-"""One node as a source describes it: devices, direct links between them, NICs; and the packages and tiers that follow.
+"""One node as a source describes it: devices, their direct links, and NICs; and the packages and tiers that follow.
 
-Packages are found by physical identity where the source states one, and by the number of parallel links otherwise; never
-by adjacency of numbers. A machine that can be read in more than one way is an error that says how to declare it.
+Packages follow from the physical identity of modules if the source states it, and otherwise from the number of parallel links.
+They never follow from adjacent numbers. If the links allow several readings, an error explains how to declare the machine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hzero.config import TIERS, Tier, TopologyConfig
 from hzero.validation import ConfigError, some, validated
 
 #: GB/s each way of one link between two GPUs, by architecture or product. gfx90a: OLCF's Frontier guide (4 links carry 200 GB/s).
-#: The others are half of the two-way figures in AMD's data sheets of MI100 (92 GB/s), MI300X (128) and MI355X (153.6), and in
-#: NVIDIA's of V100 (300 GB/s by 6 links), A100 (600 by 12), H100 and H200 (900 by 18) and B200 (1800 by 18).
+#: The other rates are half of the two-way figures in data sheets. AMD: MI100 (92 GB/s), MI300X (128), MI355X (153.6). NVIDIA:
+#: V100 (300 GB/s over 6 links), A100 (600 over 12), H100 and H200 (900 over 18), B200 (1800 over 18).
 LINK_GB_S = {
     "gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0, "gfx950": 76.8, "sm_70": 25.0, "sm_80": 25.0, "sm_90": 25.0,
     "sm_100": 50.0, "V100": 25.0, "A100": 25.0, "H100": 25.0, "H200": 25.0, "B200": 50.0,
 }  # fmt: skip
 
-#: Products by PCI device id (pci.ids). MI250X and MI250 share one; both have two dies per module.
+#: Products by PCI device id (pci.ids). MI250X and MI250 share an id; both have two dies per module.
 PRODUCTS = {
     0x738C: "MI100", 0x7408: "MI250X", 0x740C: "MI250X", 0x740F: "MI210", 0x74A0: "MI300A", 0x74A1: "MI300X", 0x74A5: "MI325X",
 }  # fmt: skip
@@ -35,14 +35,14 @@ DIES = {
     "MI355X": 1, "H200": 1, "gfx908": 1, "gfx90a": None, "gfx942": 1, "gfx950": 1,
 }  # fmt: skip
 
-#: Largest number of devices of a node; more means a broken or hostile source.
+#: Maximum number of devices of a node. More devices mean a broken or hostile source.
 MAX_DEVICES = 1024
 
 _BUS = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])")
 
 
 class AmbiguousTopologyError(ConfigError):
-    """A machine that can be read in more than one way. The message says how to declare one."""
+    """The links of a machine allow several readings. The message explains how to declare the machine."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Device:
 
     Attributes:
         number: Its number in the source.
-        bus: PCI bus id as `bus_id` writes it; empty where unknown.
-        kind: Product or architecture, such as ``MI250X`` or ``gfx90a``; empty where unknown.
-        module: Identity of the module it sits on, where the source states one: devices of one module are one package.
-        numa: NUMA domain; None where unknown.
-        uuid: Identity that the vendor gave it; empty where unknown.
-        node: Name of the device in every process of the node, also in those that may not use it: KFD's node number.
-        hidden: Whether a task's cgroup keeps this process from it: only its links to others are known then.
+        bus: PCI bus id as `bus_id` writes it; empty if unknown.
+        kind: Product or architecture, such as ``MI250X`` or ``gfx90a``; empty if unknown.
+        module: Identity of its module, if the source states it. The devices of one module are one package.
+        numa: NUMA domain; None if unknown.
+        uuid: UUID from the vendor; empty if unknown.
+        node: KFD's node number: a name that is the same in all processes of the node, even if they may not use the device.
+        hidden: Whether a task's cgroup hides it from this process. Only links from other devices to it are known then.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Device:
 
     @property
     def identity(self) -> str:
-        """Its name in all processes of the node, which may number devices differently."""
+        """A name that is the same in all processes of the node, which may number devices differently."""
         return self.node or self.bus or f"#{self.number}"
 
 
@@ -80,8 +80,8 @@ class Link:
     """Direct links between two devices; pairs without one are routed.
 
     Attributes:
-        a: Number of the one device.
-        b: Number of the other; ``a < b``.
+        a: Number of the first device.
+        b: Number of the second device; ``a < b``.
         kind: ``xgmi``, ``nvlink``, ``nvswitch`` or ``pcie``.
         count: Number of parallel links; None if unknown.
         gb_s: Their total bandwidth, GB/s each way; None if unknown.
@@ -104,9 +104,9 @@ class Nic:
 
     Attributes:
         name: Such as ``hsn0`` or ``mlx5_0``.
-        kind: Protocol: ``cxi``, ``ib``, ``ethernet``; empty where unknown.
-        gb_s: GB/s each way; None where unknown.
-        subnets: Networks that its ports are on, where the source tells them apart, such as ``ib fe80:0000:0000:0000 0x1``.
+        kind: Protocol: ``cxi``, ``ib``, ``ethernet``; empty if unknown.
+        gb_s: GB/s each way; None if unknown.
+        subnets: Networks of its ports, such as ``ib fe80:0000:0000:0000 0x1``, if the source distinguishes them.
     """
 
     name: str
@@ -117,20 +117,20 @@ class Nic:
 
 @dataclass(frozen=True)
 class Machine:
-    """One node, checked: numbers and bus ids are unique, links join known devices, packages hold each device once.
+    """One checked node: numbers and bus ids are unique, links join known devices, and packages contain each device once.
 
     Attributes:
-        source: Where it was read: a path, a command, a preset.
+        source: Its source: a path, a command or a preset.
         devices: Sorted by number.
         links: Sorted; one entry per pair.
-        nics: As the source orders them.
-        packages: Groups of device numbers that the source declares to be packages; None where they follow from
-            modules and links.
-        remarks: What was missing in the source or left out.
+        nics: NICs in the order of the source.
+        packages: Groups of device numbers that the source declares as packages; None if packages follow from modules and
+            links.
+        remarks: Remarks about missing or omitted parts.
         switch_nodes: Nodes of one switch group of the network that the source declares.
 
     Raises:
-        ConfigError: The parts do not go together.
+        ConfigError: The parts contradict each other.
     """
 
     source: str
@@ -164,31 +164,31 @@ class Machine:
         object.__setattr__(self, "links", tuple(sorted(self.links, key=lambda link: (link.a, link.b))))
 
     def device(self, number: int) -> Device:
-        """The device with a number. Raises `KeyError` if missing."""
+        """The device with a number. Raises `KeyError` if it does not exist."""
         return {device.number: device for device in self.devices}[number]
 
     def link(self, one: int, other: int) -> Link | None:
-        """The direct links between two devices; None where the pair is routed."""
+        """The direct links between two devices; None if the pair is routed."""
         return next((link for link in self.links if {link.a, link.b} == {one, other}), None)
 
 
 def product(kind: str) -> str:
     """The product or architecture in a source's name, as in ``AMD Instinct MI250X`` and ``gfx90a:sramecc+``.
 
-    A name of nothing known stays as it is.
+    An unknown name is returned as it is.
     """
     return next((name for name in DIES if name.lower() in kind.lower()), kind)
 
 
 def bus_id(text: str, where: str = "") -> str:
-    """A PCI bus id in one form: ``0000:c1:00.0``, lower case, the domain written out.
+    """Normalises a PCI bus id: ``0000:c1:00.0``, in lower case and with the domain.
 
     Args:
-        text: As a source writes it; the domain may be missing, or have eight digits as NVIDIA's tools write it.
-        where: File and place, for messages.
+        text: The bus id in a source. The domain may be missing, or have eight digits as in NVIDIA's tools.
+        where: File and position, for messages.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is not a PCI bus id.
     """
     found = _BUS.fullmatch(text.strip())
     if found is None:
@@ -199,7 +199,7 @@ def bus_id(text: str, where: str = "") -> str:
 
 
 def merge_links(source: str, seen: Iterable[Link]) -> tuple[Link, ...]:
-    """One entry per pair from links that a source lists from one or both ends, either end first.
+    """Merges links that a source lists from one or both ends into one entry per pair.
 
     Raises:
         ConfigError: A device is linked to itself, or the two ends contradict each other.
@@ -218,7 +218,7 @@ def merge_links(source: str, seen: Iterable[Link]) -> tuple[Link, ...]:
 
 # ---- packages and tiers -----------------------------------------------------------------------------------------------
 
-#: Links between the two dies of an MI250X: no other pair of gfx90a has as many (OLCF user guide; RCCL's models).
+#: Links between the two dies of an MI250X. No other pair of gfx90a has so many (OLCF user guide; RCCL's models).
 _MI250X_LINKS = 4
 _GFX90A = {"gfx90a", "MI250X", "MI250", "MI210"}
 
@@ -228,9 +228,9 @@ class NodeTier(NamedTuple):
 
     Attributes:
         name: Its name.
-        groups: Numbers of the devices that differ in this tier's coordinate alone.
-        gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. None where one
-            of these rates is not known.
+        groups: Groups of device numbers that differ only in this tier's coordinate.
+        gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. None if one
+            of these rates is unknown.
     """
 
     name: Tier
@@ -239,16 +239,16 @@ class NodeTier(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Members of its largest group; 1 where the machine lacks the tier."""
+        """Members of its largest group; 1 if the machine lacks the tier."""
         return max(map(len, self.groups), default=1)
 
 
 class Position(NamedTuple):
-    """The place of a device in its node, in the order of PCI bus ids: the same in all processes.
+    """The place of a device in its node. It follows the order of PCI bus ids, so all processes agree.
 
     Attributes:
         gcd: Index in its package.
-        hive: Index of its package in the hive, packages that direct links join; 0 in a node without hives.
+        hive: Index of its package in the hive, the packages that direct links connect; 0 in a node without hives.
         gpu: Index of the hive, or of the package in a node without hives.
         package: Index of its package in the node, hive after hive.
     """
@@ -260,7 +260,7 @@ class Position(NamedTuple):
 
 
 def tiers_of(machine: Machine) -> list[NodeTier]:
-    """The tiers of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError` as `packages_of` does."""
+    """The tiers of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError`, see `packages_of`."""
     places, tiers = positions(machine), list[NodeTier]()
     for axis, name in enumerate(TIERS[: TIERS.index("node") + 1]):
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -285,7 +285,7 @@ def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
     home = {number: index for index, package in enumerate(packages) for number in package}
     joined = [(home[link.a], home[link.b]) for link in machine.links if link.kind != "pcie"]
     hives = _components(range(len(packages)), joined)
-    if max(map(len, hives), default=0) < 2:  # no direct links at all: the node is one group of packages
+    if max(map(len, hives), default=0) < 2:  # without direct links the node is one group of packages
         hives = [list(range(len(packages)))]
     found, numbers = dict[int, Position](), itertools.count()
     for hive, members in enumerate(hives):
@@ -298,16 +298,16 @@ def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
 def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ...], ...]:
     """The packages of a node: each a group of device numbers, sorted; the packages sorted by their first.
 
-    Declared packages count, then modules that the source states, then links: the dies of an MI250X are the pairs that
-    are joined by four links, and a single die without such a partner is a package of its own.
+    Declared packages have priority, then modules that the source states, then links. Four links join the two dies of an
+    MI250X. A single die without such a partner is a package.
 
     Args:
         machine: The node.
-        of_ranks: Whether the reports of ranks add up to it: hidden devices then have no rank, the links between two of
-            them are not known, and their packages do not matter.
+        of_ranks: Whether the node comes from reports of ranks. Then hidden devices have no rank, the links between two of
+            them are unknown, and their packages do not matter.
 
     Raises:
-        AmbiguousTopologyError: The links can be read in more than one way, or devices are hidden from this process.
+        AmbiguousTopologyError: The links allow several readings, or devices are hidden from this process.
     """
     if machine.packages is not None:
         return _sorted(machine.packages)
@@ -315,13 +315,13 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     if hidden and not of_ranks:
         raise AmbiguousTopologyError(
             f"{machine.source}: a task's cgroup hides the devices {hidden}, so one process cannot identify the packages; "
-            "the ranks of a job can together, as in `srun ... hzero doctor`"
+            "the ranks of a job can, together, as in `srun ... hzero doctor`"
         )
     modules: dict[str, list[int]] = {}
     for device in machine.devices:
         modules.setdefault(device.module or f"#{device.number}", []).append(device.number)
     singles = _sorted(modules.values())
-    kinds = {product(device.kind) for device in machine.devices if device.kind}  # one without a rank may have none
+    kinds = {product(device.kind) for device in machine.devices if device.kind}  # a device without a rank may have none
     links = [link for link in machine.links if link.kind == "xgmi"]
     dies = {DIES.get(kind) for kind in kinds}
     if any(device.module for device in machine.devices) or not links or dies == {1}:
@@ -332,8 +332,8 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     strongest = _components(numbers, [pair for pair, count in counts.items() if (count or 0) == most])
     alone = [group for group in strongest if len(group) == 1 and not machine.device(group[0]).hidden]
     largest, alike = max(map(len, strongest)), len(set(counts.values())) == 1
-    # On an unknown product, four links stand out only next to pairs with fewer. One die may have lost its partner; two may be
-    # a pair whose links are broken.
+    # On an unknown product, four links identify a pair only next to pairs with fewer links. One die may have lost its partner.
+    # Two such dies may be a pair with broken links.
     stands_out = bool(kinds) or not alike
     if kinds <= _GFX90A and most == _MI250X_LINKS and largest == 2 and stands_out and len(alone) <= bool(kinds):
         return _sorted(strongest)
@@ -350,10 +350,10 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
 
 
 def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
-    """The grid of nodes that are all like one with devices, for `declared_grid`; ``keys`` are further ones of the block.
+    """The grid of nodes that equal ``machine``, for `declared_grid`. ``keys`` are more keys of the block.
 
     Raises:
-        ConfigError: Its packages are ambiguous, or differ in size.
+        ConfigError: The packages are ambiguous, or differ in size.
     """
     packages = packages_of(machine)
     if len(sizes := {len(package) for package in packages}) > 1:
@@ -363,7 +363,7 @@ def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
 
 
 def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Connected components, each sorted, by their first."""
+    """Connected components. Each is sorted, and they are sorted by their first member."""
     group = {node: [node] for node in nodes}
     for a, b in pairs:
         if group[a] is not group[b]:

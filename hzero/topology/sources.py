@@ -1,11 +1,11 @@
-"""Sources of a node: this machine, a file of any kind, a preset.
+"""Sources of a node: this machine, a file, or a preset.
 
-- KFD's sysfs is the first source of a live AMD node: it needs no job and no tool, counts parallel links by their bandwidth, and
-  shows the devices that a task's cgroup hides. rocm-smi and amdsmi read the same files.
-- nvidia-smi is the one source of a live NVIDIA node: it has no KFD, and a dump of NCCL needs a job that runs.
-- A dump of RCCL or NCCL shows what KFD does not: NVLinks and NVSwitches, and a node that is not at hand.
-- A declared file adds what the others do not state: the packages of a machine whose links can be read in two ways, and a machine
-  that is not at hand (the presets). It may also declare the grid of all ranks.
+- KFD's sysfs describes a live AMD node. It needs no job and no tool. It counts parallel links by their bandwidth, and shows the
+  devices that a task's cgroup hides. rocm-smi and amdsmi read the same files.
+- nvidia-smi describes a live NVIDIA node, which has no KFD. A dump of NCCL needs a running job.
+- A dump of RCCL or NCCL also contains NVLinks and NVSwitches, and may come from another machine.
+- A declared file states packages that the links leave ambiguous, or describes another machine, as the presets do. It may also
+  declare the grid of all ranks.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from hzero.topology.machine import (
 )
 from hzero.validation import ConfigError, Frozen, did_you_mean, nearest, validated
 
-#: Where the kernel's tree is, for containers that see the host's elsewhere.
+#: Variable with the path of sysfs, for containers that mount the host's elsewhere.
 SYSFS = "HZERO_SYSFS"
 
-#: Nodes of known machines, as declared files that name the public source of every figure.
+#: Nodes of known machines. Their declared files cite the public source of every figure.
 PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "mi355x", "dgx_h200", "nic", "laptop")
 
 
-#: Largest dump, matrix and declared file, bytes. A dump of a node of 16 devices has 18 kB. PyYAML is slow, and a declared machine
-#: of 1,024 devices needs less.
+#: Maximum bytes of a dump or matrix, and of a declared file. A dump of a node with 16 devices has 18 kB. PyYAML is slow, so a
+#: declared file may have only as much as 1,024 devices need.
 _MAX_BYTES, _MAX_DECLARED = 8 * 2**20, 131_072
 
 
 def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str = "topology") -> Machine:
-    """The node that a text names: ``discover`` or ``auto``, one of `PRESETS`, or else a file or folder.
+    """Reads the node of a source: ``discover`` or ``auto``, one of `PRESETS`, or a file or folder.
 
     Args:
-        source: The text.
-        environ: ``HZERO_SYSFS`` names another place of ``/sys``.
-        where: The key or option that has it, for messages.
+        source: The source.
+        environ: The environment. ``HZERO_SYSFS`` replaces ``/sys``.
+        where: Key or option of the source, for messages.
 
     Raises:
-        ConfigError: There is no such file, it cannot be used, or it declares a grid.
+        ConfigError: The file does not exist, is invalid, or declares a grid.
     """
     found = this_machine(environ) if source in HERE else read_source(source, where)
     if isinstance(found, TopologyConfig):
@@ -73,10 +73,10 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str 
 
 
 def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """The node that this process runs on: without GPUs, a machine without devices.
+    """The node on which this process runs. Without GPUs, it has no devices.
 
     Raises:
-        ConfigError: GPUs are there, but what describes them cannot be read.
+        ConfigError: There are GPUs, but their description cannot be read.
     """
     machine = read_sysfs(Path(environ.get(SYSFS) or "/sys"))
     if machine.devices or environ.get(SYSFS) or not shutil.which("nvidia-smi"):
@@ -85,10 +85,10 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def read_source(source: str, where: str) -> Machine | TopologyConfig:
-    """The node that a preset, file or folder describes, or the grid that a file declares. Its content says what kind it has.
+    """Reads the node of a preset, file or folder, or the grid that a file declares. The content decides the kind of a file.
 
     Raises:
-        ConfigError: It is not there, cannot be read, is of no known kind, or contradicts itself. The message names it.
+        ConfigError: The source does not exist, cannot be read, is of no known kind, or contradicts itself.
     """
     if source in PRESETS:
         return preset(source)
@@ -120,19 +120,19 @@ def preset(name: str) -> Machine:
 
 # Source of the conventions: the Linux kernel's amdkfd (kfd_topology.c: node_show, iolink_show and kfd_topology_add_device;
 # kfd_crat.h for the link types; kfd_crat.c, kfd_fill_gpu_xgmi_link_to_gpu, for weights) and amdgpu
-# (amdgpu_xgmi_get_bandwidth). A node is a CPU or a GPU; it is a GPU where it has SIMDs. A process that a device cgroup keeps
-# from a GPU gets EPERM from the files of its node, so that ROCr does not count it either. A hop weighs 15, a pair of
-# partitions of one module 13. The minimum bandwidth counts one link, the maximum all links to the peer, in MB/s;
-# both are 0 where a pair is routed, and for all pairs of MI100 and of drivers before Linux 5.15.
+# (amdgpu_xgmi_get_bandwidth). A node of KFD is a CPU or a GPU; a GPU has SIMDs. If a device cgroup hides a GPU from a process,
+# the files of its node give EPERM, and ROCr does not count it either. A hop has weight 15, a pair of partitions of one module
+# weight 13. The minimum bandwidth is the rate of one link, the maximum the rate of all links to the peer, in MB/s. Both are 0
+# for routed pairs, for all pairs of MI100, and with drivers before Linux 5.15.
 
 NODES = Path("class/kfd/kfd/topology/nodes")
 
 #: Values of ``type`` in io_links.
 _PCIE, _XGMI = 2, 11
-#: Weights of two hops, of a link inside a module (KFD_CRAT_INTRA_SOCKET_WEIGHT), and of one between partitions of two
-#: modules (RCCL's rocm_smi_wrap.cc takes 13, 15 and 41 to be direct).
+#: Weights of two hops, of a link inside a module (KFD_CRAT_INTRA_SOCKET_WEIGHT), and of a link between partitions of two
+#: modules. RCCL's rocm_smi_wrap.cc treats 13, 15 and 41 as direct.
 _ROUTED, _SAME_MODULE, _PARTITIONS = 30, 13, 41
-#: A file of sysfs has at most a page.
+#: Maximum bytes of a file of sysfs: one page.
 _MAX_PAGE = 65_536
 _LINE = re.compile(r"([a-z0-9_]{1,40}) ([0-9]{1,20})")
 
@@ -140,14 +140,14 @@ _LINE = re.compile(r"([a-z0-9_]{1,40}) ([0-9]{1,20})")
 def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
     """The GPUs of this node, their links and its NICs.
 
-    Devices that the process may use are numbered in the order of their KFD nodes, which is ROCr's and, where nothing else
-    hides devices, HIP's. Those that it may not use follow, as hidden ones: the links of the others lead to them.
+    Devices that the process may use are numbered in the order of their KFD nodes. ROCr uses this order, and so does HIP if no
+    variable hides devices. Hidden devices follow, since links lead to them.
 
     Args:
         sysfs: Root of sysfs, or of a copy of it.
 
     Returns:
-        The node; without devices, and with a remark, if KFD's topology is missing.
+        The node. Without KFD's topology, it has no devices and a remark.
 
     Raises:
         ConfigError: The folder is missing, or the files contradict each other.
@@ -169,7 +169,7 @@ def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
             values = _properties(path / "properties") or {}
             end = values.get("node_to", -1)
             if values and end not in nodes:
-                raise ConfigError(f"{path}: leads to KFD node {end}, which is not there")
+                raise ConfigError(f"{path}: found node_to {end}; expected one of KFD's nodes")
             if end in index and (found := _link(index[number], index[end], values)) is not None:
                 links.append(found)
                 partitioned |= found.kind == "xgmi" and values.get("weight") == _SAME_MODULE
@@ -180,11 +180,11 @@ def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
 
 
 def _link(start: int, end: int, values: dict[str, int]) -> Link | None:
-    """The links between two devices; None where the pair is routed."""
+    """The links between two devices; None if the pair is routed."""
     low, high, weight = (values.get(key, 0) for key in ("min_bandwidth", "max_bandwidth", "weight"))
     if values.get("type") == _PCIE:
         return Link(start, end, "pcie", gb_s=high / 1000 if high else None)
-    # The first drivers that count links give a routed pair the minimum of one link.
+    # The first drivers that count links give a routed pair the minimum bandwidth of one link.
     if values.get("type") != _XGMI or (weight >= _ROUTED and weight != _PARTITIONS) or (low and not high):
         return None
     return Link(start, end, "xgmi", high // low if high and low else None, high / 1000 if high else None)
@@ -193,32 +193,32 @@ def _link(start: int, end: int, values: dict[str, int]) -> Link | None:
 def _device(index: int, number: int, values: dict[str, int], sysfs: Path, partitioned: bool) -> Device:
     location, domain, version = (values.get(key, 0) for key in ("location_id", "domain", "gfx_target_version"))
     slot = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
-    function = f"{slot}.{location & 7}"  # that the driver is bound to
+    function = f"{slot}.{location & 7}"  # the function to which the driver is bound
     # 90010 is gfx90a
     architecture = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
     numa = _number(sysfs / "bus/pci/devices" / function / "numa_node")
     unique_id = values.get("unique_id", 0)
     return Device(
         index,
-        bus=f"{slot}.{location >> 28 & 7}" if location >> 28 else function,  # HIP counts partitions as functions
+        bus=f"{slot}.{location >> 28 & 7}" if location >> 28 else function,  # HIP numbers partitions as functions
         kind=PRODUCTS.get(values.get("device_id", 0), architecture),
         module=slot if partitioned else "",
         numa=None if numa is None or numa < 0 else int(numa),
-        uuid=f"GPU-{unique_id:016x}" if unique_id else "",  # as ROCR_VISIBLE_DEVICES takes it
+        uuid=f"GPU-{unique_id:016x}" if unique_id else "",  # in the form of ROCR_VISIBLE_DEVICES
         node=f"kfd{number}",
     )
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """Entries of a folder that are named by a number, in their order."""
+    """Entries of a folder whose names are numbers, sorted by number."""
     numbers = [path for path in _entries(folder) if re.fullmatch("[0-9]{1,9}", path.name)]
     if len(numbers) > 4 * MAX_DEVICES:
-        raise ConfigError(f"{folder}: {len(numbers)} entries, at most {4 * MAX_DEVICES} are read")
+        raise ConfigError(f"{folder}: found {len(numbers)} entries; expected at most {4 * MAX_DEVICES}")
     return sorted(numbers, key=lambda path: int(path.name))
 
 
 def _properties(path: Path) -> dict[str, int] | None:
-    """Lines of a name and a number; None where this process may not read them, or there are none."""
+    """Parses lines of a name and a number; None if the file is empty or this process may not read it."""
     try:
         content = read_whole(path, _MAX_PAGE)
     except ConfigError:
@@ -233,7 +233,7 @@ def _properties(path: Path) -> dict[str, int] | None:
 
 
 def _nics(sysfs: Path) -> tuple[Nic, ...]:
-    """NICs of the fabric: RDMA devices and Slingshot's interfaces; where there are none, Ethernet interfaces with a device."""
+    """RDMA devices and Slingshot's interfaces; if there are none, Ethernet interfaces with a device."""
     fabric: list[Nic] = []
     ethernet: list[Nic] = []
     for folder in _entries(sysfs / "class/infiniband"):
@@ -242,7 +242,7 @@ def _nics(sysfs: Path) -> tuple[Nic, ...]:
         subnets = tuple(sorted({subnet for port in ports if (subnet := _subnet(port))}))
         fabric.append(Nic(folder.name, "rdma", max(rates, default=0) / 8 or None, subnets))
     for folder in _entries(sysfs / "class/net"):
-        speed = _number(folder / "speed") or 0  # Mbit/s; an error or -1 where the link is down
+        speed = _number(folder / "speed") or 0  # Mbit/s; an error or -1 if the link is down
         kind = "cxi" if folder.name.startswith("hsn") else "ethernet"
         if (folder / "device").exists():  # not loopback, bridges and virtual pairs
             (fabric if kind == "cxi" else ethernet).append(Nic(folder.name, kind, speed / 8000 if speed > 0 else None))
@@ -250,10 +250,10 @@ def _nics(sysfs: Path) -> tuple[Nic, ...]:
 
 
 def _subnet(port: Path) -> str:
-    """The network of an RDMA port; empty where it has no link, or the kernel does not say.
+    """The network of an RDMA port; empty without a link, or if the kernel does not report it.
 
     InfiniBand: the subnet's prefix, with which GIDs begin, and the subnet manager's LID, since most subnets keep the default
-    prefix. All ports of a subnet have the same. RoCE is one network: subnets of IP are routed.
+    prefix. Both are equal on all ports of a subnet. RoCE is one network, since IP subnets are routed.
     """
     if _number(port / "state") not in (None, 4):  # "4: ACTIVE"
         return ""
@@ -262,21 +262,21 @@ def _subnet(port: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """The beginning of a file of sysfs; empty where it cannot be read."""
+    """The first 80 characters of a file of sysfs; empty if it cannot be read."""
     with contextlib.suppress(ConfigError):
         return read_whole(path, _MAX_PAGE).decode("ascii", "replace").strip()[:80]
     return ""
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What a folder holds; nothing where it cannot be listed."""
+    """The sorted entries of a folder; empty if it cannot be listed."""
     with contextlib.suppress(OSError):
         return sorted(folder.iterdir())
     return []
 
 
 def _number(path: Path) -> float | None:
-    """The number at the beginning of a file of sysfs."""
+    """The number at the beginning of a file of sysfs; None without one."""
     with contextlib.suppress(ConfigError):
         if found := re.match(rb"-?[0-9]{1,9}(\.[0-9]{1,3})?(?![0-9])", read_whole(path, _MAX_PAGE)):
             return float(found[0])
@@ -286,29 +286,29 @@ def _number(path: Path) -> float | None:
 # ---- topology dumps of RCCL and NCCL, the XML of NCCL_TOPO_DUMP_FILE --------------------------------------------------------
 
 # Source of the format: RCCL's and NCCL's src/graph/xml.cc and topo.cc, and RCCL's models (tools/topo_expl). PCI devices are
-# nested as in the machine below the CPU of a NUMA domain; ``gpu`` and ``nic`` are children of their PCI device. ``tclass`` is
+# nested below the CPU of a NUMA domain, as in the machine. ``gpu`` and ``nic`` are children of their PCI device. ``tclass`` is
 # the PCI class of a link's target: 0x068000 is an NVSwitch, 0x068001 a CPU.
 
 _NVSWITCH, _CPU = "0x068000", "0x068001"
 _CRAY, _INFINIBAND = "0x17db", "0x0207"
-#: Largest number of parallel links; an MI300X has 7 in all, and a GPU behind NVSwitches 18.
+#: Maximum number of parallel links. An MI300X has 7 links, and a GPU with NVSwitches 18.
 _MAX_COUNT = 64
 #: Older dumps have hipDeviceProp_t.gcnArch instead of a name with features.
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942"}
 
 
 def read_dump(text: str, path: str) -> Machine:
-    """The node that a dump describes, with the dump's own device numbers.
+    """Reads the node in a dump. Devices keep the numbers of the dump.
 
     Args:
         text: Content of the file.
-        path: Its name, for messages.
+        path: Name of the file, for messages.
 
     Raises:
-        ConfigError: It is no dump, is cut off, has a DOCTYPE or entities, or contradicts itself.
+        ConfigError: The text is not a dump, is incomplete, has a DOCTYPE or entities, or contradicts itself.
     """
     if re.search("<!(DOCTYPE|ENTITY)", text):
-        raise ConfigError(f"{path}: has a DOCTYPE or an entity, which no topology dump has")
+        raise ConfigError(f"{path}: found a DOCTYPE or an entity; expected a topology dump, which has neither")
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
@@ -324,7 +324,7 @@ def read_dump(text: str, path: str) -> Machine:
             for gpu in pci.iterfind("gpu"):
                 bus = bus_id(pci.get("busid", ""), f"{path}: pci of a gpu")
                 if bus in devices or len(devices) >= MAX_DEVICES:
-                    raise ConfigError(f"{path}: two gpus have PCI bus id {bus}, or there are more than {MAX_DEVICES}")
+                    raise ConfigError(f"{path}: found PCI bus id {bus} twice, or more than {MAX_DEVICES} gpus")
                 number, numa = _integer(gpu, "dev", path, 0, 2**20), _integer(cpu, "numaid", path, -1, 2**20, "-1")
                 product = re.fullmatch("(0x)?[0-9a-fA-F]{1,8}", pci.get("device", ""))
                 kind = PRODUCTS.get(int(product[0], 16) if product else 0, _architecture(gpu))
@@ -336,7 +336,7 @@ def read_dump(text: str, path: str) -> Machine:
                 speed = _integer(net, "speed", path, 0, 10**9, "0")  # Mbit/s
                 nics[name] = Nic(name, _nic_kind(name, pci), speed / 8000 if speed else None)
     if (hosts := len({cpu.get("host_hash", "") for cpu in root.iter("cpu")})) > 1:
-        raise ConfigError(f"{path}: has {hosts} hosts; expected a dump of one node")
+        raise ConfigError(f"{path}: found {hosts} hosts; expected a dump of one node")
     merged = merge_links(path, _links(links, devices, rates, path))
     return Machine(path, tuple(devices.values()), merged, tuple(nics.values()))
 
@@ -358,7 +358,7 @@ def _links(
         elif link.tag == "xgmi" or not of_class.startswith(_CPU):
             target = bus_id(link.get("target", ""), f"{path}: target of a link of gpu {number}")
             if target not in devices:
-                raise ConfigError(f"{path}: a link leads to {target}, no gpu of this file; dump a job on all GPUs")
+                raise ConfigError(f"{path}: found a link to {target}; expected a gpu of this file, from all GPUs")
             yield _between(number, devices[target].number, link.tag, count, rates)
     for a, b in itertools.combinations(switched, 2):
         yield _between(a, b, "nvswitch", min(switched[a], switched[b]), rates)
@@ -384,9 +384,9 @@ def _nic_kind(name: str, pci: Element) -> str:
 
 # ---- nvidia-smi topo -m -----------------------------------------------------------------------------------------------------
 
-# Source of the format: the legend that nvidia-smi prints below the matrix. NV# means # NVLinks between two GPUs, also
-# where they run through switches; the other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets). NICs, for
-# which it has no rates, come from sysfs.
+# Source of the format: the legend that nvidia-smi prints below the matrix. NV# means # NVLinks between two GPUs, directly or
+# through switches. The other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets). NICs come from sysfs, since
+# nvidia-smi has no rates for them.
 
 _MATRIX = ("nvidia-smi", "topo", "-m")
 _DEVICES = ("nvidia-smi", "--query-gpu=index,pci.bus_id,name,uuid", "--format=csv,noheader")
@@ -401,20 +401,20 @@ _DEVICE = re.compile(
 
 
 def query_nvidia() -> Machine:
-    """The node from the tool itself. Raises `ConfigError` if it fails, or does not answer in time."""
+    """Runs nvidia-smi and reads the node. Raises `ConfigError` if it fails, or does not answer in time."""
     return read_matrix(f"{_run(_MATRIX)}\n{_run(_DEVICES)}", "nvidia-smi")
 
 
 def read_matrix(text: str, name: str) -> Machine:
-    """The node that a saved matrix describes.
+    """Reads the node in a matrix.
 
     Args:
-        text: Output of ``nvidia-smi topo -m``, and where bus ids are wanted, after it that of ``nvidia-smi
+        text: Output of ``nvidia-smi topo -m``. For bus ids, append the output of ``nvidia-smi
             --query-gpu=index,pci.bus_id,name,uuid --format=csv``.
-        name: Its file, for messages.
+        name: Name of the file, for messages.
 
     Raises:
-        ConfigError: It is no such output, or contradicts itself.
+        ConfigError: The text is not such output, or contradicts itself.
     """
     columns: list[str] = []
     rows: dict[str, list[str]] = {}
@@ -422,7 +422,7 @@ def read_matrix(text: str, name: str) -> Machine:
     for line in _ESCAPE.sub("", text).split("\n"):
         words = line.split()
         if not columns and words and _GPU.fullmatch(words[0]):
-            columns = list(itertools.takewhile(_GPU.fullmatch, words))  # those of NICs follow
+            columns = list(itertools.takewhile(_GPU.fullmatch, words))  # columns of NICs follow
             if len(set(columns)) < len(columns) or len(columns) > MAX_DEVICES:
                 raise ConfigError(f"{name}: found {len(columns)} GPUs; expected at most {MAX_DEVICES}, each once")
         elif words and words[0] in columns and words[0] not in rows:
@@ -433,7 +433,7 @@ def read_matrix(text: str, name: str) -> Machine:
     for gpu in columns:
         cells = rows.get(gpu, [])
         if len(cells) < len(columns) or not all(map(_CELL.fullmatch, cells)):
-            raise ConfigError(f"{name}: row of {gpu}: expected {len(columns)} cells, each X, NV# or a path such as PIX")
+            raise ConfigError(f"{name}: row of {gpu}: found other cells; expected {len(columns)} of X, NV# or a path")
         number = int(gpu[3:])
         bus, kind, uuid = known.get(number, ("", "", ""))
         rate = next((rate for name, rate in LINK_GB_S.items() if name in kind), None)
@@ -442,7 +442,7 @@ def read_matrix(text: str, name: str) -> Machine:
             if cell.startswith("NV"):
                 links.append(Link(number, int(other[3:]), "nvlink", int(cell[2:]), rate and rate * int(cell[2:])))
     if not devices:
-        raise ConfigError(f"{name}: has no row of a GPU; expected the output of nvidia-smi topo -m")
+        raise ConfigError(f"{name}: found no row of a GPU; expected the output of nvidia-smi topo -m")
     return Machine(name, tuple(devices), merge_links(name, links))
 
 
@@ -456,7 +456,7 @@ def _run(command: Sequence[str]) -> str:
         raise ConfigError(f"{name}: cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and no wait: a tool that is stuck in the driver never ends
+            os.killpg(process.pid, signal.SIGKILL)  # without a wait: a tool that hangs in the driver never ends
         raise ConfigError(f"{name}: no answer within {_TIMEOUT_S:g} s") from None
     if process.returncode:
         reason = output.strip().rpartition("\n")[2][:200] or "no message"
@@ -473,7 +473,7 @@ Pair = Annotated[list[Number], Field(min_length=2, max_length=2), AfterValidator
 
 
 class DeclaredLinks(Frozen):
-    """Pairs with equal links; None means all pairs."""
+    """Pairs of devices with equal links; ``pairs`` None means all pairs."""
 
     kind: Literal["xgmi", "nvlink", "nvswitch", "pcie"] = "xgmi"
     count: Annotated[int, Field(ge=1, le=1000)] | None = None
@@ -482,7 +482,7 @@ class DeclaredLinks(Frozen):
 
 
 class DeclaredNic(Frozen):
-    """A NIC."""
+    """A NIC of a node."""
 
     name: Text
     kind: Text = ""
@@ -492,7 +492,7 @@ class DeclaredNic(Frozen):
 class DeclaredMachine(Frozen):
     """The file of a node. The file of a grid has the keys of `hzero.config.TopologyConfig`.
 
-    Only ``devices`` is required, and not where ``packages`` or ``buses`` give their number; ``null`` is an unknown value::
+    Only ``devices`` is required. ``packages`` or ``buses`` can give the number instead. ``null`` is an unknown value::
 
         name: my node
         kind: MI250X
@@ -500,7 +500,7 @@ class DeclaredMachine(Frozen):
         packages: [[0, 1], [2, 3], [4, 5], [6, 7]]
         buses: ["0000:c1:00.0", ...]       # by device
         numa: [3, 3, 1, 1, 0, 0, 2, 2]     # domain, by device
-        links:                             # gb_s: of all parallel links of a pair, GB/s each way
+        links:                             # gb_s: GB/s each way, of all parallel links of a pair together
           - {kind: xgmi, count: 4, gb_s: 200, pairs: [[0, 1], [2, 3]]}
           - {kind: nvswitch, pairs: all}   # every pair of devices
         nics:
@@ -520,19 +520,19 @@ class DeclaredMachine(Frozen):
 
 
 def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyConfig:
-    """The node or the grid that a file declares.
+    """Reads the node or the grid that a file declares.
 
     Args:
-        text: Its content.
-        path: Its name, for messages.
-        source: Name of the machine; the path where empty.
+        text: Content of the file.
+        path: Name of the file, for messages.
+        source: Name of the machine; empty: the path.
 
     Raises:
-        ConfigError: A key is unknown, as one of a node is in a grid, or a value is wrong. The message names file and key.
+        ConfigError: A value is wrong, or a key is unknown, for example a key of a node in a grid.
     """
     content = _load(text, path)
     if set(content) & (set(TopologyConfig.model_fields) - set(DeclaredMachine.model_fields)):
-        content.pop("bandwidth_gb_s", None)  # which the files of conf/topology have, for plans
+        content.pop("bandwidth_gb_s", None)  # files of conf/topology have it, for plans
         grid = validated(TopologyConfig, content, f"{path}:")
         if grid.gpus_per_node is None:
             raise ConfigError(f"{path}: gpus_per_node: missing")
@@ -548,7 +548,7 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
     links: list[Link] = []
     for group in declared.links:
         if len(links) > count**2:
-            break  # the machine refuses pairs that occur twice
+            break  # enough: `Machine` refuses pairs that occur twice
         pairs = itertools.combinations(range(count), 2) if group.pairs is None else map(tuple, group.pairs)
         links += [Link(a, b, group.kind, group.count, group.gb_s) for a, b in pairs]
     buses = declared.buses or [""] * count
@@ -564,15 +564,15 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
 
 
 def _load(text: str, path: str) -> dict[str, Any]:
-    """The keys of a file, or those under its ``topology``; without keys of the value ``null``.
+    """Loads the keys of a file, or of its block ``topology``, without keys whose value is ``null``.
 
     Raises:
-        ConfigError: It is neither YAML nor JSON, has a key twice or a reference, or has no key of a declared machine.
+        ConfigError: The file is neither YAML nor JSON, has a key twice or a reference, or no key of a declared machine.
     """
     if len(text) > _MAX_DECLARED:
         raise ConfigError(f"{path}: larger than {_MAX_DECLARED:,} bytes, the limit")
     try:
-        # YAML has no tabs between tokens, JSON may.
+        # JSON allows tabs between tokens, YAML does not.
         content = yaml.load(text.replace("\t", " ") if text.lstrip().startswith("{") else text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -584,18 +584,18 @@ def _load(text: str, path: str) -> dict[str, Any]:
     known = {*DeclaredMachine.model_fields, *TopologyConfig.model_fields}
     if not isinstance(content, dict) or not any(nearest(key, known, 0.45) for key in content):
         raise ConfigError(
-            f"{path}: is of no known kind; expected an XML dump of RCCL or NCCL (NCCL_TOPO_DUMP_FILE), the output of nvidia-smi "
-            "topo -m, a declared machine (YAML or JSON), or a folder with class/kfd (/sys or a copy of it)"
+            f"{path}: found no known kind of file; expected an XML dump of RCCL or NCCL (NCCL_TOPO_DUMP_FILE), the output of "
+            "nvidia-smi topo -m, a declared machine (YAML or JSON), or a folder with class/kfd (/sys or a copy of it)"
         )
     return content
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without what turns a small file into a large or doubtful machine: references, and keys that occur twice."""
+    """YAML without references, which can turn a small file into a huge machine, and without repeated keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
-        if getattr(event, "anchor", None) is not None:  # of an alias, too
+        if getattr(event, "anchor", None) is not None:  # also set for an alias
             raise yaml.MarkedYAMLError(
                 problem="found a reference (& or *); write the value out", problem_mark=event.start_mark
             )

@@ -21,7 +21,7 @@ from tests.ranks import LONG, environment, mpiexec
 from tests.topology import trees
 
 WRONG = {
-    "--max-bytes 1K": "--max-bytes: found 1,024, less than --min-bytes 4,096",
+    "--max-bytes 1K": "--max-bytes: found 1,024; expected at least 4,096",
     "--min-bytes 4Q": "--min-bytes: found '4Q'; expected bytes",
     "--iterations 0": "--iterations: found '0'; expected more than 0",
     "--timeout nan": "--timeout: found 'nan'",
@@ -32,7 +32,7 @@ WRONG = {
     "--topology nope": "--topology: found no file 'nope'",
     "--topology frontier": "--topology: found 0 ranks for this machine; expected 2 to 256, as in 2x2x2",
     "--topology 1x1x2 --out no/such/links.json": "--out: found 'no/such/links.json'; expected a file in a folder",
-    "--topology 1x1x2 --out here.json": "'here.json' exists; --overwrite replaces a file",
+    "--topology 1x1x2 --out here.json": "found 'here.json', which exists; expected --overwrite",
     "--topology 1x1x2 --out folder.json --overwrite": "'folder.json' exists",
     "--fctor 2": "found argument '--fctor'",
 }

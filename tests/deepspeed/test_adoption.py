@@ -101,7 +101,7 @@ def test_what_a_script_raises_is_its_own(raised: str, tmp_path: Path, capfd: pyt
     with pytest.raises(Exception) as error:
         cli.main(["run", str(script)])
     assert type(error.value).__name__ == raised.partition("(")[0]
-    assert cli.main(["run", "nothing.py"]) == 2 and "SCRIPT: no file 'nothing.py'" in capfd.readouterr().err
+    assert cli.main(["run", "nothing.py"]) == 2 and "SCRIPT: found no file 'nothing.py'" in capfd.readouterr().err
 
 
 def test_without_a_block_deepspeed_stays_as_it_is(installed: Path) -> None:

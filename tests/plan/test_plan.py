@@ -213,7 +213,7 @@ def test_tune_shows_what_loses_less(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["--tune", "model=gpt_neox_1b", "topology=frontier", "nodes=4"]
     text = _text(capsys, *keys)
     assert "│ lossless " in text and "│ weights " in text
-    assert "take the one that loses less" in text and '"hzero": {"preset": ' in text and "hzero train" in text
+    assert "prefer the one that loses less" in text and '"hzero": {"preset": ' in text and "hzero train" in text
 
 
 def test_fit_finds_the_largest_that_plans_say_fits(
@@ -285,7 +285,7 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tune", *FRONTIER, "nodes=1", "memory=20GB"], "memory: found 20.00 GB, and the smallest setting"),
+        (["--tune", *FRONTIER, "nodes=1", "memory=20GB"], "memory: found 20.00 GB, but the smallest setting"),
         (["--fit", *FRONTIER, "nodes=8", "memory=16GB"], "at backward: optimizer"),
         (["--tune", *FRONTIER, "nodes=48", "global_batch=100"], "expected a multiple of the 384 devices, such as 384"),
         (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
@@ -293,8 +293,8 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for this topology"),
         (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2'; expected nodes, as in 48"),
         (["--against", "", *FRONTIER], "--against: found ''; expected nodes, as in 48"),
-        (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
-        (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "found with --against, which sets it itself; write the nodes"),
+        (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; expected at most the 9,408 of frontier-2026"),
+        (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "found with --against, which sets it itself; expected the nodes"),
         (["--against", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: found 'no/where.png'; expected a file"),
         (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; input should be a valid number"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),

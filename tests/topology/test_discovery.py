@@ -93,8 +93,8 @@ def test_lists() -> None:
     for entry, says in (
         ("8", "no devices"),
         ("GPU-7a5c", "8 devices"),
-        ("1,1", "already"),
-        ("1,,2", "entry '' names no devices"),
+        ("1,1", "twice"),
+        ("1,,2", "found entry '', which names no devices"),
         ("MIG-GPU-0932f937/1/2", "no devices"),
     ):
         with pytest.raises(ConfigError, match=says) as raised:
@@ -116,7 +116,7 @@ def test_the_runtime_decides_and_nothing_is_guessed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"index 2 \(LOCAL_RANK\) among the 2 visible .*='4,5'\) of 8"):
         own_device(node, {"ROCR_VISIBLE_DEVICES": "4,5", "LOCAL_RANK": "2"})
-    with pytest.raises(ConfigError, match=r"0000:aa:00.0, which no devices have; there are: 0000:c1"):
+    with pytest.raises(ConfigError, match=r"0000:aa:00.0 in torch, which no devices have; expected one of 0000:c1"):
         with_bus(GCDS, "0000:aa:00.0")
     # torch states no function: it finds a device whose function is not 0, but not one of several.
     assert with_bus([Device(0, "0000:01:00.1")], "0000:01:00.0").number == 0
@@ -166,7 +166,7 @@ def test_reports_that_cannot_be_true_are_refused() -> None:
     thinner = reports([Machine("test", node().devices, (Link(0, 1, "xgmi", 2, 100.0),))] * 2, [0, 1])
     with pytest.raises(ConfigError, match=r"node n: the ends of link 0-1 contradict: 4 xgmi links .*2 xgmi links"):
         assemble([said[0], thinner[1]])
-    with pytest.raises(ConfigError, match=r"ranks \[1\] of node n have no device"):
+    with pytest.raises(ConfigError, match=r"found no device on ranks \[1\] of node n"):
         assemble([said[0], RankReport(1, "n", None)])
     ring = [Link(a, b, "xgmi", 2) for a, b in ((0, 1), (1, 2), (2, 3), (0, 3))] + [Link(0, 2, "xgmi", 1)]
     with pytest.raises(AmbiguousTopologyError, match="node n: ambiguous"):

@@ -118,7 +118,7 @@ def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
             {"gpus_per_node": 2, "nodes_per_group": "many"},
             "nodes_per_group: found 'many'; expected a number of nodes, null",
         ),
-        ({"source": "frontier", "gcds_per_gpu": 2}, r"gcds_per_gpu: given together with .*source 'frontier'"),
+        ({"source": "frontier", "gcds_per_gpu": 2}, r"gcds_per_gpu: found together with .*source 'frontier'"),
     ],
 )
 def test_what_cannot_be_groups_is_refused(topology: Any, says: str) -> None:

@@ -109,7 +109,7 @@ def test_nics_of_the_fabric(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("5/io_links/1/properties", "node_to 4", "node_to 77", "77, which is not there"),
+        ("5/io_links/1/properties", "node_to 4", "node_to 77", "found node_to 77; expected one of KFD"),
         ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 100000", "the ends of link 0-1 contradict"),
         ("5/properties", "domain 0", "simd_count 440", "expected a name, once, and a number"),
         ("5/properties", "location_id 50688", "location_id 49408", "0000:c1:00.0 occurs twice"),
@@ -220,16 +220,16 @@ def test_a_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("good", "old", "new", "message"),
     [
-        (PAIR, 'target="0000:c6:00.0"', 'target="0000:aa:00.0"', "a link leads to 0000:aa:00.0, no gpu of this file"),
+        (PAIR, 'target="0000:c6:00.0"', 'target="0000:aa:00.0"', "found a link to 0000:aa:00.0; expected a gpu of this file"),
         (PAIR, 'count="4"', 'count="2"', "the ends of link 4-5"),
         (PAIR, 'count="4"', 'count="-4"', "xgmi: found count='-4'; expected 1 to 64"),
         (PAIR, 'dev="5"', 'dev="4"', "device 4 is linked to itself"),
         (PAIR, 'busid="0000:c1:00.0"', 'busid="../../etc"', r"found '../../etc'; expected a PCI bus id"),
         (PAIR, "</system>", "", "is not valid XML: .* line 20"),
-        (PAIR, "<cpu numaid", '<cpu host_hash="1"/><cpu host_hash="2" numaid', "has 2 hosts|has 3 hosts"),
-        (PAIR, "<system", '<!DOCTYPE system [<!ENTITY l0 "lol">]><system', "has a DOCTYPE"),
+        (PAIR, "<cpu numaid", '<cpu host_hash="1"/><cpu host_hash="2" numaid', "found 2 hosts|found 3 hosts"),
+        (PAIR, "<system", '<!DOCTYPE system [<!ENTITY l0 "lol">]><system', "found a DOCTYPE"),
         (MATRIX, "GPU1\tNV18\t X ", "GPU1\tNV12\t X ", "the ends of link 0-1 contradict"),
-        (MATRIX, "GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: expected 3 cells"),
+        (MATRIX, "GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: found other cells; expected 3"),
         (MATRIX, "\tGPU1\tGPU2", "\tGPU1\tGPU1", "found 3 GPUs; expected at most"),
         (MATRIX + DEVICES, "00000000:43:00.0", "00000000:1B:00.0", "0000:1b:00.0 occurs twice"),
     ],
@@ -304,7 +304,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ("devices: 2\nlinks: [{kind: xgm, pairs: all}]", "found 'xgm'; expected xgmi, nvlink, nvswitch or pcie (did"),
         ("devices: 2\nlinks: [{gb_s: .inf, pairs: all}]", "links.0.gb_s: found inf"),
         ("gpus_per_node: 2", "declares a grid (gpus_per_node); expected a node"),
-        ("poem: Shall I compare thee", "is of no known kind; expected an XML dump of RCCL or NCCL"),
+        ("poem: Shall I compare thee", "found no known kind of file; expected an XML dump of RCCL or NCCL"),
         ("devices: &a 2\nnuma: *a", "line 1: is neither YAML nor JSON that can be used: found a reference"),
         ("a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk")), "a reference"),
         ("[" * 9_000, "nested too deeply"),
