@@ -117,7 +117,7 @@ def _by_keyword(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     Stock attaches that hook to the inputs of a layer, but only to positional ones.
     """
-    if layer.ds_grads_remaining:
+    if getattr(layer, "ds_grads_remaining", True):  # a layer inside a leaf module has no hooks of stock
         return args, kwargs
     follow = layer.post_bwd_fn.apply
     return args, {

@@ -296,6 +296,30 @@ def check_nested_layers_tied_weights_and_leaf_modules() -> None:
     _compare(build)
 
 
+class _Tower(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x=x)[0]
+        return x
+
+
+def check_layers_inside_a_leaf_module() -> None:
+    """Stock gathers the leaf as a whole, and has no hooks inside it."""
+
+    def build() -> Decoder:
+        built = Decoder()
+        built.tower, built.route = _Tower(built.layers), lambda self, x: self.tower(x)
+        del built.layers
+        set_z3_leaf_modules(built, [_Tower])
+        return built
+
+    _compare(build, "lossless")
+
+
 def check_a_layer_is_no_larger_than_the_limit() -> None:
     """The start line names the units; a layer is live as a whole, but no two, and no more than the limit."""
     with mock.patch.dict(globals(), WIDTH=128):  # messages as large as those of a model
