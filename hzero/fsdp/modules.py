@@ -99,14 +99,14 @@ class ShardedModule:
                 f"gathered parameters of {listed}", "one of float32, bfloat16 and float16 (mp_policy, or a module each)"
             )
         if any(hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather") for param in self.params):
-            raise self.refusal("parameters with fsdp_pre_all_gather, as of float8 gathers", "parameters without it")
+            raise self.refusal("parameters with fsdp_pre_all_gather (float8 gathers)", "parameters without it")
         if group._all_reduce_hook is not None:
             raise self.refusal("set_all_reduce_hook, which would see no gradients", "no hook")
         for comm in (self.stock_gather, self._stock_reduce):
             if not type(comm).__module__.startswith("torch."):
                 found = "hzero.fsdp.apply already; close the state that it has returned first"
                 if not type(comm).__module__.startswith("hzero."):
-                    found = f"a collective of its own, {type(comm).__name__}"
+                    found = f"another collective, {type(comm).__name__}"
                 raise self.refusal(found, "FSDP2's collectives")
 
     def refusal(self, found: str, expected: str) -> ConfigError:
@@ -311,7 +311,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
     except RuntimeError:
         raise ConfigError(
-            "hzero.fsdp: found a reduction outside of backward, as of torch.distributed.pipelining; expected no pipeline stages"
+            "hzero.fsdp: found a reduction outside of backward (torch.distributed.pipelining); expected no pipeline stages"
         ) from None
 
 
@@ -330,6 +330,6 @@ def _checked(kind: str, found: Any) -> Any:
     for name in _READ[kind]:
         if not hasattr(found, name):
             raise ConfigError(
-                f"torch: found {torch.__version__}, whose {type(found).__name__} has no {name}; tested are {', '.join(TESTED)}"
+                f"torch: found {torch.__version__}, whose {type(found).__name__} has no {name}; expected {', '.join(TESTED)}"
             )
     return found

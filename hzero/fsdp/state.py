@@ -310,7 +310,7 @@ class FsdpState(Engine):
             )
         members = [place for flat in trained for place in flat.members]
         if module.steps_in_backward(members):
-            raise module.refusal("a post-accumulate-grad hook, as of an optimizer in backward", "a step after backward")
+            raise module.refusal("a post-accumulate-grad hook (an optimizer in backward)", "a step after backward")
         unit.divisor = module.divisor(gradients.dtype)
         if not module.is_last and not self._flagged:
             self._in_chunks.add(unit)
