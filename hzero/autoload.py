@@ -2,7 +2,7 @@
 
 ``import hzero`` calls `autoload`. torch imports hzero at the end of its own import (entry point ``torch.backends``, see
 ``hzero_autoload.py``), so this module imports nothing that takes time. `autoload` only registers an import hook. When
-DeepSpeed, Accelerate or Trainer is imported, the hook wraps one method of one class. Every configuration passes through
+DeepSpeed, Accelerate or Trainer is imported, the hook wraps one method of a class. Every configuration passes through
 ``DeepSpeedConfig._initialize_params``, also for ``zero.Init``. The rest of DeepSpeed is unchanged until a configuration has
 the block.
 """

@@ -50,7 +50,7 @@ _OTHERS = ("TORCHELASTIC_", "SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 #: Message of a failed rank to its parent: whether it accepted its input, whether it timed out waiting for other ranks, seconds
-#: of the monotonic clock, and a text for the user. The smallest tuple is the cause.
+#: of the monotonic clock, and a text. The smallest tuple is the cause.
 Failure = tuple[bool, bool, float, str]
 
 
@@ -88,8 +88,8 @@ def run_ranks(
         saves: Whether ranks save on SIGTERM. If not, failures after a signal are ignored: a rank has only lost its peers.
 
     Returns:
-        0 if all ranks succeeded, 75 if they saved and must be started again, 2 for invalid input, and 1 if a rank failed.
-        130 after Ctrl-C, or after SIGTERM before they could save.
+        0 if all ranks succeeded. 75 if they saved and must be started again. 2 for invalid input. 1 if a rank failed. 130 after
+        Ctrl-C, or after SIGTERM before they could save.
     """
     logs.mkdir(parents=True, exist_ok=True)
     cuda, before = importlib.import_module("torch").cuda, dict(os.environ)

@@ -47,8 +47,8 @@ def run_train(arguments: Sequence[str]) -> int:
     """Runs the application on Hydra's arguments; ``-m``, ``--help`` and ``--cfg job`` are among them.
 
     Returns:
-        Exit status: 0; 1 if a rank failed; 2 for invalid input, with one line on stderr; 75 if the run has saved and stopped
-        before its last step; 130 after Ctrl-C.
+        Exit status: 0, or 1 if a rank failed. 2 for invalid input, with one line on stderr. 75 if the run has saved and stopped
+        before its last step. 130 after Ctrl-C.
     """
     statuses: list[int] = []
     running = False

@@ -26,8 +26,8 @@ from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 Positive = Annotated[int, Field(ge=1)]
-#: Resource that transfers and kernels share: a device's links inside its package (``gcd``) and between packages (``gpu``), the
-#: NICs of a node, the links between switch groups, and the device's memory and compute.
+#: Resource that transfers and kernels share. ``gcd`` and ``gpu`` are a device's links inside its package and between packages.
+#: ``node`` are the NICs of a node, and ``uplink`` the links between switch groups.
 Resource = Literal["gcd", "gpu", "node", "uplink", "memory", "compute"]
 _Algorithm: TypeAlias = Algorithm | Literal["hierarchical"]
 #: Bytes that Adam reads and writes per element: gradient, float32 master and two moments, 16-bit weight.

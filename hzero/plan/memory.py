@@ -17,9 +17,9 @@ from hzero.plan.sequence import chunked
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
-#: Channels of an NCCL or RCCL communicator, as set in ``slurm/frontier.env`` (the default depends on the machine), and bytes of
-#: the buffer of each channel and neighbour (``NCCL_BUFFSIZE``, 4 MiB by default). They estimate the memory of communicators: one
-#: of each tier, and DeepSpeed's of the world. A ring has two neighbours (NVIDIA/nccl#986, #1450). No source gives the smaller
+#: Channels of an NCCL or RCCL communicator, as set in ``slurm/frontier.env``; the default depends on the machine. Each channel
+#: has a buffer per neighbour (``NCCL_BUFFSIZE``, 4 MiB by default). Both estimate the memory of communicators: one of each tier,
+#: and DeepSpeed's of the world. A ring has two neighbours (NVIDIA/nccl#986, #1450). No source gives the smaller
 #: buffers of the protocols LL and LL128, of trees, and of an all-to-all, so they are left out. Logs show more: 67 MB for 4
 #: channels (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864). From RCCL 2.30 on, each communicator
 #: over 8 nodes or more adds the buffer of `hzero.plan.machine.HIERARCHICAL`.
@@ -279,9 +279,9 @@ def activations(job: Job) -> States:
     """Activations that forward saves for backward, and the memory of the loss and of one layer's backward.
 
     From the tensors that a GPT-NeoX saves; other architectures count as if they were one. Per token a layer saves its input,
-    two normalised inputs, fused queries, keys and values, rotated queries and keys, the output of attention, and the hidden
-    units before and after the activation function. With 4 x hidden units, these are 17 x hidden elements, as in arXiv
-    2205.05198, eq. 2, without scores and masks of dropout. A tensor group with sequence parallelism divides all of them
+    two normalised inputs, fused queries, keys and values, and rotated queries and keys. It also saves the output of attention,
+    and the hidden units before and after the activation function. With 4 x hidden units, these are 17 x hidden elements (arXiv
+    2205.05198, eq. 2, without scores and masks of dropout). A tensor group with sequence parallelism divides all of them
     (section 4.2.2).
     """
     model, tokens, size = job.model, job.tokens // job.tensor, job.itemsize

@@ -36,8 +36,8 @@ _AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "checksum", "transport
 #: All-gathers of many nodes that form no groups, since a ring waits for each node. From this size on the ring is as fast: its
 #: messages go to neighbours, and few of them leave a switch group.
 _UNGROUPED = NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
-#: Bytes of a peer's part at which a Slingshot NIC reaches nine tenths of its rate, and minimum ranks of a tier for which the
-#: latency of messages exceeds the latency of a launch.
+#: Bytes of a peer's part at which a Slingshot NIC reaches nine tenths of its rate. From this many ranks on, the latency of a
+#: tier's messages exceeds the latency of a launch.
 _PART_BYTES, _MANY_PEERS = 1 << 16, 16
 #: Maximum number of names in a message.
 _NAMED = 4
