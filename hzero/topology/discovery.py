@@ -241,7 +241,7 @@ def clusters_of(hosts: Mapping[str, Sequence[RankReport]]) -> dict[str, int]:
     """
     subnets = {host: {one for report in reports for one in report.subnets} for host, reports in hosts.items()}
     found: list[set[str]] = [] if all(subnets.values()) else [set[str]().union(*subnets.values())]
-    for own in subnets.values():
+    for own in filter(None, subnets.values()):
         sharing = [cluster for cluster in found if cluster & own]
         found = [*(cluster for cluster in found if cluster not in sharing), own.union(*sharing)]
     homes = [next((index for index, cluster in enumerate(found) if own <= cluster), 0) for own in subnets.values()]

@@ -134,6 +134,7 @@ _PCIE, _XGMI = 2, 11
 _ROUTED, _SAME_MODULE, _PARTITIONS = 30, 13, 41
 #: Maximum bytes of a file of sysfs: one page.
 _MAX_PAGE = 65_536
+_ACTIVE = 4  # of the file `state` of an RDMA port: "4: ACTIVE"
 _LINE = re.compile(r"([a-z0-9_]{1,40}) ([0-9]{1,20})")
 
 
@@ -238,6 +239,8 @@ def _nics(sysfs: Path) -> tuple[Nic, ...]:
     ethernet: list[Nic] = []
     for folder in _entries(sysfs / "class/infiniband"):
         ports = _entries(folder / "ports")
+        if ports and all(_number(port / "state") not in (None, _ACTIVE) for port in ports):
+            continue  # it connects no ranks
         rates = [_number(port / "rate") or 0 for port in ports]  # "200 Gb/sec (4X HDR)"
         subnets = tuple(sorted({subnet for port in ports if (subnet := _subnet(port))}))
         fabric.append(Nic(folder.name, "rdma", max(rates, default=0) / 8 or None, subnets))
@@ -253,12 +256,12 @@ def _subnet(port: Path) -> str:
     """The network of an RDMA port; empty without a link, or if the kernel does not report it.
 
     InfiniBand: the subnet's prefix, with which GIDs begin, and the subnet manager's LID, since most subnets keep the default
-    prefix. Both are equal on all ports of a subnet. RoCE is one network, since IP subnets are routed.
+    prefix. Both are equal on all ports of a subnet. RoCE is the network of Ethernet interfaces, since IP subnets are routed.
     """
-    if _number(port / "state") not in (None, 4):  # "4: ACTIVE"
+    if _number(port / "state") not in (None, _ACTIVE):
         return ""
     infiniband = f"ib {_text(port / 'gids/0')[:19]} {_text(port / 'sm_lid')}"
-    return {"InfiniBand": infiniband, "Ethernet": "roce"}.get(_text(port / "link_layer"), "")
+    return {"InfiniBand": infiniband, "Ethernet": "ethernet"}.get(_text(port / "link_layer"), "")
 
 
 def _text(path: Path) -> str:

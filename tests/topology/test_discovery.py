@@ -299,7 +299,7 @@ def test_nodes_of_unlike_networks_form_clusters(tmp_path: Path) -> None:
         assert {said[peer].host for peer in grid.tier_group(rank, "node")} == {f"n{rank % 2}", f"n{rank % 2 + 2}"}
         assert len({said[peer].subnets for peer in grid.tier_group(rank, "cluster")}) == 2
     assert found.notes == (
-        "nodes on 2 fabrics (ib fe80:0000:0000:0000 0x1 of node n0, roce of node n1) form clusters, which tier cluster joins",
+        "nodes on 2 fabrics (ib fe80:0000:0000:0000 0x1 of node n0, ethernet of node n1) form clusters, which tier cluster joins",
     )
 
 
@@ -323,8 +323,10 @@ def test_a_cluster_has_the_nodes_that_share_networks(networks: list[list[str]], 
         assert len({frozenset(joined[node]) for node in peers}) == 1 and len(peers) == count // len(sizes)
 
 
-def test_unknown_nics_form_no_clusters() -> None:
-    found = on_networks([["cxi"], ["roce"], []], 2, lambda rank: rank // 2)
+@pytest.mark.parametrize("unknown", range(3))
+def test_unknown_nics_form_no_clusters(unknown: int) -> None:
+    networks = [["cxi"], ["ethernet"]]
+    found = on_networks([*networks[:unknown], [], *networks[unknown:]], 2, lambda rank: rank // 2)
     assert found.required_grid().clusters == 1 and not any("fabrics" in note for note in found.notes)
 
 

@@ -103,7 +103,7 @@ def test_nics_of_the_fabric(tmp_path: Path) -> None:
     trees.connect(tmp_path, "mlx5_0", "InfiniBand", subnet=3, manager=0x1C)
     trees.connect(tmp_path, "mlx5_0", "", port=2)
     trees.connect(tmp_path, "mlx5_1", "Ethernet")
-    assert [nic.subnets for nic in read_sysfs(tmp_path).nics] == [("ib fe80:0000:0000:0003 0x1c",), ("roce",)]
+    assert [nic.subnets for nic in read_sysfs(tmp_path).nics] == [("ib fe80:0000:0000:0003 0x1c",), ("ethernet",)]
 
 
 @pytest.mark.parametrize(
