@@ -125,7 +125,7 @@ def begin(
             if (found := identity.get(name)) != (wanted := before.get(name)):
                 expected = f"expected {reprlib.repr(wanted)}, as for {output}, or another data.output"
                 raise ConfigError(f"{name}: found {reprlib.repr(found)}; {expected}")
-    elif output.is_dir() and any(output.iterdir()):
+    elif output.is_dir() and any(not one.name.startswith(f".{IDENTITY}") for one in output.iterdir()):
         raise ConfigError(f"data.output: found other files in {str(output)!r}; expected an empty folder")
     output.mkdir(parents=True, exist_ok=True)
     with replacing(output / IDENTITY) as file:
