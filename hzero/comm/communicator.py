@@ -456,8 +456,10 @@ class Communicator:
                 f"{len(tensor)} rows sent in all, and sent[{rank}] equal to received[{rank}]"
             )
         row, seed = math.prod(tensor.shape[1:]), self._seeds()[1]
+        if not row:
+            return tensor.new_empty(sum(received), *tensor.shape[1:])
         arrived, running = list(flat.view(len(tensor), row).split(list(sent))), []
-        for lane, ranks, peers in self._row_lanes if row else ():
+        for lane, ranks, peers in self._row_lanes:
             of_lane = ([side[one] if one in peers else 0 for one in ranks] for side in (sent, received))
             name = f"{self.role or 'exchange_rows'} of rows of {row} elements"
             bucket = Bucket((0,), (row,), tensor.dtype, self.role or "exchange_rows", lane[0], "rows", name)
