@@ -114,7 +114,9 @@ def check_output(parsed: argparse.Namespace) -> None:
     out: Path = parsed.out
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out: found {str(out)!r}; expected a file in a folder that you can write to")
-    if out.is_dir() or (out.exists() and not parsed.overwrite):
+    if out.is_dir():
+        raise ConfigError(f"--out: found the folder {str(out)!r}; expected a file")
+    if out.exists() and not parsed.overwrite:
         raise ConfigError(f"--out: found {str(out)!r}, which exists; expected --overwrite, or another file")
 
 

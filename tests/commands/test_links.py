@@ -33,7 +33,7 @@ WRONG = {
     "--topology frontier": "--topology: found 0 ranks for this machine; expected 2 to 256, as in 2x2x2",
     "--topology 1x1x2 --out no/such/links.json": "--out: found 'no/such/links.json'; expected a file in a folder",
     "--topology 1x1x2 --out here.json": "found 'here.json', which exists; expected --overwrite",
-    "--topology 1x1x2 --out folder.json --overwrite": "'folder.json' exists",
+    "--topology 1x1x2 --out folder.json --overwrite": "--out: found the folder 'folder.json'; expected a file",
     "--fctor 2": "found argument '--fctor'",
 }
 
