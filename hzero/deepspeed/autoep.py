@@ -17,7 +17,7 @@ from hzero.comm.activations import exchange_rows
 from hzero.config import HZeroConfig
 from hzero.engine.engine import ranks_of
 from hzero.topology import Grid
-from hzero.validation import attributes
+from hzero.validation import ConfigError, attributes, first_of_ranks
 
 
 def is_expert(param: Any) -> bool:
@@ -38,10 +38,17 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     Returns:
         The communicator. None if DeepSpeed's exchanges remain.
     """
-    layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "ep_size", 1) > 1]
-    if not layers:
+    modules: list[Any] = list(module.modules())
+    layers = [one for one in modules if getattr(one, "_is_autoep_layer", False) and one.ep_size > 1]
+    if not layers or all(config.codecs.expert[tier].traits.plain for tier in world.crossed):
         return None
-    crossed = world.of_ranks(ranks_of(layers[0].ep_group)).crossed
+    crossed, problem = [], None
+    try:
+        crossed = list(world.of_ranks(ranks_of(layers[0].ep_group)).crossed)
+    except ConfigError as error:  # of some groups only
+        problem = str(error)
+    if problem := first_of_ranks(problem):
+        raise ConfigError(problem)
     if all(config.codecs.expert[tier].traits.plain for tier in crossed):
         return None
     group = for_dimension("expert", config, layers[0].ep_group, grid=world, uses=())
