@@ -41,7 +41,9 @@ class HZeroOffload(DeepSpeedZeRoOffload):
 
     @on_all_ranks()
     def __init__(self, config: HZeroConfig, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        module.ds_inflight_param_registry = InFlight()  # type: ignore[assignment]  # otherwise stock creates its registry
+        registry = InFlight()  # otherwise stock creates its own, unless an earlier engine has left one
+        earlier: Any = getattr(module, "ds_inflight_param_registry", registry)
+        registry.data, module.ds_inflight_param_registry = earlier.data, registry  # type: ignore[assignment]
         super().__init__(module, *args, **kwargs)
         persistent = {param.ds_id for param in self.persistent_parameters}
         params: list[ZeroParameter] = list(module.parameters())

@@ -254,7 +254,8 @@ class StageState(Engine):
             autotp.give_back(self.module, group)
         self._dimensions.clear()  # DeepSpeed may keep this object alive, but nothing uses these groups any more
         for param, stock in self._experts.items():
-            param.all_gather_coalesced = stock
+            if param.all_gather_coalesced == self.gather:  # not a later engine's
+                param.all_gather_coalesced = stock
         for hook in self._hooks:
             hook.remove()
         self._make_whole()
@@ -345,12 +346,15 @@ class StageState(Engine):
         for param in sorted(params, key=lambda param: param.ds_id):
             managed = getattr(param, "hzero_managed", None)
             of_engines.setdefault(managed and managed.owner, []).append(param)
-        handle = self._start(managed_of(of_engines.pop(self, [])), how)
-        if not of_engines:
-            return handle
-        # Their functions belong to another engine or to DeepSpeed.
-        others = [self._experts.get(of[0], of[0].all_gather_coalesced)(of, **how) for of in of_engines.values()]
-        return Handles([handle, *others])
+        # The functions of others belong to another engine or to DeepSpeed. By ids, since DeepSpeed's requests are sets, in whose
+        # order ranks differ.
+        handles = [
+            self._start(managed_of(of), how)
+            if owner is self
+            else self._experts.get(of[0], of[0].all_gather_coalesced)(of, **how)
+            for owner, of in of_engines.items()
+        ]
+        return handles[0] if len(handles) == 1 else Handles(handles)
 
     def _start(self, wanted: list[Managed], how: dict[str, Any]) -> Any:
         if wanted and (self._exact or self._evaluating or self.weights.plan.grid.world_size == 1):
@@ -724,7 +728,7 @@ class Handles:
 
     def of(self, param: ZeroParameter) -> Any:
         """Returns the handle of the message that contains a parameter. If there is none, returns this object."""
-        return next((one for one in self._handles if param in getattr(one, "params", ())), self)
+        return next((one for one in self._handles if isinstance(one, GatherHandle) and param in one.params), self)
 
     def wait(self, **how: Any) -> None:
         """Waits on each handle."""

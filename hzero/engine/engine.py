@@ -291,9 +291,10 @@ class Engine(Traffic):
 
     def warn_of_plan(self) -> None:
         """Logs how the plan was adapted to the machine, and which settings have no effect."""
-        for adaptation in self.plan.adaptations:
+        plans = [self.plan, *(plan for _, plan in self.plan.scoped)]
+        for adaptation in dict.fromkeys(one for plan in plans for one in plan.adaptations):
             logger.warning("hzero: %s", adaptation)
-        for note in self.plan.notes:
+        for note in dict.fromkeys(one for plan in plans for one in plan.notes):
             logger.info("hzero: %s", note)
 
     def close(self) -> None:
