@@ -146,8 +146,8 @@ def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: A
         ranks = dist.get_world_size(engine.optimizer.dp_process_group)
         if written not in (0, ranks):
             raise ConfigError(
-                f"{str(Path(load_dir, tag))!r} was written by {written} ranks; found {ranks}; possible with "
-                f'"checkpoint": {{}} in the {KEY} block'
+                f"{KEY}.checkpoint: found no such key and {str(Path(load_dir, tag))!r} of {written} ranks; "
+                f"expected a checkpoint of {ranks} ranks, or the key (an empty block will do)"
             )
     return stock(engine, load_dir, tag, **how)
 

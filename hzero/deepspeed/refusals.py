@@ -146,7 +146,7 @@ def _refuse(config: DeepSpeedConfig, table: Mapping[str, str], where: str) -> No
         found = getattr(found, "value", found)  # the value of an enum
         if found is not None and str(found).lower() not in possible.partition(";")[0].split(" or "):
             shown = "a block" if isinstance(found, Mapping) else found
-            raise ConfigError(f"{key}: found {shown}, which {KEY} does not support{where}; possible: {possible}")
+            raise ConfigError(f"{key}: found {shown}, which {KEY} does not support{where}; expected {possible}")
 
 
 def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:

@@ -256,7 +256,7 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     for key, tag, parts, says in (
         ({}, source, 2, "found optimizer SGD and states without dampening"),
-        (None, target, 2, "was written by 3 ranks; found"),
+        (None, target, 2, "of 3 ranks; expected a checkpoint of"),
         (None, source, 1, "found 1 parameter groups in the optimizer; expected 2"),
         ({}, source, 1, "is in group 0 of the optimizer, and was in group 1"),
     ):
