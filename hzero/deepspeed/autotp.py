@@ -7,12 +7,7 @@ import types
 from typing import Any
 
 import torch
-from deepspeed.module_inject.layers import (
-    GatherFromTensorParallelRegion,
-    LinearAllreduce,
-    LinearLayer,
-    TensorParallel_Layer,
-)
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY
@@ -130,7 +125,9 @@ def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
     DeepSpeed gathers the logits of a head, without codecs.
     """
     output = torch.nn.functional.linear(copy_to(tensor, layer.hzero_group), layer.weight, layer.bias)
-    if layer.gather_output:
+    if getattr(layer, "gather_output", False):
+        from deepspeed.module_inject.layers import GatherFromTensorParallelRegion  # older releases gather no output
+
         return GatherFromTensorParallelRegion.apply(layer.mp_group, output, layer._partition_sizes)
     return output
 
