@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -422,7 +423,7 @@ class Architecture:
     """Shapes of a causal language model.
 
     Attributes:
-        numels: Elements of every parameter; tied ones count once.
+        numels: Elements of every parameter, those of layers in the order of layers; tied ones count once.
         idle: Parameters of experts that a token does not visit, on average.
         attention: Layers x width of the attention's queries.
         vocab_size: Number of token ids.
@@ -509,23 +510,28 @@ def transformers_config(model: dict[str, Any]) -> Any:
     return config
 
 
+def _numels(params: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(param.numel() for param in params)
+
+
 def _counted(config: Any) -> Architecture:
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    before, layers, after, names = list[int](), dict[int, list[int]](), list[int](), dict[Any, list[str]]()
+    before, layers, after, names = list[Any](), dict[int, list[Any]](), list[Any](), dict[Any, list[str]]()
     for name, param in built.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
         if len(names[param]) > 1:
             continue
         # The first number of a name is the layer's: model.layers.0.mlp.experts.3.w1.weight.
         if place := re.search(r"\.(\d+)\.", name):
-            layers.setdefault(int(place[1]), []).append(param.numel())
+            layers.setdefault(int(place[1]), []).append(param)
         else:
-            (after if layers else before).append(param.numel())
-    distinct = {tuple(layer) for layer in layers.values()}
+            (after if layers else before).append(param)
+    ordered = [*before, *itertools.chain(*layers.values()), *after]
+    distinct = {_numels(layer) for layer in layers.values()}
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     width = (getattr(text, "head_dim", None) or text.hidden_size // heads) * heads if heads else 0
@@ -535,7 +541,7 @@ def _counted(config: Any) -> Architecture:
     counts = (getattr(text, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     of = next((count for count in counts if count), 0)
     return Architecture(
-        numels=tuple(param.numel() for param in built.parameters()),
+        numels=_numels(ordered),
         idle=experts * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0,
         attention=text.num_hidden_layers * width,
         vocab_size=text.vocab_size,
@@ -543,12 +549,12 @@ def _counted(config: Any) -> Architecture:
         layers=len(layers),
         heads=heads,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        before=tuple(before),
+        before=_numels(before),
         layer=distinct.pop() if len(distinct) == 1 else None,
-        after=tuple(after),
+        after=_numels(after),
         keys=width // heads * (getattr(text, "num_key_value_heads", None) or heads) if heads else 0,
         rotary=int(width // heads * rope.get("partial_rotary_factor", 1)) if heads and rope else 0,
-        names=tuple(map(tuple, names.values())),
+        names=tuple(tuple(names[param]) for param in ordered),
         # The choice of DeepSpeed 0.19 (`set_optimizer_flags`).
         matrices=tuple(
             param.numel()

@@ -240,8 +240,7 @@ def _state_text(scope: str, hops: Sequence[Hop]) -> str:
 
 def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]:
     """A predicted step; only the memory if the machine or the model cannot be simulated."""
-    excepted = isinstance(scheme, ShardPlan) and scheme.scoped
-    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer or excepted:
+    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer:
         return {"memory_bytes": footprint(scheme, scenario.grid, scenario.job).bytes}
     return asdict(predict(scheme, scenario.job, scenario.machine))
 
@@ -261,10 +260,6 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
         notes.append(
             "predicted steps leave Muon out, and so do the bytes of other engines; stock ZeRO-3 gathers every matrix on all ranks"
         )
-    if plan.scoped:
-        notes.append("shard.except: no step is predicted")
-    elif plan.exceptions:
-        notes.append("codecs.except: the predicted step is the one without exceptions")
     return notes
 
 

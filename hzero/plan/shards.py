@@ -250,13 +250,28 @@ class ShardPlan:
             parameters: The names of each parameter. A tied parameter has several, and a pattern may match any of them.
 
         Raises:
-            ConfigError: A pattern matches no parameter, or only parameters that match an earlier pattern.
+            ConfigError: A pattern matches no parameter, or only parameters that match an earlier pattern. Patterns for the
+                names of one tied parameter have different values.
         """
         taken = []
         for key, patterns in (("shard", self.scoped), ("codecs", self.exceptions)):
             taken.append([_first_match(patterns, names) for names in parameters])
-            for at, (pattern, _) in enumerate(patterns):
-                if at not in taken[-1]:
+            for at, (pattern, value) in enumerate(patterns):
+                # A tied parameter may have a pattern for each of its names.
+                tied = [
+                    (name, names[0], *patterns[first])
+                    for first, names in zip(taken[-1], parameters)
+                    for name in names
+                    if at not in taken[-1] and first is not None and fnmatch.fnmatchcase(name, pattern)
+                    if not fnmatch.fnmatchcase(name, patterns[first][0])
+                ]
+                for name, other, earlier, chosen in tied:
+                    if getattr(chosen, "way", chosen) != getattr(value, "way", value):
+                        raise ConfigError(
+                            f"hzero.{key}.except: found {pattern!r} for {name}, which is tied to {other} of {earlier!r}; "
+                            f"expected equal values for both, or one of the patterns"
+                        )
+                if at not in taken[-1] and not tied:
                     near = some(_nearest_to(pattern, [names[0] for names in parameters]), _NAMED)
                     raise ConfigError(
                         f"hzero.{key}.except: found {pattern!r}, which matches no parameter that an earlier pattern has not "

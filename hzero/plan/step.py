@@ -37,12 +37,13 @@ class Simulated:
 
     Attributes:
         figures: Figures of whole steps, by accumulation.
-        hops: Work of a bucket on lanes, by phase, whether micro-steps precede and follow, and the bucket's name.
+        hops: Work of a bucket on lanes, by number of the plan, phase, whether micro-steps precede and follow, and the bucket's
+            name.
         computes: Compute phases of a bucket, by phase and name.
     """
 
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
-    hops: dict[tuple[str, bool, bool, str], list[Timed]] = field(default_factory=dict)
+    hops: dict[tuple[int, str, bool, bool, str], list[Timed]] = field(default_factory=dict)
     computes: dict[str, list[Phase]] = field(default_factory=dict)
 
 
@@ -112,7 +113,17 @@ def tasks_of(
     ``known``: see `predict`.
     """
     job = _as_cut(scheme, job)
-    return _Builder(scheme, job, machine, buckets_of(job, layers), known or Simulated()).tasks()
+    return _Builder(scheme, job, machine, layers, known or Simulated()).tasks()
+
+
+def _plans_of(scheme: Scheme | ShardPlan, job: Job) -> tuple[list[Any], list[int]]:
+    """The different plans of a job's parameters, and the number of each parameter's plan."""
+    numbers = [0] * len(job.model.numels)
+    parts = scheme.parts(range(len(numbers)), job.model.names) if isinstance(scheme, ShardPlan) else [(scheme, ())]
+    for number, (_, places) in enumerate(parts):
+        for place in places:
+            numbers[place] = number
+    return [plan for plan, _ in parts], numbers
 
 
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
@@ -133,8 +144,12 @@ def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simu
     kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse), 0)
     few, more = (kept + count * job.layers_together for count in LAYERS)
     # If layers share a message of the boundary, the number of messages does not grow with each layer: no extrapolation.
-    shared = isinstance(scheme, ShardPlan) and scheme.boundary_numel(0, job.itemsize) > job.layer
-    if layers <= more or shared:
+    plans, numbers = _plans_of(scheme, job)
+    shared = any(isinstance(one, ShardPlan) and one.boundary_numel(0, job.itemsize) > job.layer for one in plans)
+    # Patterns may also match the parameters of some layers only.
+    before, size = len(job.model.before), len(job.model.layer or ())
+    kinds = {tuple(numbers[before + n * size : before + (n + 1) * size]) for n in range(layers)}
+    if layers <= more or shared or (len(plans) > 1 and len(kinds) > 1):
         return simulate(tasks_of(scheme, job, machine))
     if job.accumulation not in known.figures:
         shorter, longer = (simulate(tasks_of(scheme, job, machine, count, known)) for count in (few, more))
@@ -151,18 +166,24 @@ class _Builder:
     """Makes the tasks of a step."""
 
     def __init__(
-        self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket], known: Simulated
+        self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None, known: Simulated
     ) -> None:
-        self._job, self._machine, self._buckets = job, machine, buckets
+        buckets = self._buckets = buckets_of(job, layers)
+        self._job, self._machine, (self._plans, numbers) = job, machine, _plans_of(scheme, job)
+        # Parameters of different plans do not share messages: the parts of each bucket, by the number of the plan.
+        self._parts = [{0: bucket} for bucket in buckets]
+        if len(self._plans) > 1:
+            left_out = len(numbers) - sum(len(bucket.numels) for bucket in buckets)  # of layers that are not simulated
+            end = len(numbers) - len(job.model.after)
+            places = iter([*numbers[: end - left_out], *numbers[end:]])
+            self._parts = [_cut(bucket, [next(places) for _ in bucket.numels]) for bucket in buckets]
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
         self._hierarchical = isinstance(scheme, Scheme) and (scheme.hierarchical or machine.profile.hierarchical)
-        self._programs = chains_of(scheme, machine.grid, job.accumulation)
+        self._programs = [chains_of(plan, machine.grid, job.accumulation) for plan in self._plans]
         # DDP waits for buckets only after backward (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
         self._strict = self._stage is not None and (self._stage.order or machine.profile.order) == "strict"
-        # Crossings of a reduction in every micro-step. The others wait for the last one.
-        self._inside = len(self._stage.micro_hops()) if self._stage else 1
         # Buckets that backward finds still gathered, always including the last. Later buckets are used twice in between.
         behind = [2 * sum(bucket.numel for bucket in buckets[index + 1 :]) for index in range(len(buckets))]
         keeps = self._engine in (None, "deepspeed")
@@ -176,13 +197,13 @@ class _Builder:
     def tasks(self) -> list[Task]:
         """All tasks in the order of submission."""
         job, count = self._job, len(self._buckets)
-        messages = self._messages()
-        refreshed: list[Task] = []  # last task of each message; a bucket's use starts messages up to a few ahead
+        messages = [self._messages(number) for number in range(len(self._plans))]
+        # By plan: the last task of each message. A bucket's use starts messages up to a few ahead.
+        refreshed: list[list[Task]] = [[] for _ in messages]
         reductions: list[Task] = []
-        pending: list[Task] = []  # by bucket, in order: the task of its reduction for which backward waits
-        waiting: list[
-            tuple[Bucket, Task]
-        ] = []  # buckets of the next message of the outermost tier, and the tasks of their sums
+        pending: list[list[Task]] = []  # by bucket, in order: the tasks of its reduction for which backward waits
+        # By plan: parts of the next message of the outermost tier, and the tasks of their sums.
+        waiting: list[list[tuple[Bucket, Task]]] = [[] for _ in messages]
         computed: list[Task] = []
         order = [
             (phase, micro, index)
@@ -193,55 +214,59 @@ class _Builder:
         gathered: list[list[Task]] = []
         for place, (phase, micro, index) in enumerate(order):
             for other, step, ahead in order[len(gathered) : place + 1 + job.ahead]:
-                kept = other == "backward" and self._kept[ahead]
-                needs = computed[-1:]
-                if messages:
-                    own = next(number for number, (last, _) in enumerate(messages) if ahead <= last)
-                    for _, message in messages[len(refreshed) : own + 1 + IN_FLIGHT]:
-                        refreshed += self._chain("refresh", 0, message, [])[-1:]
-                    needs = [*needs, refreshed[own]]
-                made = [] if kept else self._chain(other, step, self._buckets[ahead], needs) or needs
-                gathered.append(made[-1:])
+                kept, copies = other == "backward" and self._kept[ahead], list[Task]()
+                for number in self._parts[ahead]:
+                    if messages[number]:
+                        own = next(at for at, (last, _) in enumerate(messages[number]) if ahead <= last)
+                        for _, message in messages[number][len(refreshed[number]) : own + 1 + IN_FLIGHT]:
+                            refreshed[number] += self._chain(number, "refresh", 0, message, [])[-1:]
+                        copies.append(refreshed[number][own])
+                chains = [] if kept else self._chains(other, step, ahead, [*computed[-1:], *copies])
+                ends = [made[-1] for made in chains if made]
+                gathered.append([] if kept else ends or copies or computed[-1:])
             needs = gathered[place]
             if phase == "backward" and len(pending) > self._in_flight:
-                needs = [*needs, pending[-1 - self._in_flight]]
+                needs = [*needs, *pending[-1 - self._in_flight]]
             computed.append(self._compute(phase, self._buckets[index], needs))
             if phase == "backward":
-                made = self._chain("reduce", micro, self._buckets[index], computed[-1:])
-                reductions += made[-1:]
-                inside = [one for one in made if not one.boundary]
-                if made:
-                    pending.append((inside or computed)[-1])
-                if ("boundary", micro) in self._programs:
-                    waiting.append((self._buckets[index], (made or computed)[-1]))
-                    if self._fills([bucket for bucket, _ in waiting], micro) or place + 1 == len(order):
-                        bucket, ends = _joined([bucket for bucket, _ in waiting]), [end for _, end in waiting]
-                        reductions += self._chain("boundary", micro, bucket, ends)[-1:]
-                        waiting = []
+                chains = self._chains("reduce", micro, index, computed[-1:])
+                reductions += [made[-1] for made in chains if made]
+                if any(chains):
+                    inside = [[task for task in made if not task.boundary] for made in chains]
+                    pending.append([made[-1] for made in inside if made] or computed[-1:])
+                for (number, part), made in zip(self._parts[index].items(), chains):
+                    if ("boundary", micro) in self._programs[number]:
+                        waiting[number].append((part, (made or computed)[-1]))
+                for number, parts in enumerate(waiting):
+                    buckets, ends = [bucket for bucket, _ in parts], [end for _, end in parts]
+                    if parts and (place + 1 == len(order) or self._fills(number, buckets, micro)):
+                        reductions += self._chain(number, "boundary", micro, _joined(buckets), ends)[-1:]
+                        parts.clear()
         stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], reductions))
-        for bucket in self._buckets:
-            self._chain("after", job.accumulation - 1, bucket, [stepped])
+        for index in range(count):
+            self._chains("after", job.accumulation - 1, index, [stepped])
         return self._tasks
 
-    def _messages(self) -> list[tuple[int, Bucket]]:
-        """Messages of the refresh, each with the number of its last bucket. Several buckets may share a message."""
-        if self._stage is None or ("refresh", 0) not in self._programs:
+    def _messages(self, number: int) -> list[tuple[int, Bucket]]:
+        """A plan's messages of the refresh, each with the number of its last bucket. Several buckets may share a message."""
+        if self._stage is None or ("refresh", 0) not in self._programs[number]:
             return []
-        limit = self._stage.refresh_numel(self._job.prefetch, self._job.itemsize)
+        limit = self._plans[number].refresh_numel(self._job.prefetch, self._job.itemsize)
         messages: list[tuple[int, Bucket]] = []
-        for index, bucket in enumerate(self._buckets):
+        for index, parts in enumerate(self._parts):
+            if (bucket := parts.get(number)) is None:
+                continue
             if messages and messages[-1][1].numel + bucket.numel <= limit:
                 _, last = messages.pop()
                 bucket = _joined([last, bucket])
             messages.append((index, bucket))
         return messages
 
-    def _fills(self, buckets: Sequence[Bucket], micro: int) -> bool:
+    def _fills(self, number: int, buckets: Sequence[Bucket], micro: int) -> bool:
         """Whether the parts of a message of the outermost tier have the plan's minimum size."""
-        assert self._stage is not None
-        world, crossing = self._machine.grid.world_size, self._programs["boundary", micro].crossings[0]
+        world, crossing = self._machine.grid.world_size, self._programs[number]["boundary", micro].crossings[0]
         chunks = [chunk_numel(numel, world) for bucket in buckets for numel in bucket.numels]
-        return crossing.part_bytes(chunks, self._job.itemsize) >= self._stage.boundary_message_bytes
+        return bool(crossing.part_bytes(chunks, self._job.itemsize) >= self._plans[number].boundary_message_bytes)
 
     def _add(self, task: Task) -> Task:
         self._tasks.append(task)
@@ -263,27 +288,33 @@ class _Builder:
     def _optimizer(self) -> Phase:
         ranks = 1 if self._engine == "ddp" else self._machine.grid.world_size
         if self._engine == "fsdp":
-            ranks = self._programs["forward", 0].crossings[0].ranks
+            ranks = self._programs[0]["forward", 0].crossings[0].ranks
         return self._machine.optimizer(sum(bucket.numel for bucket in self._buckets) // ranks)
 
-    def _chain(self, phase: str, micro: int, bucket: Bucket, needs: Sequence[Task]) -> list[Task]:
-        """Adds the tasks of a bucket's program in a phase, one after the other."""
-        program = self._programs.get((phase, micro), Program(()))
+    def _chains(self, phase: str, micro: int, index: int, needs: Sequence[Task]) -> list[list[Task]]:
+        """Adds the tasks of a bucket's programs in a phase, which do not wait for each other. One list for each part."""
+        return [self._chain(number, phase, micro, part, needs) for number, part in self._parts[index].items()]
+
+    def _chain(self, number: int, phase: str, micro: int, bucket: Bucket, needs: Sequence[Task]) -> list[Task]:
+        """Adds the tasks of a plan's program in a phase, one after the other."""
+        program = self._programs[number].get((phase, micro), Program(()))
         # Only the first and the last micro-step differ.
-        key = phase, micro > 0, micro == self._job.accumulation - 1, bucket.name
+        key = number, phase, micro > 0, micro == self._job.accumulation - 1, bucket.name
         if key not in self._hops:
-            self._hops[key] = self._timed(program, bucket, late=phase == "boundary")
+            self._hops[key] = self._timed(self._plans[number], program, bucket, late=phase == "boundary")
         made: list[Task] = []
         for lane, tier, boundary, phases in self._hops[key]:
             made.append(self._add(Task(lane, f"{phase} {bucket.name}", phases, made[-1:] or needs, tier, boundary)))
         return made
 
-    def _timed(self, program: Program, bucket: Bucket, late: bool) -> list[Timed]:
+    def _timed(self, plan: Any, program: Program, bucket: Bucket, late: bool) -> list[Timed]:
         """Divides a program into consecutive work on lanes.
 
         Kernels are on the lane of the collective before them, or of the first collective.
         """
         machine, stage, number = self._machine, self._stage, 0
+        # Crossings of a reduction in every micro-step. The others wait for the last one.
+        inside = 1 if stage is None else len(plan.micro_hops())
         chunks = [chunk_numel(numel, machine.grid.world_size) for numel in bucket.numels]
         found: list[Timed] = []
         moved = program.moved(chunks, self._job.itemsize) if program.crossings else []
@@ -309,12 +340,21 @@ class _Builder:
             lane = tier if stage is not None else "+".join(crossing.tiers)
             if isinstance(step, Cross) and self._strict:
                 lane = "wire"
-            boundary = crossing.role == "gradients" and (late or number >= self._inside)
+            boundary = crossing.role == "gradients" and (late or number >= inside)
             if found and found[-1][:3] == (lane, tier, boundary):
                 found[-1][3].extend(phases)
             else:
                 found.append((lane, tier, boundary, phases))
         return found
+
+
+def _cut(bucket: Bucket, numbers: Sequence[int]) -> dict[int, Bucket]:
+    """The parts of a bucket by the number of their parameters' plan. Equal parts have equal names."""
+    numels: dict[int, list[int]] = {}
+    for number, numel in zip(numbers, bucket.numels):
+        numels.setdefault(number, []).append(numel)
+    whole = f"{bucket.name}{''.join(map(str, numbers))}"
+    return {number: replace(bucket, name=whole, numels=tuple(numels[number])) for number in sorted(numels)}
 
 
 def _joined(buckets: Sequence[Bucket]) -> Bucket:

@@ -14,9 +14,10 @@ from hzero.cli import main
 from hzero.config import PRESETS, parse_config
 from hzero.experiment import compose
 from hzero.plan.against import node_counts
+from hzero.plan.collectives import step_traffic
 from hzero.plan.scenario import read_scenario
 from hzero.plan.shards import ShardPlan
-from hzero.plan.step import predict
+from hzero.plan.step import Prediction, predict, simulate, tasks_of
 
 NICS = ["model=gpt_neox_1m", "topology=nic", "nodes=2"]
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
@@ -158,11 +159,59 @@ def test_scopes_and_codecs_by_pattern_count(capsys: pytest.CaptureFixture[str], 
     # Of two nodes each use brings half of the shards of this rank's place, instead of one refresh.
     assert received(scoped, "weights") - received(one, "weights") == (2 * 3 - 1) * experts * 2 // 16
     assert received(scoped, "gradients") == received(one, "gradients")
-    assert "step_s" not in scoped["schemes"]["lossless"] and "shard.except: no step is predicted" in scoped["notes"]
+    assert scoped["schemes"]["lossless"]["step_s"] > one["schemes"]["lossless"]["step_s"]
     coded = _json(capsys, *keys, "accumulation=3", "zero.codecs.except={*experts*: int8}")
     assert received(coded, "weights") < received(one, "weights") and coded["traffic"][0]["codec"] == "none, int8"
     assert main(["plan", *keys, "zero.shard.except={*expertz*: {weights: world}}"]) == 2
     assert "the nearest first: model.layers.0.mlp.experts.gate_up_proj, " in capsys.readouterr().err
+    tied = [*keys, "+model.config={tie_word_embeddings: true}"]
+    two = "zero.shard.except={*embed*: {weights: %s}, *lm_head*: {weights: %s}}"
+    ways = []
+    for one in (two % ("world", "world"), "zero.shard.except={*embed*: {weights: world}}"):
+        scenario = read_scenario([*tied, one])
+        plan, model = scenario.experiment.plan, scenario.job.model
+        assert plan is not None
+        ways.append([(part.way, numels) for part, numels in plan.parts(model.numels, model.names)])
+    assert ways[0] == ways[1] and sum(ways[0][0][1]) == 512 * 64
+    assert main(["plan", *tied, two % ("world", "node")]) == 2
+    says = (
+        "found '*lm_head*' for lm_head.weight, which is tied to model.embed_tokens.weight of '*embed*'; expected equal"
+    )
+    assert says in capsys.readouterr().err
+
+
+def test_a_step_with_patterns_has_the_time_of_its_bytes(tmp_path: Path) -> None:
+    """Between the steps of its scopes, and longer with each layer that has the wider scope."""
+    file, more = tmp_path / "config.json", {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 8000}
+    file.write_text(json.dumps({**LLAMA, **more, "model_type": "mixtral", "num_hidden_layers": 8}))
+    keys = ["model=hf", f"model.path={file}", "model.seq_length=128", "topology=frontier", "nodes=16", "preset=lossless",
+            "accumulation=4", "deepspeed.zero_optimization.stage3_max_reuse_distance=0"]  # fmt: skip
+
+    def predicted(scopes: str, *patterns: str) -> tuple[Prediction, float]:
+        """The step, and the bytes between nodes per second in which their links are busy."""
+        excepted = ", ".join(f"{pattern}: {{{scopes}}}" for pattern in patterns)
+        scenario = read_scenario([*keys, f"zero.shard.except={{{excepted}}}"])
+        plan, job = scenario.experiment.plan, scenario.job
+        assert plan is not None
+        step = predict(plan, job, scenario.machine)
+        whole = simulate(tasks_of(plan, job, scenario.machine))  # middle layers are extrapolated otherwise
+        assert step.step_s == pytest.approx(whole["seconds"], rel=1e-3)
+        rows = step_traffic(plan, scenario.grid, job.model.numels, accumulation=4, names=job.model.names)
+        return step, sum(row.wire_bytes for row in rows if row.tier == "node") / whole["busy node"]
+
+    usual, rate = predicted("")
+    assert predicted("weights: package, gradients: node", "*")[0] == usual
+    wider = [predicted("weights: world", *(f"*.{layer}.*experts*" for layer in range(count))) for count in (1, 3, 8)]
+    wider += [predicted("weights: world", "*experts*"), predicted("weights: world, gradients: world", "*experts*")]
+    for step, other in wider:
+        assert other == pytest.approx(rate)
+        assert step.tflops * step.step_s == pytest.approx(usual.tflops * usual.step_s)
+    steps = [step.step_s for step, _ in wider]
+    assert usual.step_s < steps[0] < steps[1] < steps[2] < steps[4]
+    assert steps[3] == pytest.approx(steps[2])
+    keys.append("zero.shard.weights=world")
+    whole = predicted("")[0]
+    assert predicted("weights: package", "*")[0] == usual and steps[3] < whole.step_s
 
 
 # ---- searches -----------------------------------------------------------------------------------------------------------
