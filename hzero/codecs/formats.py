@@ -17,6 +17,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 #: A payload format.
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "int2", "zfp", "mpc"]
 
+#: Number of the payload format. Raise it with every change of docs/payload_format.md after which another release would read a
+#: payload differently. Ranks compare it before their first message (`hzero.comm.peers.unused_name`), and every checksum has it.
+PAYLOAD_FORMAT = 1
+
 #: Regions of a record are padded to a multiple of this many bytes, so that every region starts at an address for wide loads.
 ALIGNMENT = 16
 

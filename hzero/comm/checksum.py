@@ -1,8 +1,8 @@
 """Addresses of messages, which distinguish equal bytes sent elsewhere or at another time, and the comparison of checksums.
 
-An address combines the number of a message on its lane, its sender and its receiver. It is added to the checksum of the
-message's bytes, which codecs compute (docs/payload_format.md). A message in the place of another one is therefore detected, even
-if it arrives with its checksum.
+An address combines the number of a message on its lane, its sender, its receiver and the payload format. It is added to the
+checksum of the message's bytes, which codecs compute (docs/payload_format.md). A message in the place of another one is therefore
+detected, even if it arrives with its checksum.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hzero.codecs.codec import checksums
+from hzero.codecs.formats import PAYLOAD_FORMAT
 from hzero.codecs.reference import trailers
 from hzero.comm.peers import HopError
 from hzero.validation import some
@@ -20,8 +21,8 @@ from hzero.validation import some
 _MASK = 2**64 - 1
 #: Maximum number of senders that an error lists.
 _NAMED = 4
-#: Factors for a message's number, its sender and its receiver.
-_NUMBER, _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+#: Factors for a message's number, its sender, its receiver and its payload format.
+_NUMBER, _SENDER, _RECEIVER, _FORMAT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7, 0xABC98388FB8FAC03
 
 
 def addresses(
@@ -35,7 +36,7 @@ def addresses(
         receivers: The same; 0 if all peers receive the same part.
         device: Device of the result.
     """
-    base = number * _NUMBER + senders[0] * _SENDER + receivers[0] * _RECEIVER
+    base = number * _NUMBER + senders[0] * _SENDER + receivers[0] * _RECEIVER + PAYLOAD_FORMAT * _FORMAT
     step = (_SENDER if len(senders) > 1 else 0) + (_RECEIVER if len(receivers) > 1 else 0)
     parts = torch.arange(max(len(senders), len(receivers)), device=device).unsqueeze(1)
     return parts.mul_(_signed(step)).add_(_signed(base))  # modulo 2**64

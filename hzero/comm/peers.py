@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hzero.codecs.formats import PAYLOAD_FORMAT
 from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
-from hzero.validation import PeerError, PlainError, some
+from hzero.validation import ConfigError, PeerError, PlainError, some
 
 if TYPE_CHECKING:
     from hzero.comm.lanes import DeviceStreams
@@ -150,7 +151,7 @@ def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks
     """Returns a name for new lanes that is not reused after a failure: it ends with the largest failure count of a rank.
 
     If one rank failed alone, its peers may have started a hop that it has not. On the same lane, its next hop would be paired
-    with that one. Collective over the ranks.
+    with that one. The ranks also compare their payload formats here, before the first message. Collective over the ranks.
 
     Args:
         name: Prefix of the name.
@@ -159,16 +160,25 @@ def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks
         ranks: World ranks.
 
     Raises:
+        ConfigError: A rank has another payload format.
         HopError: A rank does not respond.
     """
-    every = [failures] * len(ranks)
+    every = [(failures, PAYLOAD_FORMAT)] * len(ranks)
     try:
-        dist.all_gather_object(every, failures, group=group)
+        dist.all_gather_object(every, (failures, PAYLOAD_FORMAT), group=group)
     except RuntimeError as error:
         peers = some([str(rank) for rank in ranks], 8)
         what = f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: "
         raise MissingPeerError.of(what, error) from error
-    return f"{name} #{max(every)}" if any(every) else name
+    (_, expected), *_ = every
+    others = {rank: number for rank, (_, number) in zip(ranks, every) if number != expected}
+    if others:
+        found = some([f"{number} on rank {rank}" for rank, number in others.items()], 8)
+        raise ConfigError(
+            f"payload format: found {found}; expected {expected}, as on rank {ranks[0]}: install the same hzero on all ranks"
+        )
+    most = max(every)[0]
+    return f"{name} #{most}" if most else name
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs.codec import Codec, Encoder
-from hzero.comm import Communicator, HopError, communicator, runtime
+from hzero.comm import Communicator, HopError, communicator, peers, runtime
 from hzero.comm.activations import reduce_from
 from hzero.config import TIERS, CodecConfig
 from hzero.topology.grid import Grid
@@ -299,6 +299,19 @@ def check_tensors_without_elements_and_without_dimensions() -> None:
     assert group.wire_log.entries() == []
     got = group.all_reduce(torch.tensor(2.0, requires_grad=True))
     assert got.shape == () and float(got) == pytest.approx(2.0 * WORLD, rel=0.1) and not got.requires_grad
+
+
+def check_ranks_with_another_payload_format_are_named_before_any_message() -> None:
+    """As with another installation of hzero: the formats may have the same sizes, so wrong numbers would arrive."""
+    rank, outer = dist.get_rank(), [1, WORLD - 1]
+    own = mock.patch.object(peers, "PAYLOAD_FORMAT", 99 if rank in outer else peers.PAYLOAD_FORMAT)
+    found = (
+        f"99 on rank 1, 99 on rank {WORLD - 1}; expected {peers.PAYLOAD_FORMAT}, as on rank 0: install the same hzero"
+    )
+    with own, pytest.raises(ConfigError, match=f"payload format: found {found}"):
+        _communicator(SOME[0], codecs="int8")
+    total = _communicator(SOME[0]).all_reduce(torch.ones(3))
+    assert total.tolist() == [float(WORLD)] * 3
 
 
 def check_groups_smaller_than_the_world() -> None:

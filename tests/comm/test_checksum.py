@@ -69,7 +69,7 @@ def test_parts_have_the_checksums_of_messages_at_any_address(size: int) -> None:
 
 
 def test_an_address_tells_apart_what_is_equal() -> None:
-    """The same bytes from another sender, to another receiver, or again; in the form of the sender and of the receiver."""
+    """The same bytes from another sender, to another receiver, again, or in another format; for the sender and the receiver."""
     peers = range(4)
     seen = {
         address
@@ -81,6 +81,8 @@ def test_an_address_tells_apart_what_is_equal() -> None:
     for peer in peers:
         sent = torch.stack([addresses(2, [sender], peers)[peer] for sender in peers])
         assert torch.equal(sent, addresses(2, peers, [peer]))
+    with mock.patch.object(checksum, "PAYLOAD_FORMAT", checksum.PAYLOAD_FORMAT + 1):
+        assert seen.isdisjoint(addresses(1, [0], peers).view(-1).tolist())
 
 
 @pytest.mark.parametrize("size", SIZES)
