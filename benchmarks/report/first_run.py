@@ -82,15 +82,24 @@ class Folder:
         """Of every step."""
         return [row["loss"] for row in self.rows[name]]
 
-    def node_bytes(self, name: str) -> float | None:
-        """Bytes into one node per step by the wire log; None without one."""
+    def node_bytes(self, name: str, roles: Sequence[str] = ()) -> float | None:
+        """Bytes into one node per step by the wire log, of some roles or of all; None without a log."""
         rows, grid = self.summaries[name].get("bytes_per_step"), self.summaries[name].get("grid", {})
-        return sum(row["received"] for row in rows if row["tier"] in NET_TIERS) / grid.get("node", 1) if rows else None
+        sizes = [
+            row["received"] for row in rows or () if row["tier"] in NET_TIERS and row["role"] in (roles or row["role"])
+        ]
+        return sum(sizes) / grid.get("node", 1) if rows else None
 
     def planned(self, name: str, key: str) -> float | None:
-        """``step_s`` or ``node_bytes`` by the plan; None where it has none."""
-        found = self.plan.get("schemes", {}).get(SCHEMES[name][1], {}).get(key)
-        return None if found is None else float(found)
+        """``step_s``, ``memory_bytes`` or ``node_bytes`` by the plan; None where it has none."""
+        scheme = self.plan.get("schemes", {}).get(SCHEMES[name][1], {})
+        if (found := scheme.get(key)) is None:
+            return None
+        if key == "node_bytes" and scheme.get("weights", "").startswith("world"):
+            # The plan gathers weights for forward and for backward. DeepSpeed keeps those that it uses again soon.
+            gathers = self.summaries[name].get("fetches_per_micro_step", 2)
+            found -= (self.node_bytes(name, ["weights"]) or 0) * (2 / gathers - 1)
+        return float(found)
 
 
 def predictions(run: Folder) -> Iterator[tuple[str, bool | None, str]]:

@@ -154,6 +154,21 @@ def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("gradients", "good"), [(2.0, True), (2.2, False)])
+def test_weights_that_are_kept_for_backward_are_not_planned(run: Path, gradients: float, good: bool) -> None:
+    """With one device per node, every gather crosses nodes. DeepSpeed keeps the weights of a small model for backward."""
+    schemes = {
+        "topo": {"weights": "world, int8", "gradients": "world, int4", "node_bytes": 5e6}
+    }  # 2 gathers of 2 MB, and 1 MB
+    _write(run / "logs/plan.log", {"schemes": schemes})
+    received = {"weights": 2 * 1.2 * 2e6, "gradients": gradients * 1e6}
+    wires = [{"tier": "node", "role": role, "codec": "", "received": size} for role, size in received.items()]
+    _write(run / "topo/summary.json", {"grid": {"node": 2}, "bytes_per_step": wires, "fetches_per_micro_step": 1.2})
+    found = {what: (good, text) for what, good, text in predictions(Folder(run))}
+    text = "3.40 MB, planned 3.40 MB" if good else "3.50 MB, planned 3.40 MB"
+    assert found["hzero `topo`: bytes into a node per step"] == (good, text)
+
+
 def test_a_loss_that_is_not_a_number_is_refuted(run: Path) -> None:
     losses = [9.0 - step / 10 if step < 20 else float("nan") for step in range(1, 31)]
     _write(run / "topo/steps.jsonl", *({"step": 1, "loss": loss, "seconds": 2.2} for loss in losses))
