@@ -110,7 +110,7 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
 
 
 def _assert_given_up(engine: Any, cause: type[BaseException]) -> None:
-    """Nothing of the window is kept, what is left of it is an error, and ``zero_grad`` begins a new one."""
+    """Nothing of the window is kept, using the rest of it is an error, and ``zero_grad`` begins a new one."""
     gradients = hzero.state(engine).gradients
     assert not gradients._waiting and not gradients._sums and not gradients._crossing and not gradients._reducing
     assert not gradients._collected and not gradients._inner

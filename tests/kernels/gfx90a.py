@@ -156,13 +156,13 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 TYPES: dict[str, tuple[int, Any]] = {
     "u32": (1, np.uint32), "i32": (1, np.int32), "f32": (1, np.float32), "u64": (2, np.uint64), "i64": (2, np.int64),
 }  # fmt: skip
-#: Scalar instructions of two sources: the result, and what becomes of SCC if it is not that of a result other than zero.
+#: Scalar instructions of two sources: the result, and SCC unless it only says that the result is not zero.
 SCALAR: dict[str, Callable[[int, int, int], tuple[int, int | None]]] = {
     "add_u32": lambda a, b, _: (a + b, a + b > _ALL),
     "addc_u32": lambda a, b, scc: (a + b + scc, a + b + scc > _ALL),
     "sub_u32": lambda a, b, _: (a - b, a < b),
     "subb_u32": lambda a, b, scc: (a - b - scc, a < b + scc),
-    "add_i32": lambda a, b, _: (a + b, 0),  # SCC tells of an overflow, which these have not
+    "add_i32": lambda a, b, _: (a + b, 0),  # SCC is the overflow, which does not occur here
     "sub_i32": lambda a, b, _: (a - b, 0),
     "and": lambda a, b, _: (a & b, None),
     "or": lambda a, b, _: (a | b, None),

@@ -40,7 +40,7 @@ def _hostile(size: int, draw: random.Random) -> torch.Tensor:
 
 
 def _messages(draw: random.Random) -> tuple[Rows, RecordFormat, torch.dtype]:
-    """A bucket of whole vectors: the format leaves open what becomes of bytes behind a record's elements."""
+    """A bucket of whole vectors: the format does not define the bytes behind a record's elements."""
     block_size = draw.choice((16, 48, 64, 128, 496))
     rotation = draw.choice([size for size in (0, 64, 128) if not size or block_size % size == 0])
     own = {"rate": draw.randint(4, 24), "dimension": draw.randint(1, 32)}
@@ -60,7 +60,7 @@ def test_any_bytes_are_decoded_alike(target: str, seed: int) -> None:
     rows, fmt, dtype = _messages(draw)
     more = random.Random(seed + 1)
     whole = more.random() < 0.5
-    # Otherwise bytes follow a record's elements: the format leaves open what becomes of them when they are encoded again.
+    # Otherwise bytes follow a record's elements. The format does not define them after another encoding.
     if not whole:
         rows = rows._replace(chunks=tuple(c + more.choice((0, 1, 7, 15, 17)) for c in rows.chunks))
     payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)

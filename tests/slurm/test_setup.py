@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks import ROOT
 
-#: A Python that writes down how it was called, with what is left of the real one's answers.
+#: A Python that records its calls and otherwise answers like the real one.
 PYTHON = """#!/bin/sh
 echo "python $*" >> "$CALLS"
 case "$*" in
