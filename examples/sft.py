@@ -15,7 +15,7 @@ GPU = torch.cuda.is_available()
 HERE = Path(__file__).parent
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPUs would compile it; stage 3 does not use it
 
-# A tokenizer of single bytes, with a chat template, stands for the one that comes with a model.
+# A tokenizer of single bytes with a chat template represents the one of a real model.
 alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
 bytewise = Tokenizer(models.WordLevel({token: number for number, token in enumerate(alphabet)}, unk_token="<pad>"))
 bytewise.pre_tokenizer = pre_tokenizers.Sequence(

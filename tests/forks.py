@@ -42,7 +42,7 @@ def fork(
 
 
 def join(process: BaseProcess, timeout: float) -> None:
-    """Waits for the end of a forked process, then kills what is left of its group."""
+    """Waits for the end of a forked process, then kills the rest of its group."""
     process.join(timeout)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
@@ -95,7 +95,7 @@ def torchrun(*arguments: str) -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for whoever adopted it."""
+    """Whether a process runs; one that has ended may wait for its new parent."""
     stat = Path(f"/proc/{pid}/stat")
     with contextlib.suppress(OSError):  # it may end while we read
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -40,7 +40,7 @@ def begin_anew() -> None:
         from hzero.comm import mpi_wires
 
         for work in [work for wires in mpi_wires.made.values() for work in wires.under_way]:
-            with contextlib.suppress(RuntimeError):  # what is left of them would fail later
+            with contextlib.suppress(RuntimeError):  # their rest would fail later
                 work.wait()
         mpi_wires.MpiWires.broken = None
         mpi_wires.made.clear()
@@ -146,7 +146,7 @@ def run_checks(checks: Sequence[str]) -> None:
                 while pid:
                     _tell_of_signal(children[pid], status)
                     pid, status = os.waitpid(-1, os.WNOHANG)
-            os._exit(1)  # whoever started us kills our group
+            os._exit(1)  # the parent kills this group
         del children[pid]
 
 

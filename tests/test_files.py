@@ -47,7 +47,7 @@ def test_who_is_distrusted(tmp_path: Path) -> None:
     made.chmod(0o666)
     assert f"'{made}' is no regular file that only you or root can write (mode -rw-rw-rw- of" in distrust(made)
     made.chmod(0o644)
-    tmp_path.chmod(0o777)  # others could put another file in place of this one
+    tmp_path.chmod(0o777)  # others could replace this file
     assert distrust(made) == f"'{tmp_path}' can be written by others (mode 777)"
     tmp_path.chmod(0o1777)
     assert not distrust(made)

@@ -15,7 +15,7 @@ from hzero.launch import run_ranks
 from tests.forks import alive, fork, join, run_script, torchrun
 from tests.ranks import run_python
 
-#: A command of three ranks, whose body knows `rank`, `folder` and `wait`, which waits until all ranks are there.
+#: A command of three ranks, whose body has `rank`, `folder` and `wait`, which waits until all ranks are there.
 COMMAND = """
 import errno, os, signal, sys, time
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_signals(tmp_path: Path, sent: list[signal.Signals], body: str, status: 
 
 
 def test_ranks_that_miss_one_which_sigterm_has_ended_are_interrupted(tmp_path: Path) -> None:
-    """As measurements are, which save nothing: their command must not go on with the next one."""
+    """As measurements are, which save nothing: their command must not continue with the next one."""
     late = "signal.signal(signal.SIGTERM, lambda *_: 1 / 0)\nwait()\ntime.sleep(60)"
     command = _Command(tmp_path, late, saves=False)
     command.all_ranks_wait()

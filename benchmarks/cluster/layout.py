@@ -17,14 +17,14 @@ from hzero.config import BASE_TIERS, Tier
 
 INTERFACE, TRUNK, BRIDGE = "eth0", "trunk", "br0"
 SPINE = f"{PREFIX}spine"
-#: Large, as on the machines this stands for: headers are below 1 % of a full packet.
+#: Large, as on the machines that this emulates: headers are below 1 % of a full packet.
 MTU = 9000
 #: Bytes that may pass at once after a pause: what the rate gives in this time, and never less than a few packets. Larger
 #: ones let every message of a training step go faster than the link.
 BURST_S, MIN_BURST = 0.0025, 32 * 1024
 #: Bytes that a queue holds. A sender's own queue limit comes first, so that nothing is dropped, as on a fabric with credits.
 QUEUE_BYTES = 8 * 1024 * 1024
-#: Stands for "not shaped" in a class, which has to have a rate.
+#: Means "not shaped" in a class, which must have a rate.
 UNSHAPED_BITS, UNSHAPED_BURST = 10**11, 8 * 1024 * 1024
 #: Class of each tier in a rank's htb, and the handle of the queue in it.
 CLASSES = {tier: (f"1:{index}", f"{index}0:") for index, tier in enumerate(BASE_TIERS, start=1)}

@@ -19,7 +19,7 @@ _HOW = ("suite", "results", "again", "against", "rounds", "warmup", "schemes", "
 
 
 class Wanted(NamedTuple):
-    """What a command asks for.
+    """The measurements of a command.
 
     Attributes:
         measurements: In order.

@@ -94,7 +94,7 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
             if tier == "node":
                 assert size < out[0] < 1.03 * size and 0 < out[1] < 0.03 * size
             else:
-                assert max(out) < 1000  # a bridge that does not know a rank yet asks everywhere
+                assert max(out) < 1000  # a bridge sends to all ports until it has seen a rank
         # The time has a lower bound whatever else the machine does.
         begun = time.monotonic()
         _transfer(cluster, 0, 4, 4 * size)

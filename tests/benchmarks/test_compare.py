@@ -1,4 +1,4 @@
-"""The comparison without its ranks: what a configuration asks for, closed forms of bytes, the store, one run from end to end."""
+"""The comparison without its ranks: a configuration, closed forms of bytes, the store, one run from end to end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalo
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command would measure, in place of measuring it."""
+    """The measurements of the command, which are not run."""
     found: list[Any] = []
     monkeypatch.setattr(compare, "take", lambda wanted, store, *, again: found.extend(wanted) or 0)
     return found

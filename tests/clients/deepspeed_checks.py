@@ -38,7 +38,7 @@ def trained(preset: str | None, backend: str | None = None) -> Run:
 
 
 def _evaluates_exactly(engine: Any, **shape: Any) -> None:
-    """Evaluation mode reads the masters, whatever came before, and training goes on with decoded weights."""
+    """Evaluation always reads the masters, and training continues with decoded weights."""
     batch, reference, losses = next(batches(1, seed=2)), llama(**shape), []
 
     def forward() -> float:

@@ -125,7 +125,7 @@ def check_lightning_trainer() -> None:
 @slow
 @_on_processors()
 def check_lightning_checkpoints() -> None:
-    """Written under hzero and read under plain ZeRO-3, and the reverse, both go on alike; Lightning starts the data anew."""
+    """Written under hzero and read under plain ZeRO-3, and the reverse: both continue equally. Lightning restarts the data."""
     resumed: dict[str | None, Run] = {}
     for writer, reader in (("lossless", None), (None, "lossless")):
         file = shared_folder() / "half.ckpt"

@@ -1,4 +1,4 @@
-"""Trainings that go on with other ranks: 4, then 2, then 6. Run by test_resume.py once on each world.
+"""Trainings that resume on other ranks: 4, then 2, then 6. Run by test_resume.py once on each world.
 
 The four ranks also train to the end. What all show is compared with that.
 """
@@ -77,7 +77,7 @@ def _trainer(folder: Path, last: int, preset: str, accumulation: int = 3, **chan
 
 
 class _StopAt(hzero.StopAndSave):
-    """Ends a training after a step, as a signal would, and lets the check go on."""
+    """Ends a training after a step, as a signal would, and lets the check continue."""
 
     def __init__(self, step: int) -> None:
         super().__init__(signals=())
@@ -93,7 +93,7 @@ class _StopAt(hzero.StopAndSave):
 
 
 def check_trainer_goes_on() -> None:
-    """Saves every step, is stopped, and goes on from the newest complete checkpoint, shuffled as the others."""
+    """Saves every step, is stopped, and resumes from the newest complete checkpoint, shuffled as the others."""
     world, folder = dist.get_world_size(), _folder("trainer")
 
     def losses(trainer: Trainer, first: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""A training goes on with other ranks, under another preset: 4, then 2, then 6. One launch for each world."""
+"""A training resumes on other ranks, under another preset: 4, then 2, then 6. One launch for each world."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.clients.test_clients import needs_clients
 from tests.ranks import on_ranks
 
 CHECKS = ("tests.clients.resume_checks",)
-#: In which one world leaves what the next goes on with.
+#: One world writes its checkpoints here, and the next resumes from them.
 FOLDER = tempfile.TemporaryDirectory()
 
 test_resume = needs_clients(on_ranks({4: CHECKS, 2: CHECKS, 6: CHECKS}, HZERO_RESUME_FOLDER=FOLDER.name))

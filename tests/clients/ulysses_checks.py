@@ -23,7 +23,7 @@ def _for_one_run() -> Iterator[None]:
     deepspeed.init_distributed("gloo")  # on devices Accelerate does
     scatter = dist.scatter
     with (
-        # Accelerate puts DeepSpeed's attention in place of the models' own.
+        # Accelerate replaces the models' attention by DeepSpeed's.
         mock.patch.object(ALL_ATTENTION_FUNCTIONS, "_local_mapping", dict(ALL_ATTENTION_FUNCTIONS._local_mapping)),
         # The backward of torch's all-gather scatters on gloo, and takes ranks of the group for those of the world.
         mock.patch.object(

@@ -150,7 +150,7 @@ def test_the_noise_is_even_and_differs_by_seed_row_and_column() -> None:
 
 @pytest.mark.parametrize("codec", BLOCKED)
 def test_the_same_seed_gives_the_same_codes_whatever_the_pieces(codec: str) -> None:
-    """The row counts, not where its record stands: cutting a message into pieces changes no record."""
+    """The row counts, not the place of its record: cutting a message into pieces changes no record."""
     own = make(codec, rounding="stochastic", block_size=16)
     source = [torch.randn(6 * 21), torch.randn(6 * 5)]
     want = own.decode(own.encode(source, [21, 5], sizes=[6], seed=7), [21, 5], dtype=torch.float32)

@@ -91,7 +91,7 @@ def limited(scale_bits: int, level: int, dtype: torch.dtype) -> int:
 
 
 def rotated(values: list[np.float32], cfg: CodecConfig, factor: float = 1) -> list[np.float32]:
-    """Groups in blocks of whole groups, times a factor: rounds of sums and differences in place of a product with a matrix."""
+    """Groups in blocks of whole groups, times a factor: rounds of sums and differences instead of a product with a matrix."""
     values, size, blocks = list(values), cfg.rotation, range(0, len(values), cfg.block_size)
     for first in (at for block in blocks for at in range(block, block + cfg.block_size, size)):
         block = first // cfg.block_size * cfg.block_size
@@ -282,7 +282,7 @@ def test_encode_is_the_page_bit_for_bit(bucket: Any, cfg: CodecConfig, seed: int
 @pytest.mark.parametrize("blocks", BLOCKS)
 @np.errstate(all="ignore")
 def test_many_blocks_bit_for_bit(codec: str, rounding: str, blocks: tuple[int, int]) -> None:
-    """Enough of them that a reciprocal in place of a division, or another last bit, shows."""
+    """Enough values to show a reciprocal instead of a division, or another last bit."""
     cfg = config(codec, blocks, rounding)
     for dtype in FLOATS:
         source = [numbers("normal", 4000, dtype, 4), awkward(1600, dtype, 8)]

@@ -108,7 +108,7 @@ def check_lossy_hooks_train_and_error_feedback_helps() -> None:
 
 
 def check_residuals_of_former_buckets_are_dropped() -> None:
-    """DDP lays buckets anew after the first step."""
+    """DDP rebuilds buckets after the first step."""
     state = _state(GRIDS[WORLD][0], codecs="int8", error_feedback=["gcd"])
     dropped = []
     clear = state.communicator.feedback.clear

@@ -1,4 +1,4 @@
-"""`hzero data prepare`: the token ids of a corpus, whoever writes them, and what happens if somebody cannot."""
+"""`hzero data prepare`: the token ids of a corpus with any number of workers, and failures of workers."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class _Unused(AwkwardNet):
 
 
 def check_audits_beside_whatever_deepspeed_does() -> None:
-    """Nothing is stale and every rank goes on, whatever else the configuration has."""
+    """Nothing is stale and every rank continues, with any other keys of the configuration."""
     small = {"stage3_prefetch_bucket_size": 400, "sub_group_size": 500}
     cases: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         ("topo", {}, {"zero_optimization": small}),
@@ -149,7 +149,7 @@ def check_audits_beside_whatever_deepspeed_does() -> None:
 
 
 def check_after_a_complaint_training_goes_on_with_a_new_window() -> None:
-    """Whoever catches the error and mends its cause has the gradients of the next window alone."""
+    """After the error is caught and its cause fixed, only the gradients of the next window count."""
     gradients = []
     for spoil in (False, True):
         model = AwkwardNet()

@@ -107,7 +107,7 @@ def check_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before()
     for rank in (0, 3):
         with pytest.raises(hzero.SaveError, match=rf"config.json' could not .*os error 28 \(rank {rank}\)"):
             save_together("config.json", functools.partial(_fail_on, rank))
-    with small_disk(2, 500), pytest.raises(hzero.SaveError):  # in place of what is there
+    with small_disk(2, 500), pytest.raises(hzero.SaveError):  # replaces an existing checkpoint
         engine.save_checkpoint(str(folder), tag="global_step1")
     train(engine, 1, first=2)
     engine.save_checkpoint(str(folder))
@@ -124,7 +124,7 @@ def check_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before()
         "of 8, or hzero.checkpoint.same_batch false"
     ) in _same(str(refused.value))
     assert (resumed.global_steps, resumed.train_batch_size()) == (0, 20)
-    resumed.load_checkpoint(str(folder), tag="global_step1", load_optimizer_states=False)  # no training goes on
+    resumed.load_checkpoint(str(folder), tag="global_step1", load_optimizer_states=False)  # training does not continue
     files = resumed.checkpoint_engine
     files.config = files.config.model_copy(update={"same_batch": False})
     resumed.load_checkpoint(str(folder), tag="global_step1")
@@ -162,7 +162,7 @@ def check_a_checkpoint_that_is_not_what_was_written_gives_way_to_the_one_before(
     assert resumed.load_checkpoint(str(folder), load_optimizer_states=False)[1]["seen"] == 1
     dist.barrier()
 
-    def plant() -> None:  # with a note that fits, as whoever plants it would write
+    def plant() -> None:  # with a matching note, as an attacker would write
         path = next((folder / "global_step1").glob("*rank_2*optim_states.pt"))
         state = torch.load(path, weights_only=False)
         torch.save({**state, "more": Planted(made)}, path)
@@ -299,7 +299,7 @@ def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
 
     def model(seed: int = 5) -> AwkwardNet:
         made = AwkwardNet(seed)
-        made.frozen.weight.requires_grad_(True)  # what no step changes is rounded anew after a load
+        made.frozen.weight.requires_grad_(True)  # weights that no step changes are rounded again after a load
         return made
 
     engine = engine_of(ds_config(block, 2), model(0))

@@ -28,7 +28,7 @@ from tests.deepspeed.training import AwkwardNet, batch, block_of, ds_config, eng
 #: Optimizer steps in all, each a schedule of its own; ``HZERO_SCHEDULES=1000`` for a long run.
 SCHEDULES = int(os.environ.get("HZERO_SCHEDULES", "6"))
 DELAYS_S = (0.0, 0.0, 0.0005, 0.002)
-#: Steps after which training begins anew, so that the run without delays need not be as long.
+#: Steps after which training restarts, so that the run without delays need not be as long.
 CYCLE = 8
 
 _AT_RANDOM: dict[str, Any] = {

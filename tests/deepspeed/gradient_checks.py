@@ -91,7 +91,7 @@ def check_silent_parameters_match_ddp() -> None:
 
 
 def check_a_window_given_up_leaves_nothing() -> None:
-    """After ``zero_grad`` in place of a step neither its gradients nor their norms count; on the host as on the device."""
+    """After ``zero_grad`` instead of a step, neither its gradients nor their norms count, on the host and on the device."""
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
     x = _sometimes_batch(0, 0)[0]
     reference = _Sometimes()
@@ -108,7 +108,7 @@ def check_a_window_given_up_leaves_nothing() -> None:
 
 
 def check_fp16_skips_a_step_and_goes_on() -> None:
-    """An overflow skips the step, keeps payloads valid, clears the window, and training goes on finite."""
+    """An overflow skips the step, keeps payloads valid, clears the window, and training stays finite."""
     # DeepSpeed does not allow fp16 on processors, though torch can; the loss scaler is what is tested here.
     get_accelerator().is_fp16_supported = lambda: True
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
@@ -210,14 +210,14 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
                 with pytest.raises(HopError, match=rf"gradients of \d+ parameters .* on tier 'node' .*{changed}"):
                     engine.backward(loss)
                 collectives.faults = []
-                with pytest.raises(RuntimeError, match="lost by an error"):  # whoever has caught it and goes on
+                with pytest.raises(RuntimeError, match="lost by an error"):  # the script continues after it
                     engine.optimizer.step()
                 assert_masters(engine, before)
                 engine.destroy()
 
 
 def check_the_guard_ends_training_that_diverges() -> None:
-    """By name of the parameters, on all ranks, with the weights of the last good step, from which training can go on."""
+    """By name of the parameters, on all ranks, with the weights of the last good step, from which training can continue."""
     model = AwkwardNet()
     engine = engine_of(ds_config(block_of("topo", guard=2), 1), model)
     train(engine, 2)

@@ -382,7 +382,7 @@ def check_the_wire_log_counts_what_the_shapes_say() -> None:
 
 
 def check_evaluation_and_checkpoints_of_pipelines() -> None:
-    """A run that goes on from a checkpoint repeats the bits of one that went on: codecs that round to nearest have no state."""
+    """A resumed run repeats the bits of an uninterrupted one: codecs that round to nearest have no state."""
     folder, block = shared_folder(), {"preset": "mild", "codecs": {"pipeline": "int8"}, "checkpoint": {}}
     _, _, engine = train_pipeline(block, steps=2)
     evaluated = float(engine.eval_batch(batches(engine, 7)))

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from hzero.codecs import backends
 from hzero.comm import lanes, wires
 
-#: In place of a stream: the host, behind whose waits comes all that it starts later.
+#: Instead of a stream: the host. Everything that it starts after a wait comes after the wait.
 HOST = -1
 
 Clock: TypeAlias = dict[int, int]
@@ -408,7 +408,7 @@ def _site() -> str:
 
 @functools.cache
 def _file_of(code: types.CodeType) -> str | None:
-    """The file of a function's code as sites name it, if they do. Every operator asks for all its frames."""
+    """The file of a function's code as sites name it, if they do. Every operator looks up all its frames."""
     path = code.co_filename
     named = ("/hzero/" in path and not path.endswith("install.py")) or "/deepspeed/runtime/zero/" in path
     return "/".join(path.split("/")[-3:]) if named else None

@@ -40,7 +40,7 @@ from tests.deepspeed.training import (
 
 
 def check_every_backend_gives_the_same_losses() -> None:
-    """The codecs' kernels in place of plain torch change no bit, with error feedback and stochastic rounding too."""
+    """The codecs' kernels instead of plain torch change no bit, with error feedback and stochastic rounding too."""
     if backends.choice("cpu").fallback:
         pytest.skip("the host library is not built: the reference is the only backend")
     block = block_of("topo", error_feedback=["gcd", "node"])
@@ -55,7 +55,7 @@ def check_losses_are_stocks_where_those_of_zeropp_were_not() -> None:
 
     deepspeedai/DeepSpeed: #4851 and #7164 (another convergence from the first step on), #7606 (a first step, or a first one
     after a load, with stale secondary weights), #4886 (bf16: the loss shoots up), #5059 (bf16: loss 0 from the third step
-    on), #6926 (optimizer on the host: the loss stands still).
+    on), #6926 (optimizer on the host: the loss does not change).
     """
     folder = shared_folder()
     changes: dict[str, Any] = {"bf16": {"enabled": True}, **OFFLOAD}
@@ -99,7 +99,7 @@ def check_zero_init_and_persistent_parameters() -> None:
 
 
 def check_parameters_kept_whole_can_be_read_after_a_step() -> None:
-    """As in stock: whoever reads them before the next forward asks nobody, also after a save and a load."""
+    """As in stock: reading them before the next forward needs no other rank, also after a save and a load."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
     engine = engine_of(ds_config(block_of("lossless"), zero_optimization=zero))
     train(engine, 2)

@@ -137,7 +137,7 @@ def check_codecs_by_dimension_and_their_wire_log() -> None:
 
 
 def check_checkpoints_beside_tensor_groups() -> None:
-    """Stock's files, one set for each tensor rank, load again into the same layout and go on alike."""
+    """Stock's files, one set for each tensor rank, load again into the same layout and continue equally."""
     folder = shared_folder()
     with tensor_groups(2) as mpu:
         config = ds_config(block_of("lossless"))

@@ -1,4 +1,4 @@
-"""A configuration with the block is served by hzero whoever calls DeepSpeed, and nothing else changes; in fresh processes."""
+"""hzero serves a configuration with the block from any caller of DeepSpeed, and changes nothing else; in fresh processes."""
 
 from __future__ import annotations
 

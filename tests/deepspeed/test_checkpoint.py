@@ -1,4 +1,4 @@
-"""Parts of parameters cut anew for another number of ranks, and files that run no code, without ranks."""
+"""Parts of parameters cut again for another number of ranks, and files that run no code, without ranks."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def check_early_gradient_readers_are_told() -> None:
 
 
 def check_reductions_go_on_behind_the_next_forward() -> None:
-    """Without accumulators nothing waits at a micro-step's end; who reads, steps or starts anew in between misses nothing."""
+    """Without accumulators nothing waits at a micro-step's end. Reads, steps and restarts in between lose nothing."""
     for preset, managed in (("zero3", True), ("zero3", False), ("zeropp", False)):
         config = ds_config(block_of(preset), 3, gradient_clipping=0.0, managed_gradient_accumulation=managed)
         engine, reference = engine_of(config), AwkwardNet()

@@ -1,4 +1,4 @@
-"""A script may end anywhere: its exit status, and the error of whoever caused it, are what a user sees."""
+"""A script may end anywhere: a user sees its exit status and the error of the rank that caused it."""
 
 from __future__ import annotations
 

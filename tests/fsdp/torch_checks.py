@@ -1,4 +1,4 @@
-"""What PyTorch's own tests of fully_shard do, written anew for gloo: with hzero and without it the results are the same.
+"""PyTorch's own tests of fully_shard, written again for gloo: with hzero and without it the results are the same.
 
 A check has the name of the test in PyTorch's test/distributed/_composable/fsdp/test_fully_shard_*.py that does the same. Its own
 runner skips most of them without GPUs. Run by test_fsdp.py on 4 ranks.

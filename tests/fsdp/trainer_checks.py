@@ -49,7 +49,7 @@ def trainer_of(callback: Any, folder: Path, model: Any = None, fsdp: bool = True
     }
     arguments = TrainingArguments(output_dir=str(folder), **{**how, **changes})
     if fsdp:
-        # Accelerate uses FSDP for several GPUs only. Nothing else asks for the kind of devices.
+        # Accelerate uses FSDP for several GPUs only. Nothing else reads the kind of devices.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Trainer(
         llama() if model is None else model,

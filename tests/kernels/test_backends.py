@@ -337,7 +337,7 @@ def test_kernels_start_where_files_and_maps_are_hidden(
 
 @pytest.fixture
 def without_compiler(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Torch's own way to the compiler is gone, and no compiler stands beside its runtime or is loaded."""
+    """Torch cannot find the compiler itself, and no compiler is next to its runtime or loaded."""
     if not gpu.hip:
         pytest.skip("the same code as for HIP")
     extension = copied(Path(torch._C.__file__), tmp_path / "torch")  # linked with the runtime as before

@@ -192,7 +192,7 @@ def test_unaligned_shards_are_moved_16_bytes_at_a_time() -> None:
 
 
 def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device]) -> None:
-    """Where a reciprocal in place of the division would round to the other code, if it were not corrected."""
+    """Values for which an uncorrected reciprocal instead of the division would round to the other code."""
     backend, device = target
     generator = torch.Generator().manual_seed(0)
     scales = (torch.randint(128, 256, (512, 1), generator=generator) / 128).float()

@@ -113,7 +113,7 @@ def test_muon_sends_every_matrix_to_one_rank_and_back(capsys: pytest.CaptureFixt
     assert rows["node"]["raw_bytes"] / 2 < rows["node"]["wire_bytes"] < rows["node"]["raw_bytes"]
     assert muon["traffic"][: len(adam["traffic"])] == adam["traffic"] and muon["notes"] != adam["notes"]
     states = [{row["name"]: row["bytes"] for row in one["memory"]}["optimizer"] for one in (adam, muon)]
-    # A momentum of bfloat16 in place of two moments of float32.
+    # A momentum of bfloat16 instead of two moments of float32.
     assert states[0] - states[1] == 4 * 12 * 128 * 128 * 6 // 16
 
 

@@ -69,7 +69,7 @@ def _checkpointed(model: Any, batch: dict[str, torch.Tensor], live: Live) -> Non
 
 
 def _tiled(model: Any, batch: dict[str, torch.Tensor], live: Live) -> None:
-    """DeepSpeed's tiles for MLP and loss (arXiv 2506.13996), and what checkpoints keep lies on the host."""
+    """DeepSpeed's tiles for MLP and loss (arXiv 2506.13996), and checkpoints are kept on the host."""
     tiles = batch["labels"].shape[1] // CHUNK
     for layer in model.model.layers:
         mlp, stock, weights = layer.mlp, type(layer.mlp).forward, list(layer.mlp.parameters())

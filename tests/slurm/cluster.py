@@ -75,7 +75,7 @@ class Cluster:
         self._conf.write_text("\n".join(lines) + "\n")
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
         for number in range(8):
-            (folder / f"gpu{number}").touch()  # in place of a device
+            (folder / f"gpu{number}").touch()  # instead of a device
         (folder / "state").mkdir()
         self.environment = {**os.environ, "SLURM_CONF": str(self._conf)}
 

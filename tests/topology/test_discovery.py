@@ -201,7 +201,7 @@ STYLES: dict[str, Callable[[int], tuple[int, dict[str, str]]]] = {
     "strided": lambda r: (r // LOCAL, {"LOCAL_RANK": str(r % LOCAL), **_list("ROCR_VISIBLE_DEVICES", 0, 2, 4, 6, 1, 3, 5, 7)}),
     "scrambled": lambda r: (SCRAMBLED[r] // LOCAL, _list("CUDA_VISIBLE_DEVICES", SCRAMBLED[r] % LOCAL)),
 }  # fmt: skip
-#: The last rank has found its device on a third node; rank 5 asks for one that its node does not have.
+#: The last rank has found its device on a third node; rank 5 needs one that its node does not have.
 WRONG: dict[str, Callable[[int], tuple[int, dict[str, str]]]] = {
     "uneven": lambda r: (2, {"LOCAL_RANK": "0"}) if r == WORLD - 1 else (r // LOCAL, {"LOCAL_RANK": str(r % LOCAL)}),
     "failing": lambda r: (r // LOCAL, {"LOCAL_RANK": "99" if r == 5 else str(r % LOCAL)}),
@@ -337,7 +337,7 @@ def test_rounds_through_a_store() -> None:
     world, store = 7, HashStore()
 
     def act(rank: int) -> list[Any]:
-        # Two exchanges of one job, one of them for two rounds: nobody meets the keys of another round.
+        # Two exchanges of one job, one of them for two rounds: no rank reads the keys of another round.
         first, second = (Exchange(store, rank, world, 20.0) for _ in range(2))
         turns = enumerate((first, second, first))
         return [each.agree(lambda t=turn: (rank, t), lambda reports: {"all": reports}) for turn, each in turns]

@@ -37,7 +37,7 @@ def write_kfd(
     unreadable: Collection[int] = (),
     link_mb_s: int = 50_000,
 ) -> Path:
-    """Writes a node below ``root``, which stands for /sys, and returns it.
+    """Writes a node below ``root``, which represents /sys, and returns it.
 
     Args:
         root: What stands for /sys.

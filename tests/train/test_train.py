@@ -1,4 +1,4 @@
-"""`hzero train` as a user runs it: what it prints, the files that it leaves, its exit status, and how it goes on."""
+"""`hzero train` as a user runs it: its output, files and exit status, and how it resumes."""
 
 from __future__ import annotations
 
