@@ -189,6 +189,8 @@ def running(folder: Path, nodes: int = 2, cpus: int = 8, max_minutes: int = 120)
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
+    if place.exists():
+        sys.exit(f"cluster: FOLDER: found {place}; expected a new folder")
     place.mkdir(parents=True)
     with running(place.resolve()) as up:
         print(f"export SLURM_CONF={up.environment['SLURM_CONF']}  # until Ctrl-C", flush=True)
