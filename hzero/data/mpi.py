@@ -8,8 +8,7 @@ A message is a head and its frames. Short frames are in the head, so that there 
 follows with another tag, from the memory into which Dask serialised and into the memory from which Dask deserialises, both of
 which may be a GPU's.
 
-MPI moves messages on only while somebody asks. The event loop does, at once after something has happened, and then ever less
-often, so that an idle process sleeps.
+MPI makes progress only during its calls. So the event loop polls, at first without a pause, and then ever less often.
 
 Use any Dask launcher that starts processes as ranks, such as dask-mpi with ``protocol="mpi"``. Messages travel on
 ``MPI.COMM_WORLD``, since a communicator of their own would need all ranks at once.
@@ -45,17 +44,17 @@ from tornado.ioloop import IOLoop
 PREFIX, HOST, WORLD = "mpi://", socket.gethostname(), MPI.COMM_WORLD
 #: The tags of heads and of frames: large ones, since programs use small ones. Every MPI has 32,768.
 HEAD, FRAME = 32767, 32766
-#: Bytes of frames in a head, which MPIs send at once, and of a part of a frame, which an MPI can count.
+#: Bytes of frames in a head, which MPIs send at once, and of a part of a frame, which every MPI can count.
 SHORT, LONGEST = 1 << 12, 1 << 30
-#: The poller asks so many times without a pause after an event, since an answer is likely. Then each pause is longer than the
+#: The poller polls so many times without a pause after an event, since an answer is likely. Then each pause is longer than the
 #: one before, up to the longest.
 EAGER, STEP_S, LONGEST_S = 30, 2e-5, 0.01
 #: Seconds that the end of the process waits for messages under way.
 FLUSH_S = 10.0
 
 _ends: dict[tuple[int, int], tuple[Queue, IOLoop]] = {}  # of connections, by the peer's rank and the number
-# Messages: rank, number of the connection for those that come, what MPI still does, and what follows.
-_under_way: list[tuple[int, int, list[MPI.Request], Callable[[], None] | None]] = []
+# Messages: the end that receives it, or the receiver's rank and 0, what MPI still does, and what follows.
+_under_way: list[tuple[tuple[int, int], list[MPI.Request], Callable[[], None] | None]] = []
 _polls: dict[asyncio.AbstractEventLoop, asyncio.Handle] = {}  # the next one of each loop: a process has one, as a rule
 _lock, _numbers, _ports = threading.RLock(), itertools.count(1), itertools.count(1)
 
@@ -91,25 +90,31 @@ def _on_device(frame: Any) -> bool:
     return hasattr(frame, "__cuda_array_interface__")
 
 
-def _send(rank: int, number: int, content: list[Any], port: int = 0) -> None:
+def _parts(frame: Any) -> list[Any]:
+    size = nbytes(frame)
+    return [[frame, (min(LONGEST, size - at), at), MPI.BYTE] for at in range(0, size, LONGEST)]
+
+
+def _send(end: tuple[int, int], content: list[Any], port: int = 0) -> None:
     """Starts a message, which ends later: whoever reads at the other end may be sending to this one as well."""
-    on_device = any(map(_on_device, content))
+    (rank, number), on_device = end, any(map(_on_device, content))
     short = sum(map(nbytes, content)) <= SHORT and not on_device
     head = [bytearray(frame) if short else (_on_device(frame), nbytes(frame)) for frame in content]
+    parts = [] if short else [part for frame in content for part in _parts(frame)]
     if on_device:
-        sys.modules["cupy"].cuda.runtime.deviceSynchronize()  # MPI knows no streams
+        sys.modules["cupy"].cuda.runtime.deviceSynchronize()  # MPI has no streams
     try:
         with _lock:
-            requests = [WORLD.isend((number, port, head), rank, HEAD)]
-            requests += [WORLD.Isend([frame, MPI.BYTE], rank, FRAME) for frame in content if not short]
+            requests = [WORLD.isend((-number, port, head), rank, HEAD)]
+            requests += [WORLD.Isend(part, rank, FRAME) for part in parts]
     except MPI.Exception as error:
         raise CommClosedError(f"rank {rank} cannot be reached: {error}") from error
-    _under_way.append((rank, 0, requests, None))
+    _under_way.append(((rank, 0), requests, None))
     _poll_later()
 
 
 def _poll_later(idle: int = 0) -> None:
-    """Has this thread's event loop ask MPI, after a pause if it has asked in vain too often."""
+    """Has this thread's event loop poll, after a pause if it has polled in vain too often."""
     with contextlib.suppress(RuntimeError):  # no loop: the process ends
         loop = asyncio.get_running_loop()
         if loop in _polls:
@@ -122,30 +127,29 @@ def _poll_later(idle: int = 0) -> None:
 
 
 def _poll(idle: int) -> None:
-    """Asks MPI, and then again: without a pause if something has happened lately, later and later otherwise."""
+    """Polls, and then again: without a pause if something has happened lately, later and later otherwise."""
     try:
         with _lock:
             idle = 0 if _step() else idle + 1
-    except Exception as error:
-        traceback.print_exc()
-        end_job(f"rank {WORLD.rank} on {HOST}: {error}")
+    except Exception:
+        end_job(f"rank {WORLD.rank} on {HOST}: {traceback.format_exc()}")
     if _ends or global_manager.listeners or _under_way:
         _poll_later(idle)
 
 
 def _step() -> bool:
-    """Asks MPI once. Returns whether anything has happened."""
+    """Polls once. Returns whether anything has happened."""
     happened, status, waiting = False, MPI.Status(), set[tuple[int, int]]()
     while (message := WORLD.improbe(MPI.ANY_SOURCE, HEAD, status)) is not None:
         rank, (number, port, head) = status.source, message.recv()
         content = [_room(*frame) if isinstance(frame, tuple) else frame for frame in head]
-        frames = [frame for frame, one in zip(content, head) if frame is not one]
-        requests = [WORLD.Irecv([frame, MPI.BYTE], rank, FRAME) for frame in frames]
-        _under_way.append((rank, number, requests, partial(_dispatch, rank, number, port, content)))
+        parts = [part for frame, one in zip(content, head) if frame is not one for part in _parts(frame)]
+        requests = [WORLD.Irecv(part, rank, FRAME) for part in parts]
+        _under_way.append(((rank, number), requests, partial(_dispatch, (rank, number), port, content)))
     for one in list(_under_way):
-        rank, number, requests, arrived = one
-        if (rank, number) in waiting or not MPI.Request.Testall(requests):
-            waiting.add((rank, number))  # messages of a connection keep their order
+        end, requests, arrived = one
+        if end in waiting or not MPI.Request.Testall(requests):
+            waiting.add(end)  # messages of a connection keep their order
             continue
         _under_way.remove(one)
         happened = True
@@ -160,17 +164,15 @@ def _room(on_device: bool, size: int) -> Any:
     return cupy.empty(size, "u1") if cupy else host_array(size)
 
 
-def _dispatch(source: int, number: int, port: int, content: list[Any]) -> None:
+def _dispatch(end: tuple[int, int], port: int, content: list[Any]) -> None:
     """Does what a message says: with a port it asks for a connection. Otherwise it has frames, or is empty and ends one."""
-    if port:
-        if listener := global_manager.listeners.get(_address(port)):
-            comm = MpiComm(listener.address, content[0].decode(), source, number, listener.loop, listener.deserialize)
-            _send(source, -number, [b"accepted"])
-            listener.loop.add_callback(listener._handle_stream, comm)
-        else:
-            _send(source, -number, [])
-    elif end := _ends.get((source, number)) if content else _ends.pop((source, number), None):  # none if it is closed
-        queue, loop = end
+    if port and (listener := global_manager.listeners.get(_address(port))):
+        comm = MpiComm(listener.address, content[0].decode(), end, listener.loop, listener.deserialize)
+        listener.loop.add_callback(listener._handle_stream, comm)
+    elif port:
+        _send(end, [])
+    elif known := _ends.get(end) if content else _ends.pop(end, None):  # none if it is closed
+        queue, loop = known
         loop.add_callback(queue.put_nowait, content or _EOF)
 
 
@@ -186,8 +188,8 @@ def _finish() -> None:
         if not _under_way and not all_end:
             all_end = WORLD.Ibarrier()
         time.sleep(1e-3)
-    if ranks := sorted({rank for rank, *_, arrived in _under_way if not arrived})[:10]:
-        end_job(f"rank {WORLD.rank} has waited {FLUSH_S:g} s for ranks {ranks} to receive messages")
+    if any(not arrived for *_, arrived in _under_way):
+        end_job(f"rank {WORLD.rank} has waited {FLUSH_S:g} s for other ranks to receive messages")
 
 
 # ---- connections ------------------------------------------------------------------------------------------------------------
@@ -199,20 +201,19 @@ class MpiComm(InProc):
     Args:
         local: Address of this end.
         remote: Address of the other end.
-        rank: Rank of the other end.
-        number: The connection's, negative at the end that connects.
+        end: Rank of the other end, and number of the connection, negative at the end that connects.
         loop: The event loop that reads.
         deserialize: Whether messages are deserialised.
     """
 
-    def __init__(self, local: str, remote: str, rank: int, number: int, loop: IOLoop, deserialize: bool) -> None:
+    def __init__(self, local: str, remote: str, end: tuple[int, int], loop: IOLoop, deserialize: bool) -> None:
         def put(frames: Any) -> None:
             if frames is _EOF:
-                _ends.pop((rank, number), None)
-            _send(rank, -number, [] if frames is _EOF else frames)
+                _ends.pop(end, None)
+            _send(end, [] if frames is _EOF else frames)
 
         queue = Queue()
-        _ends[rank, number] = queue, loop
+        _ends[end] = queue, loop
         super().__init__(local, remote, queue, SimpleNamespace(put_nowait=put), loop, deserialize)
 
     same_host = Comm.same_host  # type: ignore[assignment]
@@ -220,16 +221,16 @@ class MpiComm(InProc):
     async def write(self, msg: Any, serializers: Any = None, on_error: str | None = "message") -> int:
         """Sends a message. Returns its bytes, which may still be under way."""
         context = {"sender": self.local_info, "recipient": self.remote_info, **self.handshake_options}
-        # Parts of a frame have to be joined by a copy.
-        options = {"serializers": _families(serializers), "on_error": on_error, "frame_split_size": LONGEST}
+        # Not in shards: parts of a frame would have to be joined by a copy.
+        options = {"serializers": _families(serializers), "on_error": on_error, "frame_split_size": sys.maxsize}
         frames = await to_frames(msg, self.allow_offload, context=context, **options)
         if self.closed():
             raise CommClosedError(f"{self.peer_address} has closed the connection")
         self._write_q.put_nowait(frames)
         return sum(map(nbytes, frames))
 
-    async def content(self) -> Any:
-        """Waits for the next message, and returns what was sent. Raises `CommClosedError` if the connection is closed."""
+    async def frames(self) -> Any:
+        """Waits for the next message, and returns its frames. Raises `CommClosedError` if the connection is closed."""
         try:
             return await super().read()
         except BaseException:
@@ -238,7 +239,7 @@ class MpiComm(InProc):
 
     async def read(self, deserializers: Any = None) -> Any:
         """Waits for the next message. Raises `CommClosedError` if the connection is closed."""
-        return await from_frames(await self.content(), self.deserialize, _families(deserializers), self.allow_offload)
+        return await from_frames(await self.frames(), self.deserialize, _families(deserializers), self.allow_offload)
 
 
 def _families(given: Any) -> Any:
@@ -300,11 +301,11 @@ class MpiBackend(InProcBackend, Connector, RequireEncryptionMixin):
         _, rank, port = parsed(address)
         if not 0 <= rank < WORLD.size:
             raise FatalCommClosedError(f"mpi://{address}: found rank {rank}; expected 0 to {WORLD.size - 1}")
-        number = next(_numbers)
-        comm = MpiComm(_address(0), PREFIX + address, rank, -number, IOLoop.current(), deserialize)
-        _send(rank, number, [comm.local_address.encode()], port)
-        try:
-            await comm.content()
+        end = rank, -next(_numbers)
+        comm = MpiComm(_address(0), PREFIX + address, end, IOLoop.current(), deserialize)
+        _send(end, [comm.local_address.encode()], port)
+        try:  # listeners begin with a handshake, which `distributed.comm.connect` reads again
+            comm._read_q.put_nowait(await comm.frames())
         except CommClosedError:
             raise CommClosedError(f"nothing listens at {comm.peer_address}") from None
         return comm

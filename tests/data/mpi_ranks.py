@@ -168,7 +168,7 @@ async def check_errors(address: str) -> None:
 async def check_gpu_buffers(address: str) -> None:
     """Frames with the array interface of a GPU travel by it. A stand-in for cupy keeps them in host memory."""
     cupy = sys.modules["cupy"]
-    there = cupy.asarray(np.arange(100_003, dtype=np.uint8))
+    there = cupy.asarray(np.arange(2_000_003, dtype=np.uint8))  # more than a message of MPI has
     small = cupy.asarray(np.arange(5, dtype=np.uint8))
     async with connected(address) as comm:
         back = await answered(comm, there, np.arange(9), small)
@@ -235,6 +235,7 @@ async def checks() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     entry = re.search(r'^\[project.entry-points."distributed.comm.backends"\]\nmpi = "(.+)"', text, re.MULTILINE)
     backends["mpi"] = pkgutil.resolve_name(entry[1])()
+    mpi.LONGEST = 1_000_003  # frames are cut at both ends
     listener = await listen("mpi://", echo)
     address = WORLD.bcast(listener.contact_address)
     for name, check in list(globals().items()):
