@@ -23,7 +23,7 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     """Starts a Dask cluster of workers with one thread each, and ends it.
 
     A single process starts workers on this host, and a worker that dies is started again. Under mpiexec or srun, rank 0 is
-    the scheduler, rank 1 the client and every other rank a worker, with messages over MPI; a rank that dies ends the job.
+    the client, rank 1 the scheduler and every other rank a worker, with messages over MPI; a rank that dies ends the job.
 
     Args:
         workers: Number of workers. The default is one for each core, or for each rank but two.
@@ -53,7 +53,9 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
         raise of_all_ranks(ConfigError(f"{found}; expected one rank for each worker and two more (srun: see --mpi)"))
     # As LocalCluster does: otherwise every rank prints its steps.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    if not initialize(protocol="mpi", dashboard=False, dashboard_address=":0", exit=False):
+    # dask-mpi makes the client of the second rank. Here it is rank 0, which reports errors at once.
+    order = WORLD.Split(key=(1, 0, *range(2, ranks))[WORLD.rank])
+    if not initialize(protocol="mpi", comm=order, dashboard=False, dashboard_address=":0", exit=False):
         raise SystemExit(0)
     with Client() as client:
         try:

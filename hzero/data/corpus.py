@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hzero.data import shards
 from hzero.experiment import Experiment, checkpoint_folder
-from hzero.files import cache_folder, expanded, refusing
+from hzero.files import cache_folder, expanded, read_json, refusing
 from hzero.validation import ConfigError, library_errors
 
 #: Ends a text where the tokenizer is trained here.
@@ -86,10 +86,7 @@ def _tokenised(experiment: Experiment, tokenizer: Any, say: Callable[[str], None
     given = tokenizer.backend_tokenizer.to_str() if tokenizer else vocab
     output = cache / f"tokens-{shards.hash_of([files, given, length])}"
     if not (output / shards.STATE).is_file():
-        if tokenizer is None:
-            say(f"training a tokenizer of {vocab:,} tokens (once; kept in {output})")
-            texts = (shards.read(*chunk, _SHARD_BYTES) for _, chunk in shards.chunks(files, _SHARD_BYTES))
-            tokenizer = _trained((text for chunk in texts for text, *_ in chunk), vocab)
+        tokenizer = tokenizer or _trained(files, vocab, output, say)
         work = shards.begin(files, output, tokenizer, length, _SHARD_BYTES, "arrow")
         for file, chunks in work.items():
             if not file.is_file():
@@ -98,14 +95,22 @@ def _tokenised(experiment: Experiment, tokenizer: Any, say: Callable[[str], None
     return output
 
 
-def _trained(texts: Iterator[str], vocab: int) -> Any:
-    """A byte-level BPE with an end token."""
-    from tokenizers import ByteLevelBPETokenizer
+def _trained(files: dict[str, list[int]], vocab: int, output: Path, say: Callable[[str], None]) -> Any:
+    """A byte-level BPE with an end token, trained on the files, unless a run that was interrupted has done so."""
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    made = ByteLevelBPETokenizer()
-    made.train_from_iterator(texts, vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END])
-    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, bos_token=END, eos_token=END, pad_token=END)
+    if (output / shards.IDENTITY).is_file():
+        found = Tokenizer.from_str(read_json(output / shards.IDENTITY)["tokenizer.json"])
+    else:
+        say(f"training a tokenizer of {vocab:,} tokens (once; kept in {output})")
+        texts = (
+            text for _, chunk in shards.chunks(files, _SHARD_BYTES) for text, *_ in shards.read(*chunk, _SHARD_BYTES)
+        )
+        made = ByteLevelBPETokenizer()
+        made.train_from_iterator(texts, vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END])
+        found = made._tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=found, bos_token=END, eos_token=END, pad_token=END)
 
 
 def read_tokenizer(folder: Path, key: str, vocab: int | None = None) -> Any:

@@ -11,6 +11,7 @@ The keys are in conf/prepare.yaml. The same command completes a job that was int
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,6 @@ from hzero.data.cluster import cluster
 from hzero.data.corpus import read_tokenizer
 from hzero.experiment import Name, composed
 from hzero.files import expanded
-from hzero.launch import rank_variables
 from hzero.validation import ConfigError, Frozen, Parser, library_errors, on_all_ranks, printable, validated
 
 
@@ -60,8 +60,6 @@ def run_data(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of conf/prepare.yaml")
     with on_all_ranks():
         settings = settings_of(parser.parse_args(arguments).overrides)
-    if not rank_variables():  # of ranks, the client alone looks at the files
-        begin(settings)
     with cluster(settings.data.workers) as client:
         prepare(settings, client)
     return 0
@@ -98,18 +96,22 @@ def prepare(settings: Settings, client: Client) -> None:
     """
     (work, tokenizer), length = begin(settings), settings.model.seq_length
     output, total = next(iter(work)).parent, len(work)
-    missing = [file for file in work if not file.is_file()]
-    tasks = [client.submit(shards.write, file, work[file], key=str(file)) for file in missing]
-    bar = tqdm(as_completed(tasks), "shards", total, initial=total - len(missing), unit="", mininterval=1)
-    try:
+    with open(output / shards.LOCK, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"data.output: found another run that writes {str(output)!r}; expected one") from None
+        except OSError:  # a file system without locks
+            pass
+        missing = [file for file in work if not file.is_file()]
+        tasks = client.map(shards.write, missing, [work[file] for file in missing], pure=False)
+        bar = tqdm(as_completed(tasks), "shards", total, initial=total - len(missing), unit="", mininterval=1)
         with library_errors("data.output: cannot write the shards"), bar:
             written = [task.result() for task in bar]
-    finally:
-        client.cancel(tasks)  # those that are left after an error
-    begin(settings)  # raises if a file has changed meanwhile
-    for left in output.glob(".*.partial"):  # of workers that were killed
-        left.unlink(missing_ok=True)
-    shards.complete(output, work, tokenizer)
+        begin(settings)  # raises if a file has changed meanwhile
+        for left in output.glob(".*.partial"):  # of workers that were killed
+            left.unlink(missing_ok=True)
+        shards.complete(output, work, tokenizer)
     documents, tokens, empty = (sum(one[at] for one in written) for at in range(3))
     _say(f"{documents:,} documents, {tokens:,} tokens, {len(missing):,} of {total:,} shards written in {output}")
     if empty:

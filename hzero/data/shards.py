@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 from hzero.files import expanded, replacing
 from hzero.validation import ConfigError
 
-#: Files of a folder: what it is made of, and what `datasets` reads, which is written last.
-IDENTITY, STATE = "prepare.json", "state.json"
+#: Files of a folder: what it is made of, what a run locks, and what `datasets` reads, which is written last.
+IDENTITY, LOCK, STATE = "prepare.json", ".lock", "state.json"
 #: Begins the name of a file in the identity.
 FILE = "data.path: "
 #: Kinds of files by the ends of their names; others are plain text. JSON is one object on each line.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -292,6 +293,17 @@ def test_files_of_others_stay(place: Path, client: Client, tmp_path: Path) -> No
     assert (tmp_path / ".mine.partial" / "x").exists() and (tmp_path / ".thesis.partial").exists()
 
 
+def test_two_runs_do_not_write_one_folder(place: Path, client: Client) -> None:
+    prepare(settings_of(words(place, "locked")), client)
+    partial = place / "locked" / ".tokens-00003.arrow.0123.partial"  # of the run that has the lock
+    partial.touch()
+    with open(place / "locked" / shards.LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"^data.output: found another run that writes"):
+            prepare(settings_of(words(place, "locked")), client)
+    assert partial.exists()
+
+
 def test_parquet_and_text_give_the_same_ids(place: Path, one: dict[str, str], client: Client, tmp_path: Path) -> None:
     """Row groups become shards; a file of text is one document, even in several shards."""
     import datasets
@@ -350,7 +362,7 @@ def test_megatron_reads_the_documents(place: Path, client: Client) -> None:
 
 @LONG
 def test_a_dead_rank_ends_the_job_and_the_next_start_completes(place: Path, one: dict[str, str]) -> None:
-    """Over MPI: rank 0 schedules, rank 1 is the client, ranks 2 and 3 work."""
+    """Over MPI: rank 0 is the client, rank 1 schedules, ranks 2 and 3 work."""
     import psutil
 
     command = [mpiexec(), "-n", "4", sys.executable, "-m", "hzero", "data", "prepare", *words(place, "ranks")]
@@ -371,6 +383,15 @@ def test_a_dead_rank_ends_the_job_and_the_next_start_completes(place: Path, one:
     assert " 23 of 23 shards" not in done.stdout and content(place / "ranks") == one
 
 
+@LONG
+def test_an_error_over_mpi_is_one_line_at_once(place: Path) -> None:
+    given = words(place, "unread", f"data.path={place}/nothing")
+    done = run(mpiexec(), "-n", "3", sys.executable, "-m", "hzero", "data", "prepare", *given, timeout=50)
+    errors = [line for line in done.stderr.splitlines() if "hzero" in line]
+    assert done.returncode != 0 and len(errors) == 1, done.stderr
+    assert errors[0].startswith("hzero: error: data.path: found no regular file in"), done.stderr
+
+
 def _experiment(place: Path, output: str, *more: str) -> Any:
     model = [
         "hidden_size=32",
@@ -382,6 +403,18 @@ def _experiment(place: Path, output: str, *more: str) -> Any:
     ]
     ranks = ["topology=single_node", "topology.gcds_per_gpu=1", "train.eval_batches=1"]
     return compose([*(f"model.{key}" for key in model), *ranks, f"data.path={place / output}", *more])
+
+
+def test_training_resumes_with_the_tokenizer_that_it_has_trained(place: Path, tmp_path: Path) -> None:
+    experiment = _experiment(place, "texts", f"data.cache_dir={tmp_path}", "model.vocab_size=300")
+    said: list[str] = []
+    corpus.prepare(experiment, said.append)
+    whole = content(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    (folder / "state.json").unlink()
+    next(folder.glob("*.arrow")).unlink()
+    corpus.prepare(experiment, said.append)
+    assert len(said) == 1 and said[0].startswith("training a tokenizer of 300 tokens") and content(tmp_path) == whole
 
 
 def test_training_maps_the_output(place: Path, one: dict[str, str]) -> None:
