@@ -11,7 +11,7 @@ which may be a GPU's.
 MPI makes progress only during its calls. So the event loop polls, at first without a pause, and then ever less often.
 
 Use any Dask launcher that starts processes as ranks, such as dask-mpi with ``protocol="mpi"``. Messages travel on
-``MPI.COMM_WORLD``, since a communicator of their own would need all ranks at once.
+``MPI.COMM_WORLD``, since making another communicator would need all ranks at once.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _parts(frame: Any) -> list[Any]:
 
 
 def _send(end: tuple[int, int], content: list[Any], port: int = 0) -> None:
-    """Starts a message, which ends later: whoever reads at the other end may be sending to this one as well."""
+    """Starts a message, which ends later: the other end may be sending to this one before it reads."""
     (rank, number), on_device = end, any(map(_on_device, content))
     short = sum(map(nbytes, content)) <= SHORT and not on_device
     head = [bytearray(frame) if short else (_on_device(frame), nbytes(frame)) for frame in content]
@@ -165,7 +165,7 @@ def _room(on_device: bool, size: int) -> Any:
 
 
 def _dispatch(end: tuple[int, int], port: int, content: list[Any]) -> None:
-    """Does what a message says: with a port it asks for a connection. Otherwise it has frames, or is empty and ends one."""
+    """Handles a message: one with a port requests a connection, one with frames has content, and an empty one closes."""
     if port and (listener := global_manager.listeners.get(_address(port))):
         comm = MpiComm(listener.address, content[0].decode(), end, listener.loop, listener.deserialize)
         listener.loop.add_callback(listener._handle_stream, comm)
@@ -234,7 +234,7 @@ class MpiComm(InProc):
         try:
             return await super().read()
         except BaseException:
-            self.abort()  # as Dask's other comms do: nobody could say which message is next
+            self.abort()  # as Dask's other comms do: the next message would be unknown
             raise
 
     async def read(self, deserializers: Any = None) -> Any:

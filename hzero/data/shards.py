@@ -286,7 +286,7 @@ def write(file: Path, chunks: Sequence[tuple[Path, int]]) -> tuple[int, int, int
 
 
 def _packed(length: int, ids: np.ndarray) -> pa.Buffer:
-    """Sequences as Arrow's stream. What is left at the end is no whole sequence, and is dropped."""
+    """Sequences as Arrow's stream. The incomplete sequence at the end is dropped."""
     ids = ids[: len(ids) // length * length]
     rows = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(ids), length)})
     stream = pa.BufferOutputStream()  # a file of Python's would hide why it cannot be written
