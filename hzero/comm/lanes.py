@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.profiler import record_function
 
-from hzero.comm.wires import Lane, Work
+from hzero.comm.watchdog import stop_watchdog
+from hzero.comm.wires import Lane, Work, messages_dropped
 from hzero.config import CollectiveOrder, Tier, TransportName
 from hzero.validation import ConfigError
 
@@ -34,8 +35,8 @@ T = TypeVar("T")
 #: Generator of a chain. It yields None after reading its inputs, then each hop (`hzero.comm.runtime.Pending`) after starting it;
 #: for a hop of several rounds, the last round. It is resumed when the hop has ended, and returns the chain's result.
 Steps: TypeAlias = Generator[Any, None, T]
-#: Maximum wait for hops in flight after an exception, in seconds: their peers may never arrive.
-_AFTER_ERROR_S = 3.0
+#: Maximum wait for hops in flight after an exception, and for each thread at exit, in seconds: peers may never arrive.
+_LONGEST_S = 3.0
 
 
 class DeviceStreams:
@@ -308,7 +309,7 @@ class Lanes:
     def _jobs_of(self, lane: Lane | None) -> queue.SimpleQueue[Any]:
         """Makes the queue and the thread of a lane."""
         jobs = self._jobs[lane] = queue.SimpleQueue()
-        name = f"hzero {' '.join(lane)}" if lane else "hzero"
+        name = f"hzero {' '.join(lane or ('lane',))}"
         threading.Thread(target=self._serve, args=(jobs,), name=name, daemon=True).start()
         return jobs
 
@@ -316,10 +317,7 @@ class Lanes:
         """Runs a lane's hops. To keep links busy, it starts a ready next hop before it computes the result of the last one."""
         torch.set_grad_enabled(False)  # per thread
         ended: Iterator[None] = iter(())
-        while True:
-            if jobs.empty():
-                next(ended, None)
-            chain, index, lane = jobs.get()
+        for chain, index, lane in iter(jobs.get, None):
             waits = chain._ended < index or any(other._ended < math.inf for other in chain._after)
             if waits:  # possibly for the pending result
                 next(ended, None)
@@ -329,6 +327,9 @@ class Lanes:
             next(ended, None)
             next(hop, None)
             ended = hop
+            if jobs.empty():
+                next(ended, None)
+        next(ended, None)
 
     def _run(self, chain: Chain[Any], index: int, lane: Lane | None) -> Iterator[None]:
         """Starts a hop of a chain, ends it, and computes the result if it is the last hop; yields in between."""
@@ -421,11 +422,17 @@ class Lanes:
     def end(self, within_s: float | None) -> bool:
         """On CPU: waits until no chain is in flight, whether chains succeed or fail. None waits without a limit.
 
+        The threads of the lanes then end. A later chain would start new ones.
+
         Returns:
             Whether all chains have ended in time.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running, within_s)
+            ended = self._changed.wait_for(lambda: not self._running, within_s)
+            for jobs in self._jobs.values():
+                jobs.put(None)
+            self._jobs = {}
+        return ended
 
 
 def lasting() -> AbstractContextManager[Any]:
@@ -464,6 +471,8 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
     name = "cpu" if device is None else getattr(device, "_name", "cuda")
     kind = name if name == "cpu" else f"{name} over {transport}"
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
+        if _of_world is not None:  # a destroyed world
+            _of_world[1].end(0)
         new_order = order or ("strict" if device is not None and torch.version.hip else "lanes")
         if device is None or transport == "mpi":
             around = contextlib.nullcontext if device is None else partial(host_steps, device.current_device())
@@ -482,10 +491,10 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
 
 @functools.cache
 def _end_with_process() -> None:
-    """Ensures that no hop outlives its process group or the interpreter.
+    """Ensures that no hop outlives its process group or the interpreter, and that no thread of hzero outlives the latter.
 
-    If a gloo thread reports the end of a hop during interpreter shutdown, the process aborts. A script may end inside an
-    accumulation window, and an exception may occur anywhere.
+    CPython before 3.14 ends a thread that needs the GIL during shutdown. If this happens inside a C++ destructor, the process
+    aborts. A script may end inside an accumulation window, and an exception may occur anywhere.
     """
     stock, process = dist.destroy_process_group, os.getpid()
 
@@ -499,7 +508,13 @@ def _end_with_process() -> None:
         if os.getpid() != process:  # a forked process has no hops
             return
         failed = hasattr(sys, "last_type")  # set after an uncaught exception
-        if not _end_hops(after_error=failed) and failed:
+        ended = _end_hops(after_error=failed)
+        stop_watchdog()  # only now, or other ranks would consider this one frozen while it waits
+        for thread in threading.enumerate():
+            if ended and thread.name.startswith("hzero "):
+                thread.join(_LONGEST_S)
+                ended = not thread.is_alive()
+        if failed and not ended:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -510,4 +525,5 @@ def _end_with_process() -> None:
 
 def _end_hops(after_error: bool) -> bool:
     """Waits for hops in flight: without a limit, since peers may be late, or shortly after an error."""
-    return _of_world is None or _of_world[1].end(_AFTER_ERROR_S if after_error else None)
+    ended = _of_world is None or _of_world[1].end(_LONGEST_S if after_error else None)
+    return ended and messages_dropped(_LONGEST_S)

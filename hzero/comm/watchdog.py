@@ -8,7 +8,6 @@ has host and process id, for ``py-spy dump``.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
@@ -73,12 +72,10 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hzero watchdog", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread that runs during shutdown would abort the process
 
     def stop(self) -> None:
-        """Stops the thread; the last record stays in the store."""
+        """Lets the threads end; the last record stays in the store."""
         self._stopped.set()
-        self._thread.join(_ANSWER_S)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -88,7 +85,8 @@ class Watchdog:
                 if late and self._warned != (self.step, self.micro):
                     self._warned = self.step, self.micro
                     # This thread must keep writing, or other ranks would consider this one frozen.
-                    threading.Thread(target=self._warn, args=(late[0], late[0].started), daemon=True).start()
+                    late_hop = late[0], late[0].started
+                    threading.Thread(target=self._warn, args=late_hop, name="hzero warning", daemon=True).start()
                 self._stopped.wait(self.period_s)
 
     def _warn(self, lane: LaneHops, number: int) -> None:
@@ -171,8 +169,7 @@ class Watchdog:
         keys = [f"hzero rank {rank}" for rank in ranks]
         before, began = [store.compare_set(key, "", "null") for key in keys], time.monotonic()
         found: Missing = self._error or ((), "")
-        while not found[0]:
-            time.sleep(self.period_s / 4)
+        while not found[0] and not self._stopped.wait(self.period_s / 4):
             now, periods = store.multi_get(keys), (time.monotonic() - began) / self.period_s
             silent = {rank for rank, old, new in zip(ranks, before, now) if old == new}
             if not silent or periods > _SILENT:
@@ -216,6 +213,12 @@ def shared_watchdog() -> Watchdog:
         hook_errors()
         _of_world = dist.group.WORLD, Watchdog(dist.get_rank(), dist.get_world_size(), connection_to_store())
     return _of_world[1]
+
+
+def stop_watchdog() -> None:
+    """Lets the threads of this process's watchdog end."""
+    if _of_world is not None:
+        _of_world[1].stop()
 
 
 def tell(error: BaseException) -> None:

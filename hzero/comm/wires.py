@@ -7,6 +7,8 @@ import functools
 import hashlib
 import inspect
 import os
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -149,6 +151,26 @@ def process_group(
                 **in_order,
             )
     return made[key]
+
+
+def messages_dropped(within_s: float) -> bool:
+    """Waits until gloo's threads have dropped the messages that have ended. Returns whether they have in time.
+
+    A thread of gloo reports the end of a message before it drops the tensors, for which it needs the GIL. If the interpreter
+    shuts down in between, the process aborts (pytorch/pytorch#190489). A thread works in order, and an all-reduce of no
+    elements needs no peer. Once it has dropped this one's tensor, it has dropped all earlier tensors.
+    """
+    if dist.get_debug_level() is dist.DebugLevel.DETAIL:  # checks every collective with all peers
+        return True
+    empty = torch.empty(0)
+    dropped, ends = weakref.ref(empty), time.monotonic() + within_s
+    for group in {*_groups[1].values(), *c10d._world.pg_map}:
+        with contextlib.suppress(RuntimeError):  # no gloo, or an earlier failure
+            group.allreduce([empty])
+    del empty
+    while dropped() is not None and time.monotonic() < ends:
+        time.sleep(0.001)
+    return dropped() is None
 
 
 def world_timeout() -> timedelta:

@@ -5,10 +5,15 @@ A way has two ranks, forked from this process, which has imported everything. Th
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
@@ -20,10 +25,13 @@ from torch.distributed import destroy_process_group  # before hzero can replace 
 import hzero.deepspeed  # noqa: F401  # or each rank would import it
 from hzero import validation
 from hzero.comm import watchdog
+from hzero.comm.wires import process_group
 from hzero.launch import free_port
 from hzero.validation import ConfigError, of_all_ranks
 from tests.deepspeed import training
 
+#: Weak references to messages, whose callbacks gloo's threads call.
+messages: list[Any] = []
 WAYS = ("destroy", "bound", "engines", "nothing", "all raise", "rank 0 raises", "rank 1 raises")
 
 
@@ -32,6 +40,32 @@ def engine_of(preset: str) -> Any:
     model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.GELU(), torch.nn.Linear(500, 8))
     block = {"preset": preset, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2}}
     return training.engine_of(training.ds_config(block, 2), model)
+
+
+def drop_late() -> None:
+    """Lets gloo's thread drop a message while the script ends: rank 0's takes a second for that."""
+    dropping = threading.Event()
+
+    def slowly(_: Any) -> None:
+        dropping.set()
+        for _ in range(100):
+            time.sleep(0.01)
+
+    group = process_group(("late", "gcd"), [0, 1], timedelta(seconds=20))
+    message = torch.zeros(8, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        messages.append(weakref.ref(message, slowly))
+    else:
+        time.sleep(0.2)  # so rank 0 has forgotten its message when this one arrives
+    dist.all_gather_into_tensor(torch.empty(16, dtype=torch.uint8), message, group=group, async_op=True)
+    del message
+    if dist.get_rank() == 0:
+        dropping.wait()
+
+
+def name_threads() -> None:
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("hzero")]
+    print(f"threads at exit: {names}", file=sys.stderr)
 
 
 def train(way: str) -> None:
@@ -44,6 +78,8 @@ def train(way: str) -> None:
                 raise ValueError("on rank 1\nalone") if dist.get_rank() else of_all_ranks(ConfigError("on rank 0"))
             engine.backward((engine(x) - x.roll(1, 1)).square().mean())
             engine.step()
+    if way in ("destroy", "nothing", "all raise"):
+        drop_late()
     if way == "all raise":
         raise ValueError("on all ranks")
     if way == "bound":
@@ -65,6 +101,7 @@ for way in WAYS:
         pid = os.fork()
         if not pid:
             os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            atexit.register(name_threads)  # the first one, which is called last
             train(way)
             sys.exit()
         ranks[pid] = rank

@@ -27,6 +27,10 @@ def test_an_open_window_changes_no_status(ended: subprocess.CompletedProcess[str
     assert all(found == [int(way in raised)] * 2 for way, found in statuses.items()), ended
 
 
+def test_no_thread_of_hzero_outlives_the_script(ended: subprocess.CompletedProcess[str]) -> None:
+    assert ended.stderr.count("threads at exit: []") == 14, ended.stderr
+
+
 def test_errors_are_those_of_the_script(ended: subprocess.CompletedProcess[str]) -> None:
     """A rank that waits for one that has ended names it, and its error, also if that one has served the store."""
     assert ended.stderr.count("ValueError: on all ranks") == 2, ended.stderr
