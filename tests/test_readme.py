@@ -252,6 +252,17 @@ def test_figures_of_scopes_of_experts(folder: Path) -> None:
 
 
 @LONG
+def test_rows_of_the_frontier_tutorial() -> None:
+    from hzero.plan.command import plan_dict
+    from hzero.plan.scenario import read_scenario
+
+    schemes = plan_dict(read_scenario(["experiment=paper_10b", "topology.nodes=48"]))["schemes"]
+    shown = [schemes[name] for name in ("ZeRO-3", "ZeRO++", "HSDP, node", "topo")]
+    cells = " | ".join(f"{one['step_s']:.1f} s, {one['memory_bytes'] / 1e9:.1f} GB" for one in shown)
+    assert f"| 10B | 48 | {cells} |" in (ROOT / "docs" / "frontier.md").read_text()
+
+
+@LONG
 def test_figures_of_many_nodes(folder: Path) -> None:
     """Tables and ratios of the model's page, and README's."""
     from hzero.plan.against import node_counts
