@@ -33,13 +33,12 @@ HZ_DEVICE hz_u32 quotient(hz_u32 number, const hz_divisor& by) {
 // Threads share the blocks of all rows of a tensor, row by row, however few a row has: at tens of thousands of ranks a
 // matrix has a few blocks in each record, and a bias one element.
 HZ_DEVICE Place place(const hz_bucket& bucket) {
-  // The last tensor that begins here or before: each lane compares one, and the wave counts.
+  // The last tensor that begins here or before: the first lanes compare four each, and the wave counts.
+  Words firsts = {{~0u, ~0u, ~0u, ~0u}};
+  if (thread() % HZ_WAVE < HZ_BUCKET_GROUPS / 4) firsts = ((const Words*)bucket.first_group)[thread() % HZ_WAVE];
   hz_u32 index = ~0u;
 #pragma unroll
-  for (hz_u32 i = 0; i < HZ_BUCKET_TENSORS; i += HZ_WAVE) {
-    const hz_u32 one = i + thread() % HZ_WAVE;
-    index += lanes_with(one < HZ_BUCKET_TENSORS && bucket.first_group[one] <= workgroup());
-  }
+  for (int i = 0; i < 4; ++i) index += lanes_with(firsts.word[i] <= workgroup());
   const hz_tensor& tensor = bucket.tensor[index];
   const hz_u32 together = 8 - tensor.lanes_shift;  // 2^together blocks
   const hz_u32 group = workgroup() - bucket.first_group[index];
@@ -54,7 +53,7 @@ HZ_DEVICE Place place(const hz_bucket& bucket) {
                element,
                lane * 16 < bucket.block_size && element < tensor.chunk && row < bucket.rows};
 }
-static_assert(HZ_THREADS == 1 << 8, "place() counts on it");
+static_assert(HZ_THREADS == 1 << 8 && HZ_BUCKET_GROUPS / 4 <= HZ_WAVE, "place() counts on it");
 
 HZ_DEVICE hz_i64 shard_of(const hz_bucket& bucket, hz_u32 row) {
   hz_i64 shard = 0;
@@ -437,7 +436,8 @@ HZ_DEVICE void store_codes(hz_u8* record, hz_u32 vector, hz_u32 all, const hz_u3
 // Whether a record has its codes and its scale in 16 bytes, the scale last.
 HZ_DEVICE bool is_tiny(hz_u32 scales) { return scales % 16 != 0; }
 
-// 16 codes of a record, packed, and as float32.
+// 16 codes of a record, packed, and as float32 times 2^(8 - BITS): each in the high bits of a byte, from which one
+// instruction converts. Decoding multiplies by `unit_of` the scale instead, which has the same product.
 template <int BITS>
 HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 scales, hz_u32 vector, hz_u32 (&words)[BITS / 2],
                           float (&codes)[16]) {
@@ -453,9 +453,23 @@ HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 scales, hz_u32 vector, hz_
     words[1] = pair.word[1];
   }
   if (is_tiny(scales) && vector == 6 / BITS) words[BITS / 2 - 1] &= 0xffffu;  // the scale is no codes
+  constexpr int of_byte = 8 / BITS;
+  constexpr hz_u32 highest = (0x100 - (1 << (8 - BITS))) * 0x01010101u;
 #pragma unroll
-  for (int i = 0; i < 16; ++i)
-    codes[i] = (float)((int)(words[i * BITS / 32] << (32 - BITS - i * BITS % 32)) >> (32 - BITS));
+  for (int word = 0; word < BITS / 2; ++word)
+#pragma unroll
+    for (int place = 0; place < of_byte; ++place) {
+      const hz_u32 bytes = BITS == 8 ? words[word] : anew(words[word] << (8 - BITS - place * BITS) & highest);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        codes[word * 32 / BITS + i * of_byte + place] = (float)((int)(bytes << (24 - 8 * i)) >> 24);
+    }
+}
+
+// Exact even for the smallest scale, 2^-133.
+template <int BITS>
+HZ_DEVICE float unit_of(float scale) {
+  return BITS == 8 ? scale : mul(scale, 1.0f / (1 << (8 - BITS)));
 }
 
 HZ_DEVICE float as_bf16(float x) { return float_of((hz_u32)to_bf16(x) << 16); }
@@ -463,8 +477,11 @@ HZ_DEVICE float as_bf16(float x) { return float_of((hz_u32)to_bf16(x) << 16); }
 // The next bfloat16 that is not below a number, which is not negative.
 HZ_DEVICE float up_to_bf16(float x) { return float_of((bits_of(x) + 0xffffu) & 0xffff0000u); }
 
-HZ_DEVICE float load_scale(const hz_u8* scales, hz_u32 block) {
-  return float_of((hz_u32)((const hz_u16*)scales)[block] << 16);
+// A block's scale, which its first thread reads for all of them. Every thread of the workgroup calls it.
+HZ_DEVICE float load_scale(const hz_u8* scales, const Place& at) {
+  hz_u32 bits = 0;
+  if (at.has_elements && !at.lane) bits = (hz_u32)((const hz_u16*)scales)[at.block] << 16;
+  return float_of(of_lane(bits, thread() - at.lane));
 }
 
 // Where the scales end that a block writes and adds to a checksum: its own, behind the last one of a record the
@@ -601,13 +618,44 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, float 
 // fraction. Exact for magnitudes below 2^22.
 HZ_DEVICE float rounded(float quotient) { return add(quotient, 12582912.0f); }
 
-// x / scale, rounded once, from the reciprocal of the scale: a remainder that is exact corrects a product with it
+// Two of x / scale, each rounded once, from the reciprocal of the scale: a remainder that is exact corrects a product with it
 // (Markstein 1990). With the 8 significant bits of a bfloat16 scale no quotient is so near to the middle between two
 // float32 that what the reciprocal lacks could matter; quotients below 2^-40, whose remainders may not be exact, have
 // code 0 and do not move a stochastic one.
-HZ_DEVICE float quotient_of(float x, float scale, float reciprocal) {
-  const float quotient = mul(x, reciprocal);
-  return fused(fused(-quotient, scale, x), reciprocal, quotient);
+HZ_DEVICE void quotients_of(float& a, float& b, float scale, float reciprocal) {
+#ifdef HZ_TWO_AT_ONCE
+  two_quotients(a, b, scale, reciprocal);
+#else
+  const float first = mul(a, reciprocal), second = mul(b, reciprocal);
+  a = fused(fused(-first, scale, a), reciprocal, first);
+  b = fused(fused(-second, scale, b), reciprocal, second);
+#endif
+}
+
+// Noise of stochastic rounding, from 16 bits of a hash: these and a half, exact in float32.
+HZ_DEVICE float with_noise(float quotient, hz_u32 bits) {
+  return round_down(add(quotient, fused((float)bits, 0x1p-16f, 0x1p-17f)));
+}
+
+// Codes of 16 elements, packed, of a scale whose reciprocal gives quotients. `key` is the one of the first two elements.
+template <int BITS, bool STOCHASTIC>
+HZ_DEVICE void easy_codes(const float (&x)[16], float scale, float reciprocal, hz_u32 key, hz_u32 (&words)[BITS / 2]) {
+  const float high = Codes<BITS>::highest, low = STOCHASTIC ? -high : (float)Codes<BITS>::lowest;
+  const hz_u32 mask = (1u << BITS) - 1;
+#pragma unroll
+  for (int i = 0; i < BITS / 2; ++i) words[i] = 0;
+#pragma unroll
+  for (int i = 0; i < 16; i += 2) {
+    float a = x[i], b = x[i + 1];
+    quotients_of(a, b, scale, reciprocal);
+    if (STOCHASTIC) {
+      const hz_u32 noise = mix(key ^ i / 2);  // columns of a thread start at a multiple of 16
+      a = with_noise(a, noise & 0xffff);
+      b = with_noise(b, noise >> 16);
+    }
+    words[i * BITS / 32] |= (bits_of(rounded(clamp(a, low, high))) & mask) << (i * BITS % 32);
+    words[i * BITS / 32] |= (bits_of(rounded(clamp(b, low, high))) & mask) << ((i + 1) * BITS % 32);
+  }
 }
 
 // Codes of 16 elements, packed. `row_key` and `column` are those of stochastic rounding.
@@ -621,14 +669,8 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
   const float reciprocal = divide(1.0f, easy ? scale : 1.0f);
 #pragma unroll
   for (int i = 0; i < BITS / 2; ++i) words[i] = 0;
-  if (easy && !stochastic) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float quotient = quotient_of(x[i], scale, reciprocal);
-      words[i * BITS / 32] |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS % 32);
-    }
-    return;
-  }
+  if (easy && !stochastic) return easy_codes<BITS, false>(x, scale, reciprocal, 0, words);
+  if (easy) return easy_codes<BITS, true>(x, scale, reciprocal, row_key ^ column / 2, words);
   const bool empty = scale == 0.0f || scale != scale;
   const float divisor = empty ? 1.0f : scale;
   // A word at a time, or half of one: sixteen divisions side by side would take more registers than the rest of the
@@ -639,12 +681,10 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
     hz_u32 word = 0, noise = 0;
 #pragma unroll
     for (int i = 0; i < some; ++i) {
-      float quotient = easy ? quotient_of(x[i], scale, reciprocal) : empty ? 0.0f : divide(x[i], divisor);
+      float quotient = empty ? 0.0f : divide(x[i], divisor);
       if (stochastic) {
         if (i % 2 == 0) noise = mix(row_key ^ (column + i) / 2);  // of two elements
-        // 16 bits and a half, exact in float32.
-        const float added = fused((float)(i % 2 ? noise >> 16 : noise & 0xffff), 0x1p-16f, 0x1p-17f);
-        quotient = round_down(add(quotient, added));
+        quotient = with_noise(quotient, i % 2 ? noise >> 16 : noise & 0xffff);
       }
       word |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS);
     }

@@ -4,9 +4,10 @@
 #pragma once
 
 #define HZ_BUCKET_TENSORS 38  // kernel arguments hold at most 4 KiB; larger buckets take several calls
+#define HZ_BUCKET_GROUPS 40   // the same, rounded up to vectors of 16 bytes
 #define HZ_BUCKET_AXES 6
 #define HZ_CHECKSUM_BYTES 16  // behind each part of a payload that has checksums
-#define HZ_BUCKET_VERSION 10  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 11  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -48,7 +49,7 @@ struct hz_checks {
   hz_divisor by_pieces;
 };
 
-struct hz_bucket {
+struct alignas(16) hz_bucket {
   hz_u64 payload;      // address, a multiple of 16 (on a processor, of 4)
   hz_u64 out_payload;  // address of the payload written by decode_sum_encode, likewise
   hz_i64 row_bytes;    // of one row of the payload
@@ -74,9 +75,10 @@ struct hz_bucket {
   hz_u32 strides[HZ_BUCKET_AXES];  // in shards
   hz_divisor by_sizes[HZ_BUCKET_AXES];
   hz_u32 tensors;
-  hz_u32 rows;                            // that threads share: all, of sums those of a piece; device kernels only
-  hz_u32 workgroups;                      // device kernels only
-  hz_u32 first_group[HZ_BUCKET_TENSORS];  // workgroups of the tensors before, 2^32 - 1 behind the last; device kernels
-                                          // only
+  hz_u32 rows;                                       // that threads share: all, of sums those of a piece; device
+                                                     // kernels only
+  hz_u32 workgroups;                                 // device kernels only
+  alignas(16) hz_u32 first_group[HZ_BUCKET_GROUPS];  // workgroups of the tensors before, 2^32 - 1 behind the last;
+                                                     // device kernels only
   hz_tensor tensor[HZ_BUCKET_TENSORS];
 };

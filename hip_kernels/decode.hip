@@ -23,11 +23,11 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
   float x[16];
   hz_u32 words[BITS / 2];
   no_sums(x);
+  const float unit = unit_of<BITS>(load_scale(record + tensor.scales, at));
   if (at.has_elements) {
-    const float scale = load_scale(record + tensor.scales, at.block);
     load_codes<BITS>(record, tensor.scales, at.element / 16, words, x);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);
+    for (int i = 0; i < 16; ++i) x[i] = mul(x[i], unit);
   }
   if (bucket.checks.sums)
     check<BITS>(bucket.checks, bucket.payload, bucket.inner * bucket.row_bytes, quotient(at.row, bucket.by_inner),

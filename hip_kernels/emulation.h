@@ -159,6 +159,7 @@ HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
 }
 #endif
 HZ_DEVICE hz_u32 lanes_with(bool holds) { return emulation::count(holds); }
+HZ_DEVICE hz_u32 of_lane(hz_u32 value, hz_u32 lane) { return emulation::exchange(value, lane); }
 HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return emulation::exchange(value, thread() - 1); }
 // Accesses to elements are counted by their width. Bytes that must be of no meaning are none that memory holds.
 template <class Vector>

@@ -8,12 +8,14 @@
 //   swap_halves            what the other half of 2 * m lanes holds, where all lanes of a half hold the same
 //   swap_lanes<M>          what lane ^ M holds, M 1, 2 or 4
 //   lanes_with             in how many lanes of the wave something holds
+//   of_lane                what a lane holds, its index modulo HZ_WAVE
 //   of_lane_before         what the lane before holds; of no meaning in the first lane
 //   load_wide              16 bytes at a multiple of 16; those before `begin` and from `end` on are of no meaning
 //   store_to               to an address that is a multiple of the value's size
 //   store_at_once          16 bytes; clang may cut those of `store_to` where another path writes some of them
 //   mul, add, sub, divide  float32, each rounded to nearest even by itself: never contracted, never approximated
 //   fused                  a * b + c, rounded once
+//   two_quotients          quotients_of in block.h with packed instructions, where HZ_TWO_AT_ONCE is defined
 //   anew                   a number of which the compiler knows nothing: what is computed from it is computed again, so
 //                          that no register keeps it meanwhile; and not before another number, if there is one
 //   add_atomically         to a word of 64 bits in the device's memory
@@ -58,6 +60,7 @@ HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
   return number;
 }
 HZ_DEVICE hz_u32 lanes_with(bool holds) { return __popc(__ballot_sync(0xffffffffu, holds)); }
+HZ_DEVICE hz_u32 of_lane(hz_u32 value, hz_u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return __shfl_up_sync(0xffffffffu, value, 1); }
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { atomicAdd(to, value); }
 HZ_DEVICE hz_u32 funnel(hz_u32 high, hz_u32 low, hz_u32 bits) { return __funnelshift_r(low, high, bits); }
@@ -126,6 +129,7 @@ HZ_DEVICE hz_u32 anew(hz_u32 number, hz_u32 behind = 0) {
 HZ_DEVICE hz_u32 lanes_with(bool holds) {
   return __builtin_popcountll(__builtin_amdgcn_uicmp((hz_u32)holds, 0u, 33));  // 33: not equal
 }
+HZ_DEVICE hz_u32 of_lane(hz_u32 value, hz_u32 lane) { return crossbar(value, lane); }
 HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return dpp<0x138>(value); }  // wave_shr 1
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) {
   __hip_atomic_fetch_add(to, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
@@ -137,6 +141,24 @@ HZ_DEVICE float add(float a, float b) { return a + b; }
 HZ_DEVICE float sub(float a, float b) { return a - b; }
 HZ_DEVICE float divide(float a, float b) { return a / b; }
 HZ_DEVICE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#if defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__)
+#define HZ_TWO_AT_ONCE
+// Written out: compilers pack nothing whose results clamp() takes.
+HZ_DEVICE void two_quotients(float& a, float& b, float scale, float reciprocal) {
+  typedef float Two __attribute__((ext_vector_type(2)));
+  const Two x = {a, b}, by = {scale, reciprocal};
+  Two quotient, rest;
+  asm("v_pk_mul_f32 %0, %1, %2 op_sel:[0,1] op_sel_hi:[1,1]" : "=v"(quotient) : "v"(x), "v"(by));
+  asm("v_pk_fma_f32 %0, %1, %2, %3 op_sel_hi:[1,0,1] neg_lo:[1,0,0] neg_hi:[1,0,0]"
+      : "=v"(rest)
+      : "v"(quotient), "v"(by), "v"(x));
+  asm("v_pk_fma_f32 %0, %1, %2, %3 op_sel:[0,1,0] op_sel_hi:[1,1,1]"
+      : "=v"(quotient)
+      : "v"(rest), "v"(by), "v"(quotient));
+  a = quotient.x;
+  b = quotient.y;
+}
+#endif
 HZ_DEVICE float round_down(float x) { return __builtin_floorf(x); }
 HZ_DEVICE float clamp(float x, float low, float high) { return __builtin_amdgcn_fmed3f(x, low, high); }
 HZ_DEVICE float from_half(hz_u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }

@@ -7,20 +7,25 @@ namespace hz {
 // Adds 16 elements of this thread of all peers; those beyond the record are zero, or NaN where the whole block is.
 template <int BITS>
 HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)[16]) {
-  if (!at.has_elements && !bucket.checks.sums) return;
   const hz_u8* record = record_at(bucket.checks, bucket.payload, bucket.row_bytes, bucket.inner, bucket.by_inner,
                                   at.tensor.start, at.tensor.record_bytes, at.row);
   const hz_i64 piece_bytes = bucket.inner * bucket.row_bytes;
   const hz_i64 step = piece_bytes + (bucket.checks.sums ? HZ_CHECKSUM_BYTES : 0);
+  // Each thread of a block reads the scale of another peer, for all of them.
+  const hz_u32 lanes = 1u << at.tensor.lanes_shift;
+  hz_u32 scales = 0;
 #pragma unroll 1  // two at a time would take more than 64 registers; not measured
   for (hz_u32 peer = 0; peer < bucket.outer; ++peer, record += step) {
     hz_u32 words[BITS / 2];
+    const hz_u32 turn = peer & (lanes - 1);
+    if (!turn && at.row < bucket.rows && peer + at.lane < bucket.outer)
+      scales = ((const hz_u16*)(record + at.lane * step + at.tensor.scales))[at.block];
+    const float unit = unit_of<BITS>(float_of(of_lane(scales, thread() - at.lane + turn) << 16));
     if (at.has_elements) {
-      const float scale = load_scale(record + at.tensor.scales, at.block);
       float codes[16];
       load_codes<BITS>(record, at.tensor.scales, at.element / 16, words, codes);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], mul(codes[i], scale));
+      for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], mul(codes[i], unit));
     }
     if (bucket.checks.sums)
       check<BITS>(bucket.checks, bucket.payload, piece_bytes, peer, record, at.tensor.scales, at, words);

@@ -21,8 +21,8 @@ import torch
 
 from hzero.files import cache_folder, distrust, replacing
 
-#: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 10, 38, 6, 256
+#: ``HZ_BUCKET_VERSION``, ``_TENSORS``, ``_GROUPS``, ``_AXES`` and ``HZ_THREADS`` of the C side.
+VERSION, TENSORS, GROUPS, AXES, THREADS = 11, 38, 40, 6, 256
 
 #: A prepared divisor; see `divisor`.
 DIVISOR = np.dtype([("factor", "u4"), ("shift", "u4")])
@@ -58,7 +58,7 @@ BUCKET = np.dtype(
         *((name, "u4", AXES) for name in ("sizes", "strides")),
         ("by_sizes", DIVISOR, AXES),
         *((name, "u4") for name in ("tensors", "rows", "workgroups")),
-        ("first_group", "u4", TENSORS),
+        ("first_group", "u4", GROUPS),
         ("tensor", TENSOR, TENSORS),
     ],
     align=True,
