@@ -1,9 +1,10 @@
 """Speed of the codec kernels against a copy of the same size, on this machine's CPU or on a GPU.
 
-Every kernel, as `kernel` (into outputs that exist), `call` (with new outputs), `torch eager` and `torch.compile` (the
-reference), on shards that start at multiples of 16 bytes and on others. New outputs get memory that the process has used
-before; `call, new pages` has it from the operating system, which clears it first. The copy and all variants take turns.
-Every output is first compared to the reference's, bit by bit. Writes a report and all times.
+Every kernel, as `kernel` (alone, into outputs that exist), `call` (with its checks and new outputs), `torch eager` and
+`torch.compile` (the reference), on shards that start at multiples of 16 bytes and on others. New outputs get memory that the
+process has used before; `call, new pages` has it from the operating system, which clears it first. The copy and all variants
+take turns, and the call of a kernel follows it. Every output is first compared to the reference's, bit by bit. Writes a report
+and all times.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--mib 64 ...] [--dtypes bf16 fp32 fp16] [--threads 1]
 """
@@ -49,8 +50,6 @@ VARIANTS = ("kernel", "call", "call, new pages", "torch eager", "torch.compile")
 #: A sample repeats a call that takes less than this.
 SAMPLE_S, MAX_CALLS = 5e-3, 200
 Call = Callable[..., Any]
-#: The call to time, its inputs and its outputs.
-Made = tuple[Call, list[torch.Tensor], list[torch.Tensor]]
 
 
 class Kernel(NamedTuple):
@@ -110,7 +109,7 @@ class Bucket:
             prepared, inputs = self.prepared(Kernel("encode", codec), reference)
             self.payloads[codec] = prepared(*inputs)
 
-    def prepared(self, kernel: Kernel, backend: Any) -> tuple[Call, tuple[Any, ...]]:
+    def prepared(self, kernel: Kernel, backend: Any) -> tuple[Any, tuple[Any, ...]]:
         """A call that makes its outputs, and what it takes."""
         how = (self.arguments.block_size, self.arguments.rotation, self.arguments.stochastic)
         fmt, out = (RecordFormat.of(codec, *how) for codec in (kernel.codec, kernel.to or kernel.codec))
@@ -134,7 +133,6 @@ class Suite:
 
     def run(self) -> None:
         """Measures everything."""
-        rounds = self.arguments.repeats
         for mib, dtype, shorter in itertools.product(self.arguments.mib, self.arguments.dtypes, SHORTER):
             bucket = Bucket(self.arguments, mib, dtype, shorter)
             group = [self._copy(bucket)]
@@ -142,15 +140,16 @@ class Suite:
                 group += self._checked(bucket, kernel)
             self.groups.append(group)
             timed = [one for one in group if one.call]
-            # Fast variants run next to the copy: a slow one in between would let the machine change.
-            timed.sort(key=lambda one: VARIANTS.index(one.variant) if one.kernel != "copy" else -1)
+            # The copy and what it is compared with, first: a slow variant in between would let the machine change. The sort
+            # is stable, so a kernel and its call stay together.
+            timed.sort(key=lambda one: VARIANTS[1:].index(one.variant) if one.variant in VARIANTS[2:] else 0)
             for one in timed:
                 one.calls = min(max(math.ceil(SAMPLE_S / max(self._sample(one), 1e-9)), 1), MAX_CALLS)
-            for index in range(rounds):
+            for index in range(self.arguments.repeats):
                 for one in timed if index % 2 == 0 else reversed(timed):
                     one.seconds.append(self._sample(one))
                 where = f"{dtype}, {mib} MiB" + ", unaligned" * (shorter > 0)
-                print(f"{where}: round {index + 1}/{rounds}", file=sys.stderr, flush=True)
+                print(f"{where}: round {index + 1}/{self.arguments.repeats}", file=sys.stderr, flush=True)
             for one in group:
                 del one.call  # and with it the memory of its outputs
 
@@ -194,23 +193,29 @@ class Suite:
             one.call, one.moved_bytes = call, sum(tensor.nbytes for tensor in (*read, *outputs))
         return made
 
-    def _made(self, bucket: Bucket, kernel: Kernel, variant: str) -> Made:
+    def _made(
+        self, bucket: Bucket, kernel: Kernel, variant: str
+    ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor]]:
+        """The call to time, its inputs and its outputs."""
         compiled_too = variant in VARIANTS[:3]
         if compiled_too and self.chosen.name == "reference":
             raise NotMeasuredError(f"the backend in use is the reference, which has no kernels: {self.chosen.why}")
         if variant == "call, new pages" and self.arguments.device == "cuda":
             raise NotMeasuredError("torch keeps a device's memory")
         operation, inputs = bucket.prepared(kernel, self.chosen.backend if compiled_too else reference)
-        outputs = operation(*inputs)
-        if variant == "kernel":
-            operation = functools.partial(operation, out=outputs)
+        outputs, read = operation(*inputs), tensors(inputs[0])
+        if variant == "kernel":  # without the checks of a call
+            inputs = (outputs, *inputs) if kernel.operation == "encode" else (*inputs, outputs)
+            operation = operation._run
+            torch._foreach_zero_(tensors(outputs))
+            operation(*inputs)
         elif variant == "torch.compile":
             operation = compiled(operation, inputs)
             outputs = operation(*inputs)
         elif variant == "call, new pages":  # which malloc_trim gives back before
             given_back = ctypes.CDLL(None).malloc_trim
-            return lambda: (given_back(0), operation(*inputs)), tensors(inputs[0]), tensors(outputs)
-        return functools.partial(operation, *inputs), tensors(inputs[0]), tensors(outputs)
+            return lambda: (given_back(0), operation(*inputs)), read, tensors(outputs)
+        return functools.partial(operation, *inputs), read, tensors(outputs)
 
 
 def memcpy(source: torch.Tensor, target: torch.Tensor, threads: int) -> Call:
@@ -252,21 +257,22 @@ def machine() -> dict[str, str]:
 
 def tables(suite: Suite) -> list[str]:
     """One table for each size and type."""
-    head = "kernel | variant | median, ms | min | max | moved, GB/s | to the copy (min, max) | elements, GB/s | to the copy"
+    head = "kernel | variant | median, ms | min | max | moved, GB/s | to the copy (min, max) | elements, GB/s | to the kernel"
     lines = []
     for group in suite.groups:
-        copy = group[0]
+        copy, kernels = group[0], {one.kernel: one.seconds for one in group if one.variant == "kernel"}
         start = "anywhere" if copy.shorter else "at multiples of 16 bytes"
         lines += [f"## {copy.mib} MiB of {copy.dtype}, shards start {start}", "", f"| {head} | |", "|---" * 10 + "|"]
         for one in (one for one in group if one.seconds):
             # Of the same round: other load on the machine affected both.
             ratios = [theirs / own for theirs, own in zip(copy.seconds, one.seconds)]
             moved = [ratio * one.moved_bytes / copy.moved_bytes for ratio in ratios]
+            alone = [theirs / own for theirs, own in zip(kernels.get(one.kernel, ()), one.seconds)] or [math.nan]
             lines.append(
                 f"| {one.kernel} | {one.variant} | {statistics.median(one.seconds) * 1e3:.3f} "
                 f"| {min(one.seconds) * 1e3:.3f} | {max(one.seconds) * 1e3:.3f} | {one.rate(one.moved_bytes):.2f} "
                 f"| {statistics.median(moved):.3f} ({min(moved):.3f}, {max(moved):.3f}) | {one.rate(one.mib * MIB):.2f} "
-                f"| {statistics.median(ratios):.3f} | {one.note} |"
+                f"| {statistics.median(alone):.3f} | {one.note} |"
             )
         lines.append("")
     return lines
@@ -275,9 +281,6 @@ def tables(suite: Suite) -> list[str]:
 def render(suite: Suite, stem: str) -> str:
     """The report as Markdown."""
     arguments = suite.arguments
-    threads = f"threads: {arguments.threads}; " if arguments.device == "cpu" else ""
-    copied = "libc memcpy into a buffer that exists" if arguments.device == "cpu" else "copy_ on the device"
-    rounding = "stochastic rounding" if arguments.stochastic else "rounding to nearest"
     notes = {
         f"- {one.variant}, {one.kernel}: {one.note}." for group in suite.groups for one in group if not one.seconds
     }
@@ -286,14 +289,13 @@ def render(suite: Suite, stem: str) -> str:
 
 Machine: {"; ".join(f"{name} {value}" for name, value in machine().items())}.
 
-Configuration: backend `{suite.chosen.name}` ({suite.chosen.why}); {threads}{arguments.repeats} interleaved rounds; block
-size {arguments.block_size}, bf16 scales, {rounding}; one tensor of normal numbers in {PEERS} shards. Sums are over {PEERS}
-payloads that together hold the tensor; the tensor's type decides only how many elements they have.
+Configuration: backend `{suite.chosen.name}` ({suite.chosen.why}); threads: {arguments.threads}; {arguments.repeats} rounds;
+block size {arguments.block_size}, bf16 scales, rounding {"stochastic" if arguments.stochastic else "to nearest"}; one tensor of
+normal numbers in {PEERS} shards. Sums are over {PEERS} payloads that together hold the tensor.
 
-Moved: bytes read and written, each once. Elements: bytes of the tensor before it is encoded or after it is decoded. The
-copy is {copied}, of as many bytes as the tensor has; it moves them twice, and its elements are the bytes copied a second.
-Ratios are medians of the ratios of each round. Every output was bit-equal to the reference's, except where the last
-column says otherwise.
+Moved: bytes read and written, each once. Elements: bytes of the tensor as such. Ratios are medians of the ratios of each round.
+The copy is {"libc memcpy into a buffer that exists" if arguments.device == "cpu" else "copy_ on the device"}, of as many bytes.
+`kernel` has no checks. Every output was bit-equal to the reference's, except where the last column says otherwise.
 
 {lines(tables(suite))}
 ## Not measured
