@@ -121,6 +121,18 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
     return answer[0]  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """Collective block: if it raises `ConfigError` on some ranks, all ranks raise the error of the lowest of them."""
+    problem = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error)
+    if found := first_of_ranks(problem):
+        raise ConfigError(found)
+
+
 def first_of_ranks(problem: str | None) -> str | None:
     """The problem of the lowest rank that has one, the same on all ranks; None if no rank has one. Collective."""
     import torch.distributed as dist

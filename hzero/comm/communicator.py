@@ -446,7 +446,7 @@ class Communicator:
             ``[sum(received), ...]``, rows from rank 0 first.
 
         Raises:
-            ValueError: The counts do not fit, or the settings have checksums, transport ``mpi`` or a codec without a fixed size.
+            ValueError: The counts do not fit, or the settings have checksums or a codec without a fixed size.
         """
         flat, grid, rank = self._flat("exchange_rows", tensor), self.plan.grid, self.plan.rank
         fits = len(sent) == len(received) == grid.world_size and min(*sent, *received) >= 0
@@ -480,15 +480,15 @@ class Communicator:
         """Lanes for rows, innermost tier first: lane, ranks of its group, and peers that rows reach on it. Collective."""
         grid, rank, config = self.plan.grid, self.plan.rank, self.config
         sizeless = [config.gather[tier].codec for tier in grid.crossed if not config.gather[tier].traits.fixed]
-        if sizeless or config.checksum or config.transport == "mpi":
-            found = f"codec {sizeless[0]!r}" if sizeless else "checksum True" if config.checksum else "transport 'mpi'"
-            raise ValueError(f"exchange_rows: found {found}; expected fixed-size codecs, no checksums and 'torch'")
+        if sizeless or config.checksum:
+            found = f"codec {sizeless[0]!r}" if sizeless else "checksum True"
+            raise ValueError(f"exchange_rows: found {found}; expected fixed-size codecs and no checksums")
         ranks, lanes = [rank], list[tuple[Lane, list[int], list[int]]]()
         for tier in grid.crossed:
             peers = [one for one in range(grid.world_size) if one != rank and grid.tier_between(rank, one) == tier]
             ranks = sorted([*ranks, *peers])
             lane, members = (self._name, tier, "rows"), [self._ranks[one] for one in ranks]
-            wires = wires_of("torch", lane, members, self._timeout, self._backend, self._collectives.lanes.streams)
+            wires = wires_of(config.transport, lane, members, self._timeout, self._backend, self.streams)
             self._collectives.peers[lane] = Peers.of(lane, wires, members, self._timeout)
             lanes.append((lane, ranks, peers))
         return lanes

@@ -402,6 +402,17 @@ class Lanes:
         if self.order == "strict":
             self.join()
 
+    def between(self, collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls a collective outside the lanes. With ``strict``, it and a device's hops have one order.
+
+        Hops may start on streams that do not wait for the current one. All ranks call it between the same chains.
+        """
+        self.before_others()
+        result = collective(*args, **kwargs)
+        if self.order == "strict" and self.streams is not None:
+            self.streams.collective(lambda **_: None)  # starts nothing
+        return result
+
     # ---- waits --------------------------------------------------------------------------------------------------
 
     def join(self) -> None:

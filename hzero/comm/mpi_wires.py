@@ -210,14 +210,15 @@ class MpiWires:
         if message.nbytes <= MESSAGE_BYTES and 2 * (self._size - 1) > MESSAGES:
             post = partial(self.comm.Iallgather, self._buffer(message), self._buffer(output))
             return MpiWork(self, [(post, None)], (output, message))
-        return self._swap(output, lambda _: message, (output, message))
+        return self._swap(output.view(self._size, -1), lambda _: message, (output, message))
 
-    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
+    def all_to_all(self, output: torch.Tensor, message: torch.Tensor, *uneven: Sequence[int]) -> MpiWork:
         """As `TorchWires.all_to_all`."""
-        return self._swap(output, message.view(self._size, -1).__getitem__, (output, message))
+        ranks, wholes = self._size, (output, message)
+        sizes = [list(side) for side in uneven] or [[whole.numel() // ranks] * ranks for whole in wholes]
+        return self._swap(output.split(sizes[0]), message.split(sizes[1]).__getitem__, wholes)
 
-    def _swap(self, output: torch.Tensor, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
-        rows = output.view(self._size, -1)
+    def _swap(self, rows: Any, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
         rows[self._rank].copy_(part(self._rank))
         places = [((self._rank - i) % self._size, (self._rank + i) % self._size) for i in range(1, self._size)]
         posts = (self._pair(rows[source], source, part(target), target) for source, target in places)
@@ -237,8 +238,8 @@ class MpiWires:
         return MpiWork(self, self._one_way(message, peer, sends=sends), (message,))
 
     def _pair(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> Iterator[_Post]:
-        both = zip(self._one_way(received, source, sends=False), self._one_way(sent, target, sends=True))
-        return itertools.chain.from_iterable(both)
+        ways = self._one_way(received, source, sends=False), self._one_way(sent, target, sends=True)
+        return (post for pair in itertools.zip_longest(*ways) for post in pair if post is not None)
 
     def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> Iterator[_Post]:
         start = self.comm.Isend if sends else self.comm.Irecv

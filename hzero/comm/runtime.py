@@ -118,7 +118,7 @@ class Collectives:
         peers: The ranks of every lane, see `hzero.comm.peers.peers_of`.
         wire_log: Counts every hop of a program.
         lanes: Lanes that run the hops; None makes new ones.
-        roles: Channel of each bucket role. A role that is missing uses the channel of the bucket.
+        roles: First part of the lane names for a bucket's channel and role. A missing pair uses the channel.
         library_sums: Whether the library may compute sums with codec ``none``, in its order and in the dtype of the elements.
             Otherwise this class computes them in float32, in the order of peers, and rounds once.
     """
@@ -129,7 +129,7 @@ class Collectives:
         peers: dict[Lane, Peers],
         wire_log: WireLog,
         lanes: Lanes | None = None,
-        roles: Mapping[str, str] | None = None,
+        roles: Mapping[tuple[str, str], str] | None = None,
         library_sums: bool = True,
     ) -> None:
         self.plan, self.peers, self.wire_log = plan, peers, wire_log
@@ -168,7 +168,7 @@ class Collectives:
 
     def lane(self, bucket: Bucket, tier: Tier) -> Lane:
         """Returns the lane of a bucket's hops on a tier."""
-        channel = self._roles.get(bucket.role, bucket.channel)
+        channel = self._roles.get((bucket.channel, bucket.role), bucket.channel)
         return (channel, tier, bucket.direction) if bucket.direction else (channel, tier)
 
     def used(self, tensor: torch.Tensor) -> torch.Tensor:

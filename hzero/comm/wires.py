@@ -53,8 +53,8 @@ class TorchWires:
 
     Attributes:
         all_gather: Sends uint8 ``[b]`` of every rank to ``[k * b]``; arguments are the output and the message.
-        all_to_all: Sends part i of uint8 ``[k * b]`` to rank i; part i of the output comes from rank i. For uneven parts (not
-            over MPI), two more arguments give the bytes from each rank and for each rank.
+        all_to_all: Sends part i of uint8 ``[k * b]`` to rank i; part i of the output comes from rank i. For uneven parts,
+            two more arguments give the bytes from each rank and for each rank.
         reduce_scatter: Sums floating ``[k * n]`` to ``[n]``.
         library_sums: Whether `reduce_scatter` may be used. gloo's sends twice the bytes, and its handle never reports
             completion.

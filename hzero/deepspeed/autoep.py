@@ -1,7 +1,7 @@
-"""DeepSpeed's AutoEP: exchanges of tokens between experts, tier by tier and with the codecs of the block.
+"""DeepSpeed's AutoEP: the partition of experts, and exchanges of tokens, tier by tier and with the codecs of the block.
 
-DeepSpeed partitions each expert over its expert-data-parallel group, and gathers and reduces it. The stage partitions all other
-parameters over the world.
+DeepSpeed partitions each expert over its expert-data-parallel group, and all other parameters over the world. The stage has a
+shard plan for each of these two partitions, with its own tiers and lanes. Gradients of both are divided by the world size.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.comm import comm
 
+from hzero.block import KEY
 from hzero.comm import Communicator, for_dimension
 from hzero.comm.activations import exchange_rows
+from hzero.comm.lanes import Lanes
 from hzero.config import HZeroConfig
-from hzero.engine.engine import ranks_of
+from hzero.engine.engine import Owners, ranks_of
+from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from hzero.validation import ConfigError, attributes, first_of_ranks
+from hzero.validation import ConfigError, agreed, attributes
 
 
 def is_expert(param: Any) -> bool:
@@ -25,36 +30,66 @@ def is_expert(param: Any) -> bool:
     return getattr(param, "ds_zero_placement_family", None) == "autoep_expert"
 
 
-def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Communicator | None:
+def parts(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> list[tuple[ShardPlan, Owners]]:
+    """Returns the plan and the owners of the experts; empty without experts. Collective over the world.
+
+    Args:
+        module: An engine's model, whose parameters DeepSpeed has partitioned.
+        config: The block.
+        world: Grid of the world.
+
+    Raises:
+        ConfigError: A group of ranks with the same experts does not fill the tiers evenly.
+    """
+    expert: Any = next(filter(is_expert, module.parameters()), None)
+    if expert is None:
+        return []
+    with agreed():
+        owners = Owners.of_ranks(ranks_of(expert.ds_process_group), world, dist.get_rank())
+    return [(ShardPlan.of_part(config, owners.grid, owners.rank, "experts"), owners)]
+
+
+def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid, lanes: Lanes) -> Communicator | None:
     """Makes AutoEP's layers exchange tokens with a communicator of dimension ``expert``. Collective over the world.
 
-    If no tier that the exchanges cross has a codec, DeepSpeed's exchanges remain.
+    If no tier that the exchanges cross has a codec, DeepSpeed's exchanges remain. With order ``strict``, they and the exchanges
+    of counts have a place in the order of the hops, for all engines of this process.
 
     Args:
         module: An engine's model, with or without layers of AutoEP.
         config: The block.
         world: Grid of the world.
+        lanes: Lanes that run the stage's hops.
 
     Returns:
         The communicator. None if DeepSpeed's exchanges remain.
+
+    Raises:
+        ConfigError: A group of ranks that exchange tokens does not fill the tiers evenly, or has a codec without a fixed size,
+            or the block has checksums and codecs for tokens.
     """
     modules: list[Any] = list(module.modules())
     layers = [one for one in modules if getattr(one, "_is_autoep_layer", False) and one.ep_size > 1]
-    if not layers or all(config.codecs.expert[tier].traits.plain for tier in world.crossed):
+    if not layers:
         return None
-    crossed, problem = [], None
-    try:
-        crossed = list(world.of_ranks(ranks_of(layers[0].ep_group)).crossed)
-    except ConfigError as error:  # of some groups only
-        problem = str(error)
-    if problem := first_of_ranks(problem):
-        raise ConfigError(problem)
-    if all(config.codecs.expert[tier].traits.plain for tier in crossed):
+    if lanes.order == "strict":
+        from deepspeed.module_inject import auto_ep_layer  # older releases lack it
+
+        ordered = {"all_to_all_single": partial(lanes.between, comm.all_to_all_single)}
+        auto_ep_layer.dist = SimpleNamespace(**{**vars(comm), **ordered})
+    group, codecs = layers[0].ep_group, config.codecs.expert
+    with agreed():
+        crossed = world.of_ranks(ranks_of(group)).crossed
+    if all(codecs[tier].traits.plain for tier in crossed):
         return None
-    group = for_dimension("expert", config, layers[0].ep_group, grid=world, uses=())
+    sizeless = [tier for tier in crossed if not codecs[tier].traits.fixed]
+    refused = [f"codecs.expert.{tier}: found {codecs[tier].codec!r}" for tier in sizeless]
+    if refused := ["checksum: found True"] * config.checksum + refused:
+        raise ConfigError(f"{KEY}.{refused[0]} with coded tokens; expected codecs of fixed size, and no checksums")
+    made = for_dimension("expert", config, group, grid=world, uses=())
     for layer in layers:
-        layer.hzero_group, layer.forward = group, partial(_forward, type(layer).forward, layer)
-    return group
+        layer.hzero_group, layer.forward = made, partial(_forward, type(layer).forward, layer)
+    return made
 
 
 def _forward(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -193,8 +193,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     With codec ``none`` on all tiers, the losses equal ZeRO-3's up to the order of float sums. ``int8`` and ``int4`` change them.
     Until the boundary a gradient is a partial sum inside its scope, and reading it raises an error. The stage does not shard
     activations. It supports AutoTP, and tensor parallelism with an ``mpu`` whose tensor groups are inside nodes. It then shards
-    over the data-parallel ranks. With AutoEP, DeepSpeed's collectives shard experts over their expert-data-parallel ranks, and
-    the stage shards the other parameters. DeepSpeed features that it does not support raise `ConfigError`. A configuration
+    over the data-parallel ranks. With AutoEP, it shards experts over the ranks that have the same experts, and all other
+    parameters over the world. DeepSpeed features that it does not support raise `ConfigError`. A configuration
     without the block creates a stock engine.
 
     DeepSpeed supports at most ZeRO-1 for a ``PipelineModule``, so the block then requires stage 1. Activations between pipeline

@@ -17,7 +17,7 @@ from hzero.deepspeed.autoep import is_expert
 from hzero.deepspeed.versions import check_features
 from hzero.engine.engine import ranks_of
 from hzero.topology import Grid, declared_grid
-from hzero.validation import ConfigError, first_of_ranks, some
+from hzero.validation import ConfigError, agreed, some
 
 #: Supported values of DeepSpeed's keys, besides null. A hint follows the semicolon.
 _SUPPORTED = {
@@ -221,8 +221,7 @@ def check_mpu(mpu: Any, world: Grid) -> None:
     # An mpu of Ulysses splits sequences, not parameters.
     if not hasattr(mpu, "get_model_parallel_group") or hasattr(mpu, "initialize_sequence_parallel"):
         return
-    problem = None
-    try:
+    with agreed():
         if hasattr(mpu, "get_slice_parallel_group"):  # a PipelineParallelGrid: its model-parallel group has all stages
             tensor = mpu.get_slice_parallel_group()
             for group in (mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()):
@@ -234,10 +233,6 @@ def check_mpu(mpu: Any, world: Grid) -> None:
         else:
             tensor = mpu.get_model_parallel_group()
         check_tensor_group(ranks_of(tensor), world)
-    except ConfigError as error:
-        problem = str(error)
-    if found := first_of_ranks(problem):
-        raise ConfigError(found)
 
 
 def check_tensor_group(ranks: Sequence[int], world: Grid) -> None:

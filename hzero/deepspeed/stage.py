@@ -16,7 +16,6 @@ from hzero.block import KEY
 from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import versions
-from hzero.deepspeed.autoep import is_expert
 from hzero.deepspeed.muon import Matrix
 from hzero.deepspeed.stage_state import InFlight, Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
@@ -151,7 +150,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero = self.parameter_offload.hzero
         # After each step stock gathers persistent parameters in one flat all-gather over the world, 30 s on 32 nodes
         # (deepspeedai/Megatron-DeepSpeed#384). `step` gathers them tier by tier instead.
-        self.persistent_parameters = list(filter(is_expert, self.persistent_parameters))
+        self.persistent_parameters = []
         self.reduce_scatter = True  # stock requires False for Muon, and would then bypass `accumulate`
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
         self.hzero.mark_stale()  # stock has moved the primary shards to other memory
@@ -162,10 +161,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[torch.Tensor]:
         """Starts to reduce one bucket over the gradients' scope. See `Gradients.accumulate`."""
-        if is_expert(params_to_reduce[0]):  # all parameters of a bucket have the same partition
-            self._arrived.update(param.ds_id for param in params_to_reduce)
-            stock = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads  # type: ignore[misc]
-            return stock(params_to_reduce, communication_data_type)  # type: ignore[no-any-return]
         gradients = [param.grad for param in params_to_reduce]
         for param in params_to_reduce:
             param.grad = None
@@ -184,12 +179,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         return []
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
-        """Partitions the gradients of experts as stock does.
-
-        `Gradients.accumulate` has taken all other gradients. `_deliver` passes their shards to stock.
-        """
-        if params_to_release and is_expert(params_to_release[0]):
-            super().partition_grads(params_to_release, grad_partitions)
+        """Does nothing: `Gradients.accumulate` has taken the gradients, and `_deliver` passes their shards to stock."""
 
     def backward_prologue(self) -> None:
         """Counts the micro-step for error messages, then runs stock's prologue."""

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from deepspeed.utils import z3_leaf_module
 
-from hzero.comm import lasting
+from hzero.comm import lasting, shared_lanes
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autoep, autotp
 from hzero.deepspeed.muon import Orthogonalizer
@@ -130,7 +130,7 @@ def managed_of(params: Iterable[ZeroParameter]) -> list[Managed]:
 def managed_parameters(
     module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route], codes: Collection[torch.nn.Parameter]
 ) -> list[Managed]:
-    """Creates a `Managed` for each parameter of a model, except experts. They are not attached to an engine yet.
+    """Creates a `Managed` for each parameter of a model. They are not attached to an engine yet.
 
     Args:
         module: The model, whose parameters DeepSpeed has partitioned.
@@ -140,8 +140,6 @@ def managed_parameters(
     found = []
     param: ZeroParameter
     for name, param in module.named_parameters():
-        if autoep.is_expert(param):
-            continue
         dtype = torch.uint8 if param in codes else param.ds_tensor.dtype
         found.append(Managed(param.ds_id, name, 0, dtype, routes[param], partial(_shard, param, dtype), param=param))
         _measure(found[-1])
@@ -184,22 +182,21 @@ class StageState(Engine):
         owners = Owners.of(group, config.topology)
         check_partition(module, owners.ranks)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
-        routes, codes = routes_of(module, plan)
+        parts = autoep.parts(module, config, owners.world)
+        routes, codes = routes_of(module, plan, lambda param: parts[0][0] if autoep.is_expert(param) else None)
         self.module = module
-        self._dimensions = [one.take_over(module, config, owners.world) for one in (autotp, autoep)]
+        lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
+        model = module, config, owners.world
+        self._dimensions = [autotp.take_over(*model), autoep.take_over(*model, lanes)]
         # DeepSpeed marks the parameters that Muon trains.
         uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
         self.orthogonalizer = Orthogonalizer(config, owners) if uses_muon else None
         self._make_whole = detacher(module)
         managed = managed_parameters(module, routes, codes)
-        super().__init__(config, plan, owners, module, managed, bucket_numel, current_device(), async_accelerator())
+        super().__init__(config, plan, owners, module, managed, bucket_numel, current_device(), device, parts=parts)
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
         for one in managed:
             one.attach(self)
-        experts: list[ZeroParameter] = [param for param in module.parameters() if autoep.is_expert(param)]
-        self._experts = {param: param.all_gather_coalesced for param in experts}
-        for param in self._experts:  # DeepSpeed calls the function of one parameter for all of a request
-            param.all_gather_coalesced = self.gather
         self._all = {one.key: one for one in managed}  # also parameters that a later engine has taken over
         # Weights that every device has completely need no gather.
         whole = all(route.plan.whole_copies for route in routes.values())
@@ -222,7 +219,8 @@ class StageState(Engine):
                 named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
                 how = f"; gathers by layer ({named})" if named else "; gathers by module"
             as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
-            self.announce(f"{self.described()}{how}{as_bytes}")
+            of_parts = "".join(f"; {one.channel} over {one}" for one, _ in parts)
+            self.announce(f"{self.described()}{of_parts}{how}{as_bytes}")
             self.warn_of_plan()
 
     @property
@@ -253,9 +251,6 @@ class StageState(Engine):
         for group in filter(None, self._dimensions):
             autotp.give_back(self.module, group)
         self._dimensions.clear()  # DeepSpeed may keep this object alive, but nothing uses these groups any more
-        for param, stock in self._experts.items():
-            if param.all_gather_coalesced == self.gather:  # not a later engine's
-                param.all_gather_coalesced = stock
         for hook in self._hooks:
             hook.remove()
         self._make_whole()
@@ -349,9 +344,7 @@ class StageState(Engine):
         # The functions of others belong to another engine or to DeepSpeed. By ids, since DeepSpeed's requests are sets, in whose
         # order ranks differ.
         handles = [
-            self._start(managed_of(of), how)
-            if owner is self
-            else self._experts.get(of[0], of[0].all_gather_coalesced)(of, **how)
+            self._start(managed_of(of), how) if owner is self else of[0].all_gather_coalesced(of, **how)
             for owner, of in of_engines.items()
         ]
         return handles[0] if len(handles) == 1 else Handles(handles)
@@ -639,9 +632,7 @@ def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.
             if param is not None:
                 users.setdefault(param, set()).add(inside.get(one, -1))
     for number, layer in enumerate(layers):
-        inner: list[ZeroParameter] = [
-            param for param in layer.parameters() if users[param] == {number} and not autoep.is_expert(param)
-        ]
+        inner: list[ZeroParameter] = [param for param in layer.parameters() if users[param] == {number}]
         unit = Unit(layer, managed_of(param for param in inner if not param.ds_persist))
         for member in unit.members:
             member.unit = unit

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from hzero.codecs import backends
 from hzero.comm import Collectives, Communicator, WireLog, in_use, limit_waits, peers_of, shared_lanes
-from hzero.comm.peers import unused_name
+from hzero.comm.peers import Peers, unused_name
 from hzero.comm.watchdog import shared_watchdog
-from hzero.comm.wires import STAGE
+from hzero.comm.wires import STAGE, Lane
 from hzero.config import ROLES, HZeroConfig, TopologyConfig
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import GradientOf, Guard, speaks
@@ -160,6 +160,7 @@ class Engine(Traffic):
         device: Device on which the model runs.
         accelerator: As in `Traffic`.
         group: The ranks that train the model together, and so take the same decisions; None is the world.
+        parts: Plans of parameters that only some ranks share, with these ranks as owners. See `ShardPlan.of_part`.
 
     Attributes:
         plan: As given.
@@ -184,14 +185,17 @@ class Engine(Traffic):
         device: torch.device,
         accelerator: Any = None,
         group: dist.ProcessGroup | None = None,
+        parts: Sequence[tuple[ShardPlan, Owners]] = (),
     ) -> None:
         super().__init__(config, module, device, accelerator)
         self.plan, self.owners, self.group = plan, owners, group
-        ranks = owners.ranks
-        name = unused_name(STAGE, self.lanes.failures, owners.group, ranks)
-        roles: dict[str, str] = {role: f"{name} {role}" if self.lanes.apart else name for role in ROLES}
-        channels = list(dict.fromkeys(roles.values()))
-        peers = peers_of(plan, channels=channels, ranks=ranks, streams=self.lanes.streams)
+        name = unused_name(STAGE, self.lanes.failures, owners.group, owners.ranks)
+        roles, peers = dict[tuple[str, str], str](), dict[Lane, Peers]()
+        for one, of_it in ((plan, owners), *parts):
+            first = name.replace(STAGE, one.channel)  # the rest is the number of failures
+            every = [f"{first} {role}" for role in ROLES] if self.lanes.apart else [first] * len(ROLES)
+            roles |= {(one.channel, role): lane for role, lane in zip(ROLES, every)}
+            peers |= peers_of(one, channels=list(dict.fromkeys(every)), ranks=of_it.ranks, streams=self.lanes.streams)
         self._collectives = Collectives(plan, peers, self.wire_log, self.lanes, roles)
         self._synchronous = accelerator is None
         self.weights = Weights(self._collectives, parameters, bucket_numel, accelerator)

@@ -176,7 +176,8 @@ class Guard:
         # Copies are equal across each tier outside the weights' scope, so comparing neighbours on each of these tiers compares
         # all. First compare one sum of all sums per scope: one sum per parameter and peer would need a gigabyte in a large
         # world.
-        outside = [tuple(hop.tier for hop in param.route.plan.refresh_hops()) for param in resident]
+        hops = ((param.route.plan.channel, param.route.plan.refresh_hops()) for param in resident)
+        outside = [tuple((channel, hop.tier, hop.size) for hop in of_it) for channel, of_it in hops]
         kinds = list(dict.fromkeys(outside))
         totals = [checksums(sums[[one == kind for one in outside]].view(1, -1).view(torch.uint8)) for kind in kinds]
         both = torch.cat([stale, self._differing(torch.cat(totals), kinds)]).to(torch.uint8)
@@ -199,29 +200,27 @@ class Guard:
         if parts:
             raise of_all_ranks(StaleWeightsError(f"guard before step {step} of this engine: {'; '.join(parts)}"))
 
-    def _differing(self, sums: torch.Tensor, outside: Sequence[Collection[Tier]]) -> torch.Tensor:
+    def _differing(self, sums: torch.Tensor, outside: Sequence[Collection[tuple[str, Tier, int]]]) -> torch.Tensor:
         """Marks sums that differ on another rank with the same copies.
 
         Args:
             sums: int64 ``[n]``.
-            outside: The tiers across which the copies behind each sum are equal.
+            outside: The tiers across which the copies behind each sum are equal, as channel, tier and ranks.
 
         Returns:
             bool ``[n]``.
         """
         differs, collectives = torch.zeros(len(sums), dtype=torch.bool, device=sums.device), self._collectives
-        for hop in self._plan.gather_hops():
-            compared = [hop.tier in tiers for tiers in outside]
-            if not any(compared):
-                continue
+        for across in dict.fromkeys(one for hops in outside for one in hops):
+            compared, (channel, tier, ranks) = [across in hops for hops in outside], across
             mine = sums[compared]
             message = mine.view(torch.uint8).view(-1)
-            bucket = Bucket((0,), (len(message),), torch.uint8, "weights")
+            bucket = Bucket((0,), (len(message),), torch.uint8, "weights", channel)
             # The lane is free: `before_step` has drained all chains.
-            lane = collectives.lane(bucket, hop.tier)
+            lane = collectives.lane(bucket, tier)
             gather = collectives.prepare(lane, "all_gather", message.nbytes, "weights of an audit")
             theirs = gather.start(message).wait().view(torch.int64)
-            differs[compared] |= (theirs.view(hop.size, -1) != mine).any(dim=0)
+            differs[compared] |= (theirs.view(ranks, -1) != mine).any(dim=0)
         return differs
 
     def _ratios_text(self) -> str:

@@ -94,7 +94,7 @@ def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
     chunks = [chunk_numel(param.numel, plan.grid.world_size) for param in params]
     owned = [owned_numel(param.numel, chunk, plan.rank) for param, chunk in zip(params, chunks)]
     sizes = [tuple(number * item for number, item in zip(numbers, items)) for numbers in (chunks, owned)]
-    return Bucket(tuple(param.key for param in params), sizes[0], dtype, role, owned=sizes[1])
+    return Bucket(tuple(param.key for param in params), sizes[0], dtype, role, plan.channel, owned=sizes[1])
 
 
 def alike(
@@ -108,13 +108,14 @@ def alike(
 
 
 def routes_of(
-    module: torch.nn.Module, plan: ShardPlan
+    module: torch.nn.Module, plan: ShardPlan, part_of: Callable[[Any], ShardPlan | None] = lambda _: None
 ) -> tuple[dict[torch.nn.Parameter, Route], set[torch.nn.Parameter]]:
     """Returns the route of every parameter of a model: the usual one, or one for each different plan of excepted parameters.
 
     Args:
         module: The model.
         plan: The shard plan. Its exceptions are patterns for the names of parameters in ``module``.
+        part_of: Returns the plan of a parameter that only some ranks share, see `ShardPlan.of_part`; None for others.
 
     Returns:
         The routes, and the parameters that travel as bytes (`holds_codes`).
@@ -129,6 +130,8 @@ def routes_of(
     # The usual route is number 0, even if all parameters are excepted.
     routes, found = {(plan.way, False): Route(plan, 0)}, dict[torch.nn.Parameter, Route]()
     for param, own in zip(names, plan.plans_of(list(names.values()))):
+        if (part := part_of(param)) is not None:
+            own = part if own is plan else part.with_codec(own.codecs.weights["gcd"])  # one codec on all tiers
         way = own.with_codec(PLAIN) if param in codes else own
         if (kind := (way.way, param in codes)) not in routes:
             routes[kind] = Route(way, len(routes))

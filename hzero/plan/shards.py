@@ -130,6 +130,7 @@ class ShardPlan:
         transport: Transport of the messages.
         unit_numel: Maximum elements of a layer that forward and backward gather as a whole; 0: no layer.
         order: Order of collectives on a device, see `hzero.config.HZeroConfig`; None: the order for the device's library.
+        channel: First part of the lane names.
         adaptations: Warnings: adaptations of the preset to the machine, and codecs that are coarser than expected.
         notes: Settings without effect on this machine.
     """
@@ -153,6 +154,7 @@ class ShardPlan:
     transport: TransportName = "torch"
     unit_numel: int = 0
     order: CollectiveOrder | None = None
+    channel: str = "stage"
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int, key: str = "hzero.shard") -> ShardPlan:
@@ -233,7 +235,7 @@ class ShardPlan:
             codecs,
             adaptations=tuple(adaptations),
             notes=tuple(notes),
-            whole_copies=weights == "device" and config.resident != "payload",
+            whole_copies=weights == "device" and config.resident != "payload" and grid.world_size > 1,
             differences=config.full_refresh_every if differs else 0,
             exceptions=tuple(config.codecs.exceptions.items()),
             scoped=tuple((name, cls.from_config(one, grid, rank, f"{key}.except.{name}")) for name, one in scoped),
@@ -242,6 +244,18 @@ class ShardPlan:
             node_all_gather=gathers,
             **{name: getattr(config, name) for name in _AS_WRITTEN},
         )
+
+    @classmethod
+    def of_part(cls, config: HZeroConfig, grid: Grid, rank: int, channel: str) -> ShardPlan:
+        """The plan of one of the ranks that share a part of the parameters, such as an expert; see `from_config`.
+
+        Scopes remain: over the package now means over those ranks of the package that have the part. If other ranks of the
+        package have the other parts, no state needs more memory than without parts.
+        """
+        names = {grid.scope_size(one): one for one in grid.scopes}  # for scopes of the world that this grid lacks
+        here = {one: names[grid.scope_size(one)] for one in SCOPES} | {one: one for one in grid.scopes}
+        config = config.in_scopes(here[config.shard.weights], here[config.shard.gradients])
+        return replace(cls.from_config(config, grid, rank), channel=channel)
 
     def plans_of(self, parameters: Sequence[Sequence[str]]) -> list[ShardPlan]:
         """The plan of each parameter of a model: this plan, or the plan of the first pattern that matches.
@@ -301,7 +315,7 @@ class ShardPlan:
     def way(self) -> Hashable:
         """The properties that determine messages and copies. Parameters of plans with equal ways can share messages."""
         hops = self.refresh_hops(), self.unshard_hops(), self.micro_hops(), self.boundary_hops()
-        return hops, self.accumulates, self.whole_copies, self.differences
+        return self.channel, hops, self.accumulates, self.whole_copies, self.differences
 
     def with_codec(self, codec: CodecConfig) -> ShardPlan:
         """The plan with one codec on every tier, for weights and gradients."""

@@ -14,7 +14,7 @@ from hzero.codecs.codec import Codec
 from hzero.comm import Communicator, activations
 from tests.comm.communicator_checks import SOME, _bits_equal, _communicator, _everyones
 from tests.comm.tiered_checks import WORLD
-from tests.rank_main import TRANSPORT, same_on_all_ranks
+from tests.rank_main import same_on_all_ranks
 
 DTYPES = (torch.float32, torch.bfloat16)
 #: No sizes that blocks or ranks divide, but for the dimensions that are split.
@@ -163,8 +163,6 @@ def _rows(counts: torch.Tensor, group: Communicator, dtype: torch.dtype, row: tu
 
 
 def check_uneven_rows_with_codec_none_are_those_of_torch() -> None:
-    if TRANSPORT == "mpi":
-        pytest.skip("over MPI parts are even")
     for grid, dtype, (name, counts) in itertools.product(SOME, DTYPES, COUNTS.items()):
         for row in ((7,), (3, 5), ()):
             got, want, gradient, wanted = _rows(counts(), _communicator(grid), dtype, row)
@@ -172,8 +170,6 @@ def check_uneven_rows_with_codec_none_are_those_of_torch() -> None:
 
 
 def check_uneven_rows_keep_bounds_of_codecs_and_bytes_of_the_plan() -> None:
-    if TRANSPORT == "mpi":
-        pytest.skip("over MPI parts are even")
     rank, codecs = dist.get_rank(), {"gcd": "int8", "gpu": "int4"}
     for grid, (name, counts) in itertools.product(SOME, COUNTS.items()):
         group, matrix = _communicator(grid, codecs=codecs), counts()
@@ -215,8 +211,6 @@ def check_uneven_rows_refuse_counts_that_do_not_fit() -> None:
         ):
             group.exchange_rows(rows, sent, received)
     refused: dict[str, dict[str, Any]] = {"codec 'mpc'": {"codecs": "mpc"}, "checksum True": {"checksum": True}}
-    if TRANSPORT == "mpi":
-        refused["transport 'mpi'"] = {}
     for message, settings in refused.items():
         with pytest.raises(ValueError, match=f"exchange_rows: found {message}"):
             _communicator(SOME[0], **settings).exchange_rows(rows, ones, ones)

@@ -51,6 +51,14 @@ def check_messages_of_any_size_in_any_window() -> None:
                 assert len(work._requests) <= window
                 work.wait()
                 assert torch.equal(output, everyone.view(WORLD, WORLD, numel)[:, rank].reshape(-1))
+                # Parts of other sizes, some of them empty.
+                sizes = torch.arange(WORLD * WORLD).view(WORLD, WORLD) % 3 * (numel // 2)
+                every = zip(_everyones(int(sizes.sum()), numel), sizes.tolist())
+                parts = [one[: sum(side)].split(side) for one, side in every]
+                sent, received = sizes[rank].tolist(), sizes[:, rank].tolist()
+                output = torch.empty(sum(received), dtype=torch.uint8)
+                wires.all_to_all(output, torch.cat(parts[rank]), received, sent).wait()
+                assert torch.equal(output, torch.cat([of_rank[rank] for of_rank in parts]))
                 gathered = torch.empty(WORLD * WORLD * numel, dtype=torch.uint8)
                 wires.all_gather(gathered, everyone[rank]).wait()
                 assert torch.equal(gathered, everyone.view(-1))
