@@ -19,7 +19,7 @@ from hzero.deepspeed.autoep import is_expert
 from hzero.plan.collectives import step_traffic
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.scope_checks import NOTHING_KEPT
-from tests.deepspeed.training import VOCAB, assert_losses, batch, block_of, ds_config, engine_of, train
+from tests.deepspeed.training import VOCAB, assert_losses, batch, block_of, ds_config, engine_of, shared_folder, train
 
 EXPERT, STEPS, HIDDEN, LAYERS = 2, 2, 20, 2
 SHAPE: dict[str, int] = {
@@ -154,6 +154,28 @@ def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:
         assert logged == +planned, (preset, logged, planned)
         engine.destroy()
         _forget_groups()
+
+
+def check_a_checkpoint_of_experts_continues() -> None:
+    """Training and exact evaluation after a load are those of the run that saved. Experts have a codec of their own."""
+    folder, losses = shared_folder(), list[list[float]]()
+    block = block_of("topo", exact_evaluation=True, codecs={"except": {"*.experts.*": "int8"}})
+    for resumes in (False, True):
+        engine = _engine(block, EXPERT)
+        plans = [param.hzero_managed.route.plan for param in engine.module.parameters() if is_expert(param)]
+        assert {hop.codec.codec for plan in plans for hop in plan.reduce_hops()} == {"int8"}
+        if resumes:
+            engine.load_checkpoint(str(folder))
+        else:
+            train(engine, 1, 2, loss_of=_loss)
+            engine.save_checkpoint(str(folder))
+        losses.append(train(engine, 2, 2, first=1, loss_of=_loss))
+        engine.eval()
+        with torch.no_grad():  # gathers primary shards of both partitions
+            losses[-1].append(float(_loss(engine, 3, 0)))
+        engine.destroy()
+        _forget_groups()
+    assert losses[0] == losses[1]
 
 
 def check_collectives_of_autoep_have_one_order() -> None:
