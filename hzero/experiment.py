@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -510,10 +510,6 @@ def transformers_config(model: dict[str, Any]) -> Any:
     return config
 
 
-def _numels(params: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(param.numel() for param in params)
-
-
 def _counted(config: Any) -> Architecture:
     import torch
     from transformers import AutoModelForCausalLM
@@ -531,7 +527,7 @@ def _counted(config: Any) -> Architecture:
         else:
             (after if layers else before).append(param)
     ordered = [*before, *itertools.chain(*layers.values()), *after]
-    distinct = {_numels(layer) for layer in layers.values()}
+    distinct = {tuple(param.numel() for param in layer) for layer in layers.values()}
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     width = (getattr(text, "head_dim", None) or text.hidden_size // heads) * heads if heads else 0
@@ -541,7 +537,7 @@ def _counted(config: Any) -> Architecture:
     counts = (getattr(text, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     of = next((count for count in counts if count), 0)
     return Architecture(
-        numels=_numels(ordered),
+        numels=tuple(param.numel() for param in ordered),
         idle=experts * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0,
         attention=text.num_hidden_layers * width,
         vocab_size=text.vocab_size,
@@ -549,9 +545,9 @@ def _counted(config: Any) -> Architecture:
         layers=len(layers),
         heads=heads,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        before=_numels(before),
+        before=tuple(param.numel() for param in before),
         layer=distinct.pop() if len(distinct) == 1 else None,
-        after=_numels(after),
+        after=tuple(param.numel() for param in after),
         keys=width // heads * (getattr(text, "num_key_value_heads", None) or heads) if heads else 0,
         rotary=int(width // heads * rope.get("partial_rotary_factor", 1)) if heads and rope else 0,
         names=tuple(tuple(names[param]) for param in ordered),

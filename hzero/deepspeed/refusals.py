@@ -216,13 +216,18 @@ def check_mpu(mpu: Any, world: Grid) -> None:
 
     Raises:
         ConfigError: The mpu has pipeline stages without a ``PipelineModule``, a tensor group crosses nodes, or a group does
-            not fill its tiers evenly.
+            not fill its tiers evenly. Pipeline stages are on discovered clusters of different sizes.
     """
     # An mpu of Ulysses splits sequences, not parameters.
     if not hasattr(mpu, "get_model_parallel_group") or hasattr(mpu, "initialize_sequence_parallel"):
         return
     with agreed():
         if hasattr(mpu, "get_slice_parallel_group"):  # a PipelineParallelGrid: its model-parallel group has all stages
+            if world.uneven_clusters and len(ranks_of(mpu.get_pipe_parallel_group())) > 1:
+                raise ConfigError(
+                    f"{KEY}.topology: found pipeline stages on clusters of {', '.join(map(str, world.uneven_clusters))} nodes; "
+                    "expected clusters of one size, or a declared topology, whose tier node joins all of them"
+                )
             tensor = mpu.get_slice_parallel_group()
             for group in (mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()):
                 world.of_ranks(ranks_of(group))

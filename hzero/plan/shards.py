@@ -273,17 +273,16 @@ class ShardPlan:
             for at, (pattern, value) in enumerate(patterns):
                 # A tied parameter may have a pattern for each of its names.
                 tied = [
-                    (name, names[0], *patterns[first])
+                    (patterns[first], names)
                     for first, names in zip(taken[-1], parameters)
-                    for name in names
-                    if at not in taken[-1] and first is not None and fnmatch.fnmatchcase(name, pattern)
-                    if not fnmatch.fnmatchcase(name, patterns[first][0])
+                    if first is not None
+                    and any(_first_match((patterns[first], patterns[at]), [one]) == 1 for one in names)
                 ]
-                for name, other, earlier, chosen in tied:
+                for (earlier, chosen), names in tied if at not in taken[-1] else ():
                     if getattr(chosen, "way", chosen) != getattr(value, "way", value):
+                        tie = f"{' = '.join(names)}, which are tied and have {earlier!r} too"
                         raise ConfigError(
-                            f"hzero.{key}.except: found {pattern!r} for {name}, which is tied to {other} of {earlier!r}; "
-                            f"expected equal values for both, or one of the patterns"
+                            f"hzero.{key}.except: found {pattern!r} for {tie}; expected equal values for both"
                         )
                 if at not in taken[-1] and not tied:
                     near = some(_nearest_to(pattern, [names[0] for names in parameters]), _NAMED)

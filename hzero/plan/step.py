@@ -118,12 +118,10 @@ def tasks_of(
 
 def _plans_of(scheme: Scheme | ShardPlan, job: Job) -> tuple[list[Any], list[int]]:
     """The different plans of a job's parameters, and the number of each parameter's plan."""
-    numbers = [0] * len(job.model.numels)
-    parts = scheme.parts(range(len(numbers)), job.model.names) if isinstance(scheme, ShardPlan) else [(scheme, ())]
-    for number, (_, places) in enumerate(parts):
-        for place in places:
-            numbers[place] = number
-    return [plan for plan, _ in parts], numbers
+    places = range(len(job.model.numels))
+    parts = scheme.parts(places, job.model.names) if isinstance(scheme, ShardPlan) else [(scheme, places)]
+    numbers = {place: number for number, (_, of_plan) in enumerate(parts) for place in of_plan}
+    return [plan for plan, _ in parts], [numbers[place] for place in places]
 
 
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
@@ -144,12 +142,10 @@ def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simu
     kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse), 0)
     few, more = (kept + count * job.layers_together for count in LAYERS)
     # If layers share a message of the boundary, the number of messages does not grow with each layer: no extrapolation.
-    plans, numbers = _plans_of(scheme, job)
+    plans, _ = _plans_of(scheme, job)
     shared = any(isinstance(one, ShardPlan) and one.boundary_numel(0, job.itemsize) > job.layer for one in plans)
-    # Patterns may also match the parameters of some layers only.
-    before, size = len(job.model.before), len(job.model.layer or ())
-    kinds = {tuple(numbers[before + n * size : before + (n + 1) * size]) for n in range(layers)}
-    if layers <= more or shared or (len(plans) > 1 and len(kinds) > 1):
+    # Patterns may match the parameters of some layers only.
+    if layers <= more or shared or len(plans) > 1:
         return simulate(tasks_of(scheme, job, machine))
     if job.accumulation not in known.figures:
         shorter, longer = (simulate(tasks_of(scheme, job, machine, count, known)) for count in (few, more))
@@ -173,9 +169,7 @@ class _Builder:
         # Parameters of different plans do not share messages: the parts of each bucket, by the number of the plan.
         self._parts = [{0: bucket} for bucket in buckets]
         if len(self._plans) > 1:
-            left_out = len(numbers) - sum(len(bucket.numels) for bucket in buckets)  # of layers that are not simulated
-            end = len(numbers) - len(job.model.after)
-            places = iter([*numbers[: end - left_out], *numbers[end:]])
+            places = iter(numbers)
             self._parts = [_cut(bucket, [next(places) for _ in bucket.numels]) for bucket in buckets]
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
@@ -353,8 +347,8 @@ def _cut(bucket: Bucket, numbers: Sequence[int]) -> dict[int, Bucket]:
     numels: dict[int, list[int]] = {}
     for number, numel in zip(numbers, bucket.numels):
         numels.setdefault(number, []).append(numel)
-    whole = f"{bucket.name}{''.join(map(str, numbers))}"
-    return {number: replace(bucket, name=whole, numels=tuple(numels[number])) for number in sorted(numels)}
+    name = f"{bucket.name} {numbers}"
+    return {number: replace(bucket, name=name, numels=tuple(numels[number])) for number in sorted(numels)}
 
 
 def _joined(buckets: Sequence[Bucket]) -> Bucket:

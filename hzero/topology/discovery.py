@@ -200,11 +200,11 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     places = sorted((place for ranks in hosts.values() for place in places_of(ranks)), key=lambda place: place.rank)
     clusters, notes = clusters_of(hosts), list[str]()
     sizes = Counter(clusters.values())
-    equal = len({*sizes.values()}) == 1
+    uneven = () if len({*sizes.values()}) == 1 else tuple(sizes.values())
     if len(sizes) > 1:
         joined = "form clusters, which tier cluster joins"
-        if not equal:
-            counts = ", ".join(map(str, sizes.values()))
+        if uneven:
+            counts = ", ".join(map(str, uneven))
             joined = f"cannot form clusters of equal size ({counts} nodes), so tier node joins them"
         nodes = {number: host for host, number in reversed(clusters.items())}
         names = ", ".join(f"{'+'.join(hosts[host][0].subnets)} of node {host}" for host in reversed(nodes.values()))
@@ -214,8 +214,11 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     declared = {report.switch_nodes for report in reports}
     switch_nodes = declared.pop() if len(declared) == 1 else None  # None if the nodes differ
     try:
-        found = grid_of(places, clusters if equal else {})
-        grid, refusal = dataclasses.replace(found, automatic=True, switch_nodes=switch_nodes), ""
+        found = grid_of(places, {} if uneven else clusters)
+        grid, refusal = (
+            dataclasses.replace(found, automatic=True, switch_nodes=switch_nodes, uneven_clusters=uneven),
+            "",
+        )
         if not grid.regular:
             notes.append(
                 "ranks are numbered in no regular order, so each gather and reduction needs an extra pass to reorder shards; "

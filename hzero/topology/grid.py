@@ -85,6 +85,7 @@ class Grid:
         gpus_per_hive: Packages of a hive.
         nodes_per_group: Nodes of a group; None: one group has all nodes of a cluster.
         clusters: Clusters of the world.
+        uneven_clusters: Nodes of each cluster if their sizes differ; tier ``node`` then joins them. Empty otherwise.
         automatic: Whether `chosen_group` sets ``nodes_per_group``.
         switch_nodes: Nodes of one switch group, for `chosen_group`; None if unknown.
     """
@@ -97,6 +98,7 @@ class Grid:
     gpus_per_hive: int = 1
     nodes_per_group: int | None = None
     clusters: int = 1
+    uneven_clusters: tuple[int, ...] = dataclasses.field(default=(), compare=False)
     automatic: bool = dataclasses.field(default=False, compare=False)
     switch_nodes: int | None = dataclasses.field(default=None, compare=False)
 

@@ -208,15 +208,15 @@ def check_pipelines_give_the_losses_of_stock() -> None:
 
 
 @contextlib.contextmanager
-def _unlike_clusters() -> Iterator[None]:
-    """Pretends that ranks 4 to 7 have other devices and another network than ranks 0 to 3."""
-    cluster, local = divmod(dist.get_rank(), 4)
-    tree = shared_folder() / f"{cluster}-{local}"
-    links = {(0, 1): 4, (2, 3): 4, (0, 2): 1, (1, 3): 1}
-    gpus = [trees.Gpu(bus, device=(0x7408, 0x740C)[cluster]) for bus in trees.FRONTIER_BUSES[:4]]
+def _unlike_clusters(width: int = 4) -> Iterator[None]:
+    """Pretends that nodes have ``width`` ranks, and the last node other devices and another network than the others."""
+    node, local = divmod(dist.get_rank(), width)
+    tree, last = shared_folder() / f"{node}-{local}", node + 1 == dist.get_world_size() // width
+    links = {pair: count for pair, count in {(0, 1): 4, (2, 3): 4, (0, 2): 1, (1, 3): 1}.items() if max(pair) < width}
+    gpus = [trees.Gpu(bus, device=(0x7408, 0x740C)[last]) for bus in trees.FRONTIER_BUSES[:width]]
     trees.write_kfd(tree, gpus, links, {"mlx5_0": 100_000})
-    trees.connect(tree, "mlx5_0", ("InfiniBand", "Ethernet")[cluster])
-    environ = {"HZERO_SYSFS": str(tree), "NCCL_HOSTID": f"node{cluster}", "LOCAL_RANK": str(local)}
+    trees.connect(tree, "mlx5_0", ("InfiniBand", "Ethernet")[last])
+    environ = {"HZERO_SYSFS": str(tree), "NCCL_HOSTID": f"node{node}", "LOCAL_RANK": str(local)}
     discovery.discovered_grid.cache_clear()
     try:
         with mock.patch.dict(os.environ, environ):
@@ -235,6 +235,13 @@ def check_stages_go_one_per_cluster_that_is_discovered() -> None:
         assert crossed == {("pipeline", "cluster"), *itertools.product(("gradients", "optimizer"), ("gcd", "gpu"))}
         end(engine)
     assert losses == without_codec(1)[:2]
+    with _unlike_clusters(width=2), pytest.raises(ConfigError) as error:
+        train_pipeline({**NONE, "topology": {"source": "discover"}})
+    groups.mpu = None
+    says = (
+        "hzero.topology: found pipeline stages on clusters of 3, 1 nodes; expected clusters of one size, or a declared"
+    )
+    assert str(error.value).startswith(says)
 
 
 LOSSY = {
