@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -34,7 +34,7 @@ from hzero.deepspeed.pipeline import HZeroStage1, StageMessages
 from hzero.manifest import Manifest
 from hzero.topology import discovery, resolve_grid
 from hzero.validation import ConfigError
-from tests.deepspeed.training import TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
+from tests.deepspeed.training import LR, TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
 from tests.topology import trees
 
 #: The last is the elements of a bucket of gradients.
@@ -95,7 +95,23 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def pipeline_of(config: dict[str, Any], tensor: int, tied: bool = False, stages: int = 2) -> Any:
+class ByRates(PipelineModule):
+    """A ``PipelineModule`` whose stages have layers in proportion to their rates. docs/parallel.md has the same class."""
+
+    def __init__(self, *args: Any, rates: Sequence[float], **kwargs: Any) -> None:
+        self.rates = list(rates)
+        super().__init__(*args, **kwargs)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        count, stage = len(self._layer_specs), self._topo.get_coord(self.global_rank).pipe
+        sums = [0.0, *itertools.accumulate(self.rates)]
+        self.parts = [round(count * part / sums[-1]) for part in sums]
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def pipeline_of(
+    config: dict[str, Any], tensor: int, tied: bool = False, stages: int = 2, rates: Sequence[float] = ()
+) -> Any:
     """An engine of pipeline stages, their embedding and head tied or not; stock where the configuration has no block."""
     deepspeed.init_distributed("gloo", verbose=False)
     dist.barrier()  # a rank may still connect to a group whose engine others have refused
@@ -115,7 +131,8 @@ def pipeline_of(config: dict[str, Any], tensor: int, tied: bool = False, stages:
         *(LayerSpec(Block, seed, group) for seed in (2, 3, 4)),
         TiedLayerSpec("embed", Embed, forward_fn=_head) if tied else LayerSpec(Head),
     ]
-    model = PipelineModule(layers, topology=topology, loss_fn=_loss, partition_method="uniform")
+    make = functools.partial(ByRates, rates=rates) if rates else PipelineModule
+    model = make(layers, topology=topology, loss_fn=_loss, partition_method="uniform")
     # hzero's own live as long as the world.
     made.extend(one for one in c10d._world.pg_map if one not in kept and not one.group_desc.startswith("hzero "))
     return engine_of(config, model)
@@ -128,6 +145,7 @@ def train_pipeline(
     steps: int = 3,
     accumulation: int = 3,
     tied: bool = False,
+    rates: Sequence[float] = (),
 ) -> tuple[list[float], list[float], Any]:
     """Losses, norms of gradients, and the engine."""
     config = ds_config(None, accumulation, zero_optimization={"stage": 1, "reduce_bucket_size": BUCKET})
@@ -137,7 +155,7 @@ def train_pipeline(
             config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     if block is not None:
         config["zero_optimization"]["hzero"] = {"topology": TOPOLOGY, **block}
-    engine = pipeline_of(config, tensor, tied)
+    engine = pipeline_of(config, tensor, tied, rates=rates)
     losses, norms = [], []
     for step in range(steps):
         losses.append(float(engine.train_batch(batches(engine, step, accumulation))))
@@ -242,6 +260,27 @@ def check_stages_go_one_per_cluster_that_is_discovered() -> None:
         "hzero.topology: found pipeline stages on clusters of 3, 1 nodes; expected clusters of one size, or a declared"
     )
     assert str(error.value).startswith(says)
+
+
+def check_stages_with_layers_by_rates_give_the_losses_without_a_pipeline() -> None:
+    """Four layers and one, as for clusters whose devices have rates of 4 and 1."""
+    losses, _, engine = train_pipeline(NONE, rates=(4, 1))
+    assert engine.module.parts == [0, 4, 5]
+    end(engine)
+    model = torch.nn.Sequential(Embed(), *(Block(seed, None) for seed in (2, 3, 4)), Head())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
+    want = []
+    for step in range(3):
+        optimizer.zero_grad()
+        every = [
+            batch(step, micro, rank) for micro, rank in itertools.product(range(3), range(dist.get_world_size() // 2))
+        ]
+        loss = sum((_loss(model(tokens[:, :-1]), tokens[:, 1:]) for tokens in every), torch.zeros(())) / len(every)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        want.append(float(loss))
+    assert_losses(losses, want, 1e-6)
 
 
 LOSSY = {
