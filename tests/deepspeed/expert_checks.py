@@ -17,6 +17,7 @@ from transformers.utils import output_capturing
 import hzero
 from hzero.deepspeed.autoep import is_expert
 from hzero.plan.collectives import step_traffic
+from hzero.validation import ConfigError
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.scope_checks import NOTHING_KEPT
 from tests.deepspeed.training import VOCAB, assert_losses, batch, block_of, ds_config, engine_of, shared_folder, train
@@ -115,6 +116,14 @@ def check_tokens_go_to_experts_in_the_codec_of_their_tier() -> None:
     engine.destroy()
     assert not any("hzero_group" in vars(layer) or "forward" in vars(layer) for layer in layers)
     _forget_groups()
+
+
+def check_tokens_that_cannot_be_sent_are_refused_at_start() -> None:
+    for own, found in (({"checksum": True}, "checksum: found True"), ({}, "codecs.expert.gcd: found 'mpc'")):
+        block = block_of("lossless", codecs={"expert": {"gcd": "int8" if own else "mpc"}}, **own)
+        with pytest.raises(ConfigError, match=f"hzero.{found} with coded tokens; expected codecs of fixed size"):
+            _engine(block, EXPERT)
+        _forget_groups()
 
 
 def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:
