@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -13,8 +14,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 
 from hzero.block import KEY, PARENT
+from hzero.deepspeed import versions
 from hzero.deepspeed.autoep import is_expert
-from hzero.deepspeed.versions import check_features
 from hzero.engine.engine import ranks_of
 from hzero.topology import Grid, declared_grid
 from hzero.validation import ConfigError, agreed, some
@@ -79,37 +80,62 @@ def check_config(config: DeepSpeedConfig) -> None:
     Raises:
         ConfigError: A key has a value that is not supported. The message has the key, the value and the supported values.
     """
-    declared_grid(config.hzero_block.topology, f"{KEY}.topology")
-    if config.hzero_block.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+    block, stage, muon = config.hzero_block, int(config.zero_config.stage), config.optimizer_name == "muon"
+    experts = getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
+    # What this machine lacks.
+    declared_grid(block.topology, f"{KEY}.topology")
+    if block.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(f"{KEY}.transport: found 'mpi'; expected 'torch', or mpi4py installed (extra mpi of hzero)")
-    check_features(config)
-    stage = int(config.zero_config.stage)
+    # What this version of DeepSpeed lacks.
+    size, managed = config.tensor_parallel_config.autotp_size, "managed_gradient_accumulation"
+    newer = {
+        "pipeline stages": "zero_optimization.stage: found 1" if stage == 1 else "",
+        "AutoTP": f"tensor_parallel.autotp_size: found {size}" if size > 1 else "",
+        "Muon": "optimizer.type: found muon" if muon else "",
+        # Older versions ignore the key.
+        f"{managed} false": f"{managed}: found False" if config._param_dict.get(managed, True) is False else "",
+    }
+    for feature in filter(newer.get, versions.lacking()):
+        with_version = f"{newer[feature]}, with deepspeed {deepspeed.__version__}"
+        raise ConfigError(f"{with_version}; {KEY} supports {feature} with deepspeed >={versions.NEWER[feature]},<0.20")
+    # What the stage does not support.
     if stage not in (1, 3):
         raise ConfigError(
             f"zero_optimization.stage: found {stage} with the {KEY} block; expected 3, or 1 for a PipelineModule"
         )
-    muon = config.optimizer_name == "muon"
-    _refuse(config, _SUPPORTED | (_SUPPORTED_WITH_MUON if muon else {}), " with Muon" if muon else "")
-    if getattr(getattr(config, "expert_parallel_config", None), "enabled", False):
-        _refuse(config, _SUPPORTED_WITH_EXPERTS, " with expert parallelism")
-        block = config.hzero_block
-        if muon or block.sequence is not None or block.checkpoint is not None or block.shard.exceptions:
-            found = f"Muon, {KEY}.sequence, {KEY}.checkpoint or {KEY}.shard.except"
-            raise ConfigError(f"expert_parallel.enabled: found True; expected false with {found}")
-    if config.hzero_block.sequence is not None:
-        _refuse(config, _SUPPORTED_WITH_SEQUENCES, " with the key sequence")
-    if stage == 1:
-        _refuse(config, _SUPPORTED_IN_PIPELINES, " with pipeline stages")
-        if muon:
-            raise ConfigError("optimizer.type: found muon with pipeline stages; expected another optimizer")
-        written = config.hzero_block.written
-        unused = [key for key in written if key.partition(".")[0] not in _OF_PIPELINES]
-        unused += [key for key in ("codecs.weights", "codecs.except") if key in written]
-        if unused:
-            raise ConfigError(
-                f"{KEY}.{unused[0]}: has no effect with pipeline stages; expected {', '.join(_OF_PIPELINES)}; codecs for "
-                "gradients, pipeline, optimizer and the model's dimensions"
-            )
+    tables = [
+        (_SUPPORTED | (_SUPPORTED_WITH_MUON if muon else {}), " with Muon" if muon else ""),
+        (_SUPPORTED_WITH_EXPERTS if experts else {}, " with expert parallelism"),
+        (_SUPPORTED_WITH_SEQUENCES if block.sequence is not None else {}, " with the key sequence"),
+        (_SUPPORTED_IN_PIPELINES if stage == 1 else {}, " with pipeline stages"),
+    ]
+    # DeepSpeed's model of zero_optimization has replaced deprecated names.
+    values = {**config._param_dict, PARENT: config.zero_config.model_dump(by_alias=True)}
+    for key, possible, where in ((key, possible, where) for table, where in tables for key, possible in table.items()):
+        found = _value(values, key)
+        if found is not None and str(found).lower() not in possible.partition(";")[0].split(" or "):
+            shown = "a block" if isinstance(found, Mapping) else found
+            raise ConfigError(f"{key}: found {shown}, which {KEY} does not support{where}; expected {possible}")
+    if experts and (muon or block.sequence is not None or block.checkpoint is not None or block.shard.exceptions):
+        also = f"Muon, {KEY}.sequence, {KEY}.checkpoint or {KEY}.shard.except"
+        raise ConfigError(f"expert_parallel.enabled: found True; expected false with {also}")
+    if stage == 1 and muon:
+        raise ConfigError("optimizer.type: found muon with pipeline stages; expected another optimizer")
+    unused = [key for key in block.written if key.partition(".")[0] not in _OF_PIPELINES]
+    unused += [key for key in ("codecs.weights", "codecs.except") if key in block.written]
+    if stage == 1 and unused:
+        raise ConfigError(
+            f"{KEY}.{unused[0]}: has no effect with pipeline stages; expected {', '.join(_OF_PIPELINES)}; codecs for "
+            "gradients, pipeline, optimizer and the model's dimensions"
+        )
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a key with dots; of an enum, its value. None if the key is missing."""
+    found: Any = values
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return getattr(found, "value", found)
 
 
 def check_engine(engine: DeepSpeedEngine) -> None:
@@ -134,19 +160,6 @@ def check_engine(engine: DeepSpeedEngine) -> None:
     # torch's Muon would step flat shards as matrices.
     if engine.client_optimizer is not None and engine.optimizer_name() == "Muon":
         raise ConfigError("optimizer: found Muon of the script; expected optimizer.type Muon in the configuration")
-
-
-def _refuse(config: DeepSpeedConfig, table: Mapping[str, str], where: str) -> None:
-    # DeepSpeed's model of zero_optimization has replaced deprecated names.
-    values = {**config._param_dict, PARENT: config.zero_config.model_dump(by_alias=True)}
-    for key, possible in table.items():
-        found: Any = values
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        found = getattr(found, "value", found)  # the value of an enum
-        if found is not None and str(found).lower() not in possible.partition(";")[0].split(" or "):
-            shown = "a block" if isinstance(found, Mapping) else found
-            raise ConfigError(f"{key}: found {shown}, which {KEY} does not support{where}; expected {possible}")
 
 
 def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:

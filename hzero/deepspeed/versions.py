@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-from deepspeed.runtime.config import DeepSpeedConfig
 
-from hzero.block import KEY
 from hzero.validation import ConfigError
 
 #: The first supported version, and the first version after it that is not supported.
@@ -107,31 +105,6 @@ def sources(file: Path) -> dict[str, str]:
 def lacking() -> list[str]:
     """Returns the features of `NEWER` that the installed version lacks."""
     return [feature for feature, first in NEWER.items() if installed() < _numbers(first)]
-
-
-def check_features(config: DeepSpeedConfig) -> None:
-    """Refuses features of `NEWER` that the installed version of DeepSpeed lacks.
-
-    Args:
-        config: The configuration, as DeepSpeed has read it. Stage 1 is for pipeline stages.
-
-    Raises:
-        ConfigError: The configuration uses such a feature. The message has the first version with it.
-    """
-    size, managed = config.tensor_parallel_config.autotp_size, "managed_gradient_accumulation"
-    asked = {
-        "pipeline stages": "zero_optimization.stage: found 1" if config.zero_config.stage == 1 else "",
-        "AutoTP": f"tensor_parallel.autotp_size: found {size}" if size > 1 else "",
-        "Muon": "optimizer.type: found muon" if config.optimizer_name == "muon" else "",
-        # Older versions ignore the key.
-        f"{managed} false": f"{managed}: found False" if config._param_dict.get(managed, True) is False else "",
-    }
-    for feature in lacking():
-        if asked[feature]:
-            raise ConfigError(
-                f"{asked[feature]}, with deepspeed {deepspeed.__version__}; {KEY} supports {feature} with deepspeed "
-                f">={NEWER[feature]},<0.20"
-            )
 
 
 def describe() -> str:
