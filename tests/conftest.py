@@ -5,13 +5,13 @@ from hypothesis import settings
 
 #: Files that take longest, which begin first: at the end no process should have a long one alone. make test keeps the order.
 LONGEST = (
+    "kernels/test_sanitizers.py",
     "deepspeed/test_stage.py",
     "faults/test_between_steps.py",
     "comm/test_tiered.py",
     "faults/test_endings.py",
     "slurm/test_jobs.py",
     "clients/test_clients.py",
-    "kernels/test_sanitizers.py",
     "deepspeed/test_units.py",
     "fsdp/test_fsdp.py",
     "faults/test_kinds.py",

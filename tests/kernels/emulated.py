@@ -39,8 +39,7 @@ def compiler() -> str:
 @functools.cache
 def build(text: str, *flags: str) -> Path:
     """A library of C++ that includes files of hip_kernels. Gone with the process."""
-    folder = Path(_scratch().name)
-    path = folder / f"{len(list(folder.iterdir()))}.so"
+    path = Path(tempfile.mkdtemp(dir=_scratch().name)) / "kernels.so"
     command = [compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{KERNELS}"]
     command += [*flags, *_FLAGS, "-x", "c++", "-", "-o", str(path)]
     done = subprocess.run(command, input=text, cwd=KERNELS, capture_output=True, text=True, check=False)
