@@ -16,8 +16,9 @@ setup: ## make a virtual environment and install everything into it (VENV=.venv,
 train: setup ## train a GPT on eight ranks through three tiers (ARGS="zero=mild train.steps=50")
 	@"$(BIN)/hzero" train $(ARGS)
 
+# One process more than there are cores: ranks of a test often wait for each other.
 test: setup ## run the tests (ARGS="tests/codecs -x")
-	@"$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@"$(BIN)/python" -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup ## compare hzero with other schemes on an emulated cluster; needs root (ARGS="suite=main", ARGS=--help)
 	@"$(BIN)/python" -m benchmarks.compare $(ARGS)
