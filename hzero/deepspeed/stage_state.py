@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import filterfalse
 from typing import Any, TypeAlias, cast
 from weakref import ref
 
@@ -602,7 +601,9 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
     def found(parent: torch.nn.Module) -> Iterator[torch.nn.Module]:
         in_list = isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential))
         kinds = Counter(type(child) for child in parent._modules.values()) if in_list else Counter()
-        for child in filterfalse(z3_leaf_module, parent.children()):
+        for child in parent.children():
+            if z3_leaf_module(child):
+                continue
             has_named = any(type(one).__name__ in names for one in child.modules() if one is not child)
             if not has_named and (type(child).__name__ in names or kinds[type(child)] > 1):
                 yield from fitting(child)
@@ -611,7 +612,7 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
 
     def fitting(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if sum(param.ds_numel for param in layer.parameters()) > limit:  # type: ignore[attr-defined]
-            for child in filterfalse(z3_leaf_module, layer.children()):
+            for child in layer.children():
                 yield from fitting(child)
         elif sum(any(True for _ in one.parameters(recurse=False)) for one in layer.modules()) > 1:
             yield layer  # DeepSpeed requests the parameters of one module together anyway

@@ -319,17 +319,6 @@ def check_layers_inside_a_leaf_module() -> None:
 
     _compare(build, "lossless")
 
-    def divided() -> Decoder:
-        built = Decoder()
-        set_z3_leaf_modules(built, [Mlp])
-        return built
-
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        losses, norms, *_ = _run(divided, {"preset": "lossless", "unit_numel": 6000}, A_PART_AHEAD)
-    assert dist.get_rank() or "gathers by layer (Attention x 3)" in said.getvalue(), said.getvalue()
-    for found, want in zip((losses, norms), _stock(divided), strict=False):
-        assert_losses(found, want, 1e-6)
-
 
 def check_a_layer_is_no_larger_than_the_limit() -> None:
     """The start line names the units; a layer is live as a whole, but no two, and no more than the limit."""
