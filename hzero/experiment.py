@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -173,6 +173,13 @@ class TensorParallel(BaseModel, extra="allow"):
     autotp_size: Positive = 1
 
 
+class ExpertParallel(BaseModel, extra="allow"):
+    """AutoEP: ranks among which the experts of a layer are divided."""
+
+    enabled: bool = False
+    autoep_size: Positive = 1
+
+
 class Precision(BaseModel, extra="allow"):
     """``train.dtype`` decides which precision is enabled."""
 
@@ -196,6 +203,7 @@ class DeepSpeedGroup(BaseModel, extra="allow"):
     bf16: Bfloat16
     fp16: Precision
     tensor_parallel: TensorParallel = TensorParallel()
+    expert_parallel: ExpertParallel = ExpertParallel()
     zero_optimization: ZeroOptimization
     optimizer: dict[str, Any] = {}
     data_types: dict[str, Any] = {}
@@ -322,6 +330,7 @@ class Experiment:
         world_size: Ranks of the run.
         grid: Places of the ranks.
         tensor: Ranks of a tensor group, which train on the same sequences.
+        experts: Ranks among which AutoEP divides the experts of a layer; 1 without AutoEP.
         sequence: The block's key ``sequence``; None without it.
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
         plan: The shard plan of rank 0; None for stock ZeRO-3.
@@ -348,11 +357,17 @@ class Experiment:
         self.grid: Grid = resolved(declared, self.world_size, "topology")
         self.block = self._block(declared)
         self.tensor = self.deepspeed.tensor_parallel.autotp_size
-        if self.world_size % self.tensor:
-            key, ranks = "deepspeed.tensor_parallel.autotp_size", self.world_size
-            raise ConfigError(f"{key}: found {self.tensor}; expected a divisor of the {ranks} ranks")
+        of_experts = self.deepspeed.expert_parallel
+        self.experts = of_experts.autoep_size if of_experts.enabled else 1
+        for key, size in (("tensor_parallel.autotp_size", self.tensor), ("expert_parallel.autoep_size", self.experts)):
+            if self.world_size % size:
+                raise ConfigError(f"deepspeed.{key}: found {size}; expected a divisor of the {self.world_size} ranks")
         parsed = parse_config(self.block, "zero") if self.block else None
         self.plan = ShardPlan.from_config(parsed, self.data_parallel, 0) if parsed is not None else None
+        if parsed is not None and self.plan is not None and self.experts > 1:
+            shared = self.grid.of_ranks(range(0, self.world_size, self.experts))  # ranks with the same experts
+            part = ShardPlan.of_part(parsed, shared, 0, "experts")
+            self.plan = replace(self.plan, scoped=(("*.experts.*", part), *self.plan.scoped))
         self.sequence = parsed.sequence if parsed is not None else None
         if self.sequence is not None:
             self.sequence.check(self.world_size, "ranks", "zero.sequence.parallel")
@@ -438,6 +453,8 @@ class Architecture:
         rotary: Dimensions of a head that the rotary embedding rotates.
         names: Names of every parameter; tied ones have several.
         matrices: Elements of the parameters that Muon updates.
+        experts_per_token: Experts of a layer that a token visits.
+        expert_layers: Layers with experts.
     """
 
     numels: tuple[int, ...]
@@ -455,6 +472,8 @@ class Architecture:
     rotary: int = 0
     names: tuple[tuple[str, ...], ...] = ()
     matrices: tuple[int, ...] = ()
+    experts_per_token: int = 0
+    expert_layers: int = 0
 
 
 def checkpoint_folder(model: dict[str, Any]) -> Path | None:
@@ -533,12 +552,12 @@ def _counted(config: Any) -> Architecture:
     width = (getattr(text, "head_dim", None) or text.hidden_size // heads) * heads if heads else 0
     rope = getattr(text, "rope_parameters", None)
     # A token visits only some of the experts.
-    experts = sum(param.numel() for name, param in built.named_parameters() if ".experts." in name)
+    of_experts = {name: param.numel() for name, param in built.named_parameters() if ".experts." in name}
     counts = (getattr(text, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     of = next((count for count in counts if count), 0)
     return Architecture(
         numels=tuple(param.numel() for param in ordered),
-        idle=experts * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0,
+        idle=sum(of_experts.values()) * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0,
         attention=text.num_hidden_layers * width,
         vocab_size=text.vocab_size,
         hidden=built.get_input_embeddings().weight.shape[1],
@@ -557,4 +576,6 @@ def _counted(config: Any) -> Architecture:
             for name, param in built.named_parameters()
             if param.ndim > 1 and not re.search("embed|lm_head", name.lower())
         ),
+        experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,
+        expert_layers=len({name.partition(".experts.")[0] for name in of_experts}),
     )

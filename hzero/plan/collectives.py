@@ -216,13 +216,14 @@ def step_traffic(
     sums = {(role, tier): [0.0, 0.0] for role in ROLES for tier in grid.tiers}  # on the wire, raw
     times = {place: [0.0] * len(parts) for place in sums}
     for number, (part, of_part) in enumerate(parts):
-        chunks = [chunk_numel(numel, grid.world_size) for numel in of_part]
-        for (phase, _), program in chains_of(part, grid, accumulation).items():
+        own = part.grid if isinstance(part, ShardPlan) else grid
+        chunks = [chunk_numel(numel, own.world_size) for numel in of_part]
+        for (phase, _), program in chains_of(part, own, accumulation).items():
             often = fetches - 1 if phase == "backward" else 1
             for crossing in program.crossings:
                 raw = crossing.rows * sum(chunks) * itemsize
                 wire = crossing.message_bytes(chunks, itemsize) if stage else raw  # records, with padding
-                links = ring_links([grid.size(tier) for tier in crossing.tiers])
+                links = ring_links([own.size(tier) for tier in crossing.tiers])
                 for tier, count in zip(crossing.tiers, links):
                     received, place = crossing.received * count / crossing.ranks * often, (crossing.role, tier)
                     sums[place] = [sums[place][0] + wire * received, sums[place][1] + raw * received]
@@ -277,6 +278,26 @@ def muon_traffic(plan: ShardPlan, matrices: Sequence[int], itemsize: int) -> lis
         for tier, wire in exchange_bytes(grid, codecs, rounds, itemsize).items()
         if wire
     ]
+
+
+def token_traffic(plan: ShardPlan, group: Grid, tokens: int, width: int, size: int, times: int) -> list[TierTraffic]:
+    """Bytes of one optimizer step of tokens on their way to experts and back, if the router spreads them evenly.
+
+    Args:
+        plan: The shard plan.
+        group: Grid of the ranks that exchange tokens.
+        tokens: Tokens of an exchange that a rank sends to every rank, itself included; one for each expert of a token.
+        width: Elements of a token.
+        size: Bytes of an element.
+        times: Exchanges per step.
+    """
+    found, inside = list[TierTraffic](), 1
+    for tier in group.crossed:
+        codec, rows = plan.codecs.expert[tier], tokens * inside * (group.size(tier) - 1)
+        wire, raw = codec.format.message_bytes((width,), rows, size), rows * width * size
+        found.append(TierTraffic("expert", tier, codec.codec, times * wire, times * raw, times, used=True))
+        inside *= group.size(tier)
+    return found
 
 
 def ring_links(sizes: Sequence[int]) -> list[int]:

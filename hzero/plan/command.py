@@ -50,6 +50,7 @@ from hzero.plan.collectives import (
     node_bytes,
     schemes_node_bytes,
     step_traffic,
+    token_traffic,
 )
 from hzero.plan.machine import CONSTANTS
 from hzero.plan.memory import footprint, longest
@@ -99,6 +100,8 @@ def run_plan(arguments: Sequence[str]) -> int:
     counts = node_counts(parsed.against) if mode == "--against" else []
     # Groups of nodes must divide the largest number.
     scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
+    if mode and scenario.experiment.experts > 1:
+        raise ConfigError(f"deepspeed.expert_parallel.enabled: found True with {mode}; expected False")
     if counts:
         result, show = against_dict(scenario, counts, parsed.out), _show_against
     elif mode:
@@ -167,8 +170,12 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     if links := scenario.links:
         rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
         source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
-    by_tier = []
-    for row, flat in itertools.zip_longest([*traffic, *muon_traffic(plan, job.matrices, itemsize)], stock):
+    by_tier, ranks, model = [], experiment.experts, job.model
+    sent_to_each = job.tokens * model.experts_per_token // ranks
+    times = (4 + 2 * job.checkpointing) * model.expert_layers * job.accumulation
+    tokens = token_traffic(plan, grid.of_ranks(range(ranks)), sent_to_each, model.hidden, itemsize, times)
+    more = lambda one: muon_traffic(one, job.matrices, itemsize) + tokens * (one is plan)  # noqa: E731
+    for row, flat in itertools.zip_longest(traffic + more(plan), stock):
         if row.used:
             # From bandwidth only: average bytes over a device's share of the links (see the command's help).
             seconds = row.wire_bytes / rate / 1e9 if (rate := rates.get(row.tier)) else None
@@ -179,12 +186,11 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         schemes[name] = {
             "weights": _state_text(one.weights_scope, one.gather_hops()[::-1]),
             "gradients": _state_text(one.gradients_scope, one.reduce_hops()),
-            "node_bytes": node_bytes(
-                step_traffic(one, grid, numels, **sent) + muon_traffic(one, job.matrices, itemsize), grid
-            ),
+            "node_bytes": node_bytes(step_traffic(one, grid, numels, **sent) + more(one), grid),
             **_step_dict(scenario, one),
         }
-    for name in IN_FSDP:  # steps under hzero.fsdp; the bytes are computed for DeepSpeed
+    # Steps under hzero.fsdp, which has no AutoEP; the bytes are computed for DeepSpeed.
+    for name in IN_FSDP if experiment.experts == 1 else ():
         under = replace(scenario, job=job.in_fsdp())
         schemes[f"FSDP2, {name}"] = {**schemes[name], **_step_dict(under, scenario.shard_plan(name))}
     others = scenario.others()
@@ -240,7 +246,8 @@ def _state_text(scope: str, hops: Sequence[Hop]) -> str:
 
 def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]:
     """A predicted step; only the memory if the machine or the model cannot be simulated."""
-    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer:
+    divided = scheme is scenario.experiment.plan and scenario.experiment.experts > 1
+    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer or divided:
         return {"memory_bytes": footprint(scheme, scenario.grid, scenario.job).bytes}
     return asdict(predict(scheme, scenario.job, scenario.machine))
 
@@ -259,6 +266,10 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
     if scenario.job.matrices:
         notes.append(
             "predicted steps leave Muon out, and so do the bytes of other engines; stock ZeRO-3 gathers every matrix on all ranks"
+        )
+    if scenario.experiment.experts > 1:
+        notes.append(
+            "expert parallelism: other schemes are without it, transient memory too; its step is not predicted"
         )
     return notes
 

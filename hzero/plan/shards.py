@@ -299,6 +299,8 @@ class ShardPlan:
     def parts(self, numels: Sequence[int], names: Sequence[Sequence[str]]) -> list[tuple[ShardPlan, list[int]]]:
         """The plans of a model's parameters, each with the elements of its parameters.
 
+        If a plan has fewer ranks than this one, each has as much less of the parameter, such as an expert.
+
         Args:
             numels: Elements of every parameter.
             names: Names of every parameter, see `plans_of`. Empty if unknown: then patterns are ignored.
@@ -307,7 +309,8 @@ class ShardPlan:
             return [(self, list(numels))]
         found: dict[Hashable, tuple[ShardPlan, list[int]]] = {}
         for numel, plan in zip(numels, self.plans_of(names)):
-            found.setdefault(plan.way, (plan, []))[1].append(numel)
+            ranks = plan.grid.world_size
+            found.setdefault(plan.way, (plan, []))[1].append(numel * ranks // self.grid.world_size)
         return list(found.values())
 
     @functools.cached_property

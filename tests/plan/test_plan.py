@@ -364,3 +364,39 @@ def test_input_that_cannot_be_used_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Experts over a node: each rank keeps its own, and a token visits two of eight."""
+    shape = (
+        "num_hidden_layers: 3, hidden_size: 64, intermediate_size: 160, num_attention_heads: 4, num_key_value_heads: 2"
+    )
+    config = f"{{model_type: mixtral, num_local_experts: 8, num_experts_per_tok: 2, vocab_size: 512, {shape}}}"
+    keys = ["model=hf", f"model.config={config}", "topology=frontier", "nodes=4", "preset=lossless", "accumulation=3"]
+    experts = [*keys, "zero.codecs.expert.gpu=int8", "deepspeed.expert_parallel={enabled: true, autoep_size: 8}"]
+    one, divided = _json(capsys, *keys), _json(capsys, *experts)
+
+    def rows(plan: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(row["role"], row["tier"]): row for row in plan["traffic"]}
+
+    before, after = rows(one), rows(divided)
+    for role in ("weights", "gradients"):  # the refresh, and the boundary
+        assert after[role, "node"]["wire_bytes"] == before[role, "node"]["wire_bytes"]
+        assert after[role, "gpu"]["wire_bytes"] < before[role, "gpu"]["wire_bytes"]
+    tokens = 2 * 512 * 2 // 8  # to each of the 8 ranks
+    exchanges = 3 * 4 * 3
+    assert after["expert", "gcd"]["wire_bytes"] == exchanges * tokens * 64 * 2
+    assert after["expert", "gpu"]["raw_bytes"] == exchanges * 6 * tokens * 64 * 2
+    assert after["expert", "gpu"]["wire_bytes"] * 128 == after["expert", "gpu"]["raw_bytes"] * 80, (
+        "codes, scale, padding"
+    )
+    assert {tier for role, tier in after if role == "expert"} == {"gcd", "gpu"}
+    kept, fewer = ({state["name"]: state["bytes"] for state in plan["memory"]} for plan in (one, divided))
+    assert fewer["resident weights"] < kept["resident weights"]
+    assert fewer["gradient accumulators"] == kept["gradient accumulators"]
+    assert main(["plan", "--tune", *keys[:4], experts[-1]]) == 2
+    assert "deepspeed.expert_parallel.enabled: found True with --tune" in capsys.readouterr().err
+    assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 3}"]) == 2
+    assert "deepspeed.expert_parallel.autoep_size: found 3; expected a divisor of the 32" in capsys.readouterr().err
