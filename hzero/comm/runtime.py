@@ -784,11 +784,6 @@ class FlatTensors(NamedTuple):
     dtype: torch.dtype
     numels: list[int]
 
-    @property
-    def bytes(self) -> int:
-        """Their memory in bytes."""
-        return sum(self.numels) * self.dtype.itemsize
-
 
 class Room:
     """A buffer of the `Arena`.
@@ -832,7 +827,7 @@ class Arena:
 
     def take(self, wanted: int | FlatTensors, device: torch.device) -> Room:
         """Returns a buffer of at least ``wanted`` bytes, or for these tensors, for use on the current stream."""
-        size = wanted if isinstance(wanted, int) else wanted.bytes
+        size = wanted if isinstance(wanted, int) else sum(wanted.numels) * wanted.dtype.itemsize
         streams = self._streams
         with self._lock:
             first = found = bisect.bisect_left(self._free, size, key=_SIZE)

@@ -47,7 +47,8 @@ class TorchWires:
 
     Args:
         group: The group.
-        timeout: Maximum wait for a point-to-point message; collectives use the timeout of the group.
+        timeout: Maximum wait for a point-to-point message, of which gloo's collectives consist here. Other collectives use the
+            timeout of the group.
         in_order: Starts a collective after all earlier ones, see `hzero.comm.lanes.DeviceStreams.collective`. None starts it
             immediately.
 
@@ -61,10 +62,7 @@ class TorchWires:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        timeout: timedelta,
-        in_order: Callable[[Callable[..., Any]], Work] | None = None,
+        self, group: dist.ProcessGroup, timeout: timedelta, in_order: Callable[[Callable[..., Any]], Work] | None = None
     ) -> None:
         self._group, self._timeout, self._in_order = group, timeout, in_order
         self.all_gather = self._starts(getattr(dist, _ALL_GATHER))
@@ -73,6 +71,10 @@ class TorchWires:
         # ROCm/rocm-systems (projects/rccl). ROCm/rccl 2.20 and 2.21 store this order in `p2pSendOrder`. So no NIC receives from
         # all ranks at once, and this module needs no shift. gloo shifts too, but starts all messages at once.
         self.all_to_all = self._starts(dist.all_to_all_single)
+        compares = dist.get_debug_level() is dist.DebugLevel.DETAIL  # torch does, the collectives of all peers
+        if dist.get_backend(group) == "gloo" and in_order is None and not compares:
+            self.all_to_all, ranks = self._all_to_all_by_pairs, group.size()
+            self.all_gather = lambda out, part: self._pairs(out.split([len(part)] * ranks), [part] * ranks)
         self.reduce_scatter = self._starts(getattr(dist, _REDUCE_SCATTER))
         self.library_sums = dist.get_backend(group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
 
@@ -80,6 +82,25 @@ class TorchWires:
         """Returns a function that starts a collective of torch.distributed. Without an order, it adds no Python call."""
         start, in_order = partial(function, group=self._group), self._in_order
         return partial(start, async_op=True) if in_order is None else lambda *args: in_order(partial(start, *args))
+
+    def _all_to_all_by_pairs(self, output: torch.Tensor, message: torch.Tensor, *sizes: Sequence[int]) -> Work:
+        """``sizes``: see `all_to_all`."""
+        received, sent = sizes or [[len(one) // self._group.size()] * self._group.size() for one in (output, message)]
+        return self._pairs(output.split(list(received)), message.split(list(sent)))
+
+    def _pairs(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """Sends a part to every rank and receives one from every rank, over gloo. All receives are posted first.
+
+        A rank of gloo sends once its peer has posted the receive. This notice uses the connection of the data. gloo's
+        collectives post sends first. If one rank is late, its notice queues behind its data, and the two directions of a link
+        take turns.
+        """
+        group, own, works = self._group, self._group.rank(), list[Work]()
+        others = [*range(own + 1, group.size()), *range(own)]
+        works += [group.recv([received[rank]], rank, 0) for rank in reversed(others) if len(received[rank])]
+        works += [group.send([sent[rank]], rank, 0) for rank in others if len(sent[rank])]
+        received[own].copy_(sent[own])
+        return SimpleNamespace(wait=lambda: [work.wait(self._timeout) for work in works])
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
         """Sends the whole message to ``target`` and receives as many bytes from ``source``; all ranks exchange at the same time.
@@ -91,7 +112,7 @@ class TorchWires:
         limit = (self._timeout,) if message.is_cpu else ()  # gloo applies a send's or receive's timeout in wait()
 
         def start(group: dist.ProcessGroup, async_op: bool) -> Work:
-            pair = [dist.P2POp(dist.isend, message, to, group), dist.P2POp(dist.irecv, output, back, group)]
+            pair = [dist.P2POp(dist.irecv, output, back, group), dist.P2POp(dist.isend, message, to, group)]
             works = dist.batch_isend_irecv(pair)
             both = SimpleNamespace(wait=lambda: [work.wait(*limit) for work in works])
             return both if async_op else both.wait()
