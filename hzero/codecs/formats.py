@@ -1,8 +1,8 @@
 """Codecs as data: one table of their properties, and the bytes of a shard in a payload (docs/payload_format.md).
 
 Pure arithmetic without torch. To add a codec, define its name, an entry of `TRAITS` with its sizes and error bound, and a
-reference module (`Traits.reference`). The page docs/architecture.md lists the other steps, such as settings and kernels. No
-other code tests a codec's name.
+reference module (`Traits.reference`). The page docs/architecture.md lists the other steps, such as settings and kernels. Of
+other code, `hzero plan`'s search lists names, and codecs without codes share kernels.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FLOATS = {
 
 
 class BlockCodes(NamedTuple):
-    """The codes of a codec whose blocks share a scale.
+    """The codes of a codec whose blocks share a scale: integers. `_code_error` and stochastic rounding rely on it.
 
     Attributes:
         bits: Bits of a code.

@@ -319,7 +319,7 @@ class Lanes:
         ended: Iterator[None] = iter(())
         for chain, index, lane in iter(jobs.get, None):
             waits = chain._ended < index or any(other._ended < math.inf for other in chain._after)
-            if waits:  # possibly for the pending result
+            if waits:  # maybe for the result that this thread has not computed yet
                 next(ended, None)
             hop = self._run(chain, index, lane)
             del chain  # or the lane would keep its result alive

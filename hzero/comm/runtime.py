@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 #: Maximum number of checksum comparisons that wait on a device.
 _UNREAD = 256
-#: Number of bound programs in the cache. Messages whose sizes change, such as text, need many.
+#: Number of bound programs in the cache. Messages of changing size, such as text, need one for each size.
 _BOUND = 4096
 #: Number of busy buffers of one size at which the arena reuses one, although that serialises two programs.
 _BEHIND = 4
-#: Largest idle buffer, in bytes, that CPU keeps, and that a device keeps when it needs a new one. Idle memory is missing for
-#: activations, and to allocate a large buffer takes less time than to fill it.
+#: Largest idle buffer, in bytes, that CPU keeps, and that a device keeps when it needs a new one. Idle buffers take
+#: memory from activations, and allocating a large one costs less than filling it.
 _SMALL = 1 << 14
 _SIZE = operator.attrgetter("size")
 #: Added to a seed for each tier; seeds have 31 bits.
@@ -302,7 +302,8 @@ class Bound:
             steps = self._prepared(first.dtype, device)
             self._ready = first.dtype, steps
         if streams is not None:
-            list(map(streams.used, [value] if first is value else value))
+            for tensor in [value] if first is value else value:
+                streams.used(tensor)
         del first
         seed = call.seed if call.first_seed is None else call.first_seed
         held: Room | None = None  # buffer of the value
@@ -323,7 +324,7 @@ class Bound:
             else:
                 if step.last and call.into is not None:
                     out = call.into()
-                value = step.run(value, out, *(seed + step.salt & _SEED, call.scale)[: step.takes])
+                value = step.run(value, out, *((seed + step.salt) & _SEED, call.scale)[: step.takes])
             if held is not None:
                 arena.give(held)
             held = room

@@ -52,7 +52,7 @@ class _Layout(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums of one layout over all tiers inside the outermost one.
+    """Sums of one layout, ready for the outermost tier.
 
     Attributes:
         layout: The layout.

@@ -124,7 +124,7 @@ class Weights:
     # ---- refresh -------------------------------------------------------------------------------------------------
 
     def refresh(self, needed: Iterable[Parameter] | None = None) -> None:
-        """Starts to rebuild stale resident copies: the copies in ``needed`` (None: all), and a few more.
+        """Starts to rebuild stale resident copies: all, or the copies in ``needed`` and a few more.
 
         Buckets of a route start in the order of keys, which is mostly the order of forward. Few run ahead of `unshard`, since
         each one uses two buffers of its message's size.
@@ -273,7 +273,7 @@ class Weights:
         used = {param.refresh for param in params}
         passed = [index for index, (chain, _) in enumerate(self._ahead) if chain in used]
         del self._ahead[: max(passed, default=-1) + 1]
-        if self._stale and any(param.key in self._stale for param in params):  # else unused ones would stay
+        if self._stale and any(param.key in self._stale for param in params):  # unused ones must not block the next
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
 
