@@ -2,7 +2,7 @@
 # The body of a training job, the same on every machine: checks the nodes with `hzero doctor`, trains, and has Slurm start the job
 # again if training has saved but not finished. A job script sources it after the environment file of its machine.
 #
-# Arguments: those of `hzero train`. Variables of the script:
+# Arguments: those of `hzero train`. Variables of the script, which pass as in `sbatch --export=HZERO_RESTARTS=5 ...`:
 #   HZERO_CHECK      0: no check of the nodes before training
 #   HZERO_RESTARTS   how often the job may be started again (20)
 # shellcheck source=slurm/ranks.sh
@@ -72,7 +72,10 @@ case $status in
 0) say finished ;;
 75) say "saved; the same command resumes the run" ;;
 *)
-  timeout 60 "${python[@]}" -m hzero doctor --log "$logs"/*.log # known faults, with what to do
+  # The input that is refused, or known faults with what to do.
+  if [ "$status" = 2 ]; then grep -hm1 'hzero: error: ' "$logs"/train-0-*.log; else
+    timeout 60 "${python[@]}" -m hzero doctor --log "$logs"/*.log
+  fi
   fail "$status" "failed with status $status; see $logs"
   ;;
 esac

@@ -12,6 +12,8 @@ unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would pass no variables o
 export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 # RCCL says its version and its faults, which `hzero doctor --log` looks for; without this it says nothing.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# Prepared texts, and what torch compiles: a home folder may be read-only on compute nodes, as on Frontier.
+export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$SLURM_SUBMIT_DIR/runs/cache}
 nodes=$SLURM_JOB_NUM_NODES
 say() { echo "hzero: job $SLURM_JOB_ID: $*"; }
 fail() {

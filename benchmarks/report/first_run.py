@@ -192,7 +192,7 @@ def page(run: Folder) -> str:
         if row["seconds"]
     ]
     speeds = [(name, f"{rate:.1f}", f"{rate / timed[0][1]:.2f}") for name, rate in timed]
-    sections += ["## Kernels", table("kernel | GB/s moved | to the copy", speeds)]
+    sections += ["## Kernels", table("kernel, shards aligned, then not | GB/s moved | to the copy", speeds)]
     faults = [line for line in run._text("logs/faults.log").splitlines() if line]
     sections += [
         f"## Doctor: {verdict}",

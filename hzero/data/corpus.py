@@ -122,7 +122,7 @@ def read_tokenizer(folder: Path, key: str, vocab: int | None = None) -> Any:
     from transformers import AutoTokenizer
 
     with library_errors(f"{key}: cannot read the tokenizer in {str(folder)!r}"):
-        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(folder.resolve(True), local_files_only=True, trust_remote_code=False)
     if not found.is_fast:
         raise ConfigError(f"{key}: found {type(found).__name__} in {str(folder)!r}; expected a tokenizer.json")
     if vocab is not None and len(found) > vocab:

@@ -48,9 +48,9 @@ class LengthGroup(Frozen):
 class Settings(Frozen):
     """The keys of the command."""
 
-    tokenizer: Name
-    model: LengthGroup
     data: DataGroup
+    model: LengthGroup
+    tokenizer: Name
 
 
 def run_data(arguments: Sequence[str]) -> int:

@@ -57,8 +57,8 @@ def files_of(path: str | None, limit: int | None = None) -> dict[str, list[int]]
     found = [p for p, size in zip(found, sizes) if not limit or size <= limit] or found[:1]
     kinds = " and ".join(sorted({_kind(p) for p in found}))
     if kinds not in ("json", "parquet", "text"):
-        expected = "only text, only .json and .jsonl, or only .parquet"
-        raise ConfigError(f"data.path: found {kinds or 'no regular file'} in {str(root)!r}; expected {expected}")
+        what = f"{kinds or 'no regular file'} in" if root.exists() else "no such file or folder:"
+        raise ConfigError(f"data.path: found {what} {str(root)!r}; expected only text, only .json(l), or only .parquet")
     return {f"{FILE}{p}": [p.stat().st_size, p.stat().st_mtime_ns] for p in found}
 
 

@@ -389,7 +389,7 @@ def test_an_error_over_mpi_is_one_line_at_once(place: Path) -> None:
     done = run(mpiexec(), "-n", "3", sys.executable, "-m", "hzero", "data", "prepare", *given, timeout=50)
     errors = [line for line in done.stderr.splitlines() if "hzero" in line]
     assert done.returncode != 0 and len(errors) == 1, done.stderr
-    assert errors[0].startswith("hzero: error: data.path: found no regular file in"), done.stderr
+    assert errors[0].startswith("hzero: error: data.path: found no such file or folder:"), done.stderr
 
 
 def _experiment(place: Path, output: str, *more: str) -> Any:

@@ -117,7 +117,7 @@ def test_the_nodes_are_checked_before_training(jobs: _Jobs) -> None:
     """The doctor finds nothing that keeps training from working; training then refuses the key."""
     number = jobs.send("checked", "zero=tpo", HZERO_CHECK="1")
     jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the key is refused")
-    assert "checking 2 nodes" in jobs.log("checked", number)
+    assert "checking 2 nodes" in jobs.log("checked", number) and "did you mean 'topo'?" in jobs.log("checked", number)
 
 
 #: `python` without the time that Python takes. It says what it is asked, and ends with the status in the file ``go``, or upon a
