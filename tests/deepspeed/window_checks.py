@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from typing import Any
 from unittest import mock
@@ -177,4 +179,35 @@ def check_reductions_under_way_leave_newer_gradients_alone() -> None:
         for micro in range(3):
             (reference(batch(0, micro)) / 2).backward()
         assert_losses([engine.get_global_grad_norm()], [mean_gradient_norm(reference)], 1e-4, f"norms of {preset}")
+        engine.destroy()
+
+
+def check_sums_of_a_window_have_the_right_bits() -> None:
+    """In bfloat16, with buckets smaller than a parameter. All ranks have the same batches, so sums over ranks are exact.
+
+    Partial sums are float32 and rounded once. DeepSpeed rounds each sum of two micro-steps, as does one reduction of several
+    backwards.
+    """
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "reduce_bucket_size": 300}}
+    stock, micros = engine_of(ds_config(**changes)), list[list[torch.Tensor]]()
+    for micro in range(4):
+        stock.backward(stock(batch(0, micro, rank=0)))
+        micros.append(
+            [safe_get_full_grad(param).bfloat16() for param in stock.module.parameters() if param.requires_grad]
+        )
+        stock.optimizer.zero_grad()
+    stock.destroy()
+    each = [functools.reduce(torch.add, parts) for parts in zip(*micros)]
+    once = [functools.reduce(torch.add, [part.float() for part in parts]).bfloat16() for parts in zip(*micros)]
+    assert not all(map(torch.equal, once, each))
+    for preset, coalesced in itertools.product(("zero3", "lossless"), (False, True)):
+        engine = engine_of(ds_config(block_of(preset), **changes))
+        with engine.coalesce_grad_reduction() if coalesced else contextlib.nullcontext():
+            for micro in range(4):
+                loss = engine(batch(0, micro, rank=0))
+                engine.set_gradient_accumulation_boundary(micro == 3)
+                engine.backward(loss)
+        found = [safe_get_full_grad(param) for param in engine.module.parameters() if param.requires_grad]
+        for one, want in zip(found, once if preset == "lossless" and not coalesced else each, strict=True):
+            assert torch.equal(one.float(), want.float()), (preset, coalesced, one - want)
         engine.destroy()
