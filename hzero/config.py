@@ -569,8 +569,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             other. The message names the nearest possible value.
     """
     if not isinstance(block, Mapping):
-        keys = ", ".join(Block.model_fields)
-        raise ConfigError(f"{path}: found {reprlib.repr(block)}; expected a block with keys {keys}")
+        validated(Block, block, path)  # refuses it
     preset = block.get("preset", DEFAULT_PRESET)
     if preset not in tuple(PRESETS):
         raise one_of(f"{path}.preset", preset, PRESETS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import reprlib
@@ -19,8 +18,6 @@ from hzero.validation import ConfigError
 MAX_BYTES = 1 << 26
 #: Flags of a file that must not exist yet.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-#: Error numbers of a disk that is full, over quota or read-only.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def cache_folder() -> Path:

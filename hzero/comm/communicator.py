@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import reprlib
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,15 +39,8 @@ from hzero.config import (
     codecs_by_tier,
     parse_config,
 )
-from hzero.plan.program import (
-    Program,
-    all_to_all_program,
-    broadcast_program,
-    gather_program,
-    message_program,
-    reduce_program,
-    rows_program,
-)
+from hzero.plan import program as programs
+from hzero.plan.program import Program
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, Frozen, one_of, validated
@@ -104,14 +96,12 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     """
     block = {} if block is None else block
     if not isinstance(block, Mapping):
-        keys = ", ".join(CommunicatorConfig.model_fields)
-        raise ConfigError(f"{where}: found {reprlib.repr(block)}; expected a block with keys {keys}")
+        return validated(CommunicatorConfig, block, where)  # refuses it
     size = block.get("block_size", DEFAULT_BLOCK_SIZE)
     written = {"codecs": block.get("codecs", "none"), "gather": block.get("gather", block.get("codecs", "none"))}
     plain = dict.fromkeys(BASE_TIERS, "none")
     codecs = {key: codecs_by_tier(tiers, plain, size, groups_as_nodes=True) for key, tiers in written.items()}
-    values = {**block, **codecs}
-    parsed = validated(CommunicatorConfig, values, where)
+    parsed = validated(CommunicatorConfig, {**block, **codecs}, where)
     for tier in parsed.error_feedback:
         if parsed.codecs[tier].traits.exact and parsed.gather[tier].traits.exact:
             raise ConfigError(
@@ -213,11 +203,11 @@ class Communicator:
             channel = self._channels["messages"]
             self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, self._backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
-        self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
-        self._copying = self._again = gather_program(self.plan, copying) if copying else _NOTHING
+        self._summing = programs.reduce_program(self.plan, reducing, len(ranks), shard_order=True)
+        self._copying = self._again = programs.gather_program(self.plan, copying) if copying else _NOTHING
         if copying and copying[0].tier in settings.error_feedback and not copying[0].codec.traits.exact:
             # The second half of an all-reduce encodes again: this rank's part of the sums.
-            self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
+            self._again = programs.gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
         plan = self.plan  # the cached programs do not keep this group alive
         self._program = functools.cache(lambda make, *peers: make(plan, *peers) if copying else _NOTHING)
         self._calls = self._sent = 0
@@ -333,7 +323,7 @@ class Communicator:
         """
         flat, part = self._flat("all_to_all", tensor), self._part("all_to_all", tensor)
         bucket = self._bucket("all_to_all", tensor, math.prod(part), "sums")
-        program, then = self._program(all_to_all_program), self._shaped(tensor.dtype, tensor.shape)
+        program, then = self._program(programs.all_to_all_program), self._shaped(tensor.dtype, tensor.shape)
         return self._run(bucket, program, flat, then, seed=self._seeds()[1], async_op=async_op)
 
     @torch.compiler.disable
@@ -351,7 +341,7 @@ class Communicator:
         flat = self._flat("broadcast", tensor)
         self._check_rank("broadcast: src", src)
         bucket = self._bucket("broadcast", tensor, flat.numel(), "copies")
-        program = self._program(broadcast_program, int(src))
+        program = self._program(programs.broadcast_program, int(src))
         read = None if src == self.plan.rank else _room(program, bucket, flat)
         then = self._shaped(tensor.dtype, tensor.shape)
         return self._run(bucket, program, flat, then, read=read, seed=self._seeds()[0], async_op=async_op)
@@ -408,7 +398,7 @@ class Communicator:
         if lane not in self._collectives.peers:
             pair = [self._ranks[source], self._ranks[target]]
             self._collectives.peers[lane] = Peers.of(lane, self._wires, pair, self._timeout)
-        return self._program(message_program, source, target), bucket
+        return self._program(programs.message_program, source, target), bucket
 
     # ---- rows of experts -------------------------------------------------------------------------------------
 
@@ -466,7 +456,7 @@ class Communicator:
             given = torch.cat([arrived[one] for one in peers]).view(-1)
             message: Any = [given] if given.numel() else given.view(torch.uint8)
             # `Collectives.bind` would keep the program for later calls, whose counts differ.
-            bound = Bound(self._collectives, rows_program(self.plan, lane[1], *of_lane), bucket)
+            bound = Bound(self._collectives, programs.rows_program(self.plan, lane[1], *of_lane), bucket)
             running.append((peers, bound.run([message].pop, seed=seed)))  # `pop` returns the message once
         for peers, chain in running:
             sizes, brought = [received[one] for one in peers], chain.wait()

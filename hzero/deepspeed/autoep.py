@@ -46,7 +46,8 @@ def parts(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> list[tup
         return []
     with agreed():
         owners = Owners.of_ranks(ranks_of(expert.ds_process_group), world, dist.get_rank())
-    return [(ShardPlan.of_part(config, owners.grid, owners.rank, "experts"), owners)]
+        plan = ShardPlan.of_part(config, owners.grid, owners.rank, "experts")
+    return [(plan, owners)]
 
 
 def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid, lanes: Lanes) -> Communicator | None:
@@ -78,14 +79,15 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid, lanes: 
         ordered = {"all_to_all_single": partial(lanes.between, comm.all_to_all_single)}
         auto_ep_layer.dist = SimpleNamespace(**{**vars(comm), **ordered})
     group, codecs = layers[0].ep_group, config.codecs.expert
-    with agreed():
+    with agreed():  # groups may cross different tiers
         crossed = world.of_ranks(ranks_of(group)).crossed
-    if all(codecs[tier].traits.plain for tier in crossed):
+        plain = all(codecs[tier].traits.plain for tier in crossed)
+        refused = ["checksum: found True"] if config.checksum else []
+        refused += [f"codecs.expert.{t}: found {codecs[t].codec!r}" for t in crossed if not codecs[t].traits.fixed]
+        if refused and not plain:
+            raise ConfigError(f"{KEY}.{refused[0]} with coded tokens; expected codecs of fixed size, and no checksums")
+    if plain:
         return None
-    sizeless = [tier for tier in crossed if not codecs[tier].traits.fixed]
-    refused = [f"codecs.expert.{tier}: found {codecs[tier].codec!r}" for tier in sizeless]
-    if refused := ["checksum: found True"] * config.checksum + refused:
-        raise ConfigError(f"{KEY}.{refused[0]} with coded tokens; expected codecs of fixed size, and no checksums")
     made = for_dimension("expert", config, group, grid=world, uses=())
     for layer in layers:
         layer.hzero_group, layer.forward = made, partial(_forward, type(layer).forward, layer)

@@ -37,27 +37,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
+from hzero import manifest
 from hzero.block import KEY
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import blaming
 from hzero.config import CheckpointConfig
 from hzero.files import read_text, replacing
-from hzero.manifest import (
-    NOTE,
-    HashedFile,
-    IncompleteError,
-    Manifest,
-    SaveError,
-    complete_in,
-    hidden,
-    location,
-    newest_checkpoint,
-    notes_in,
-    publish,
-    reason_of,
-    recover,
-    without_note,
-)
+from hzero.manifest import HashedFile, IncompleteError, Manifest, SaveError
 from hzero.validation import ConfigError, attributes, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
 
 logger = logging.getLogger("hzero")
@@ -112,9 +98,9 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """
         folder = Path(save_dir or "")
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
-        partial = hidden(folder / tag)
+        partial = manifest.hidden(folder / tag)
         # Before any rank writes, since a complete checkpoint may still have the hidden name.
-        from_rank_0(lambda: recover(partial.parent))
+        from_rank_0(lambda: manifest.recover(partial.parent))
         self._failure, self._written = None, {}
         place, state = str(partial.relative_to(folder)), client_state or {}
         with attributes((self, "_saving", True)):
@@ -142,11 +128,11 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
                     files={name: file for _, written in everyones for name, file in written.items()},
                 )
                 note.write()
-                publish(target)
+                manifest.publish(target)
         except OSError as error:
             failures = [f"{error.filename or partial}: {error.strerror or error} (rank 0)"]
         if failures:
-            if location(target) == target:  # otherwise it is complete, and the next save renames it
+            if manifest.location(target) == target:  # otherwise it is complete, and the next save renames it
                 shutil.rmtree(partial, ignore_errors=True)
             raise SaveError(
                 f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; earlier checkpoints are unchanged"
@@ -179,7 +165,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             try:
                 action()
             except Exception as error:
-                self._failure = f"{Path(getattr(error, 'filename2', None) or path).name}: {reason_of(error)}"
+                self._failure = f"{Path(getattr(error, 'filename2', None) or path).name}: {manifest.reason_of(error)}"
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
@@ -230,24 +216,24 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         named, changed = None, 0.0
         with contextlib.suppress(ConfigError, OSError):
             if latest := read_text(folder / "latest").strip():
-                named, changed = location(folder / latest), (folder / "latest").stat().st_mtime
-        place = location(folder / tag) if tag is not None else named
+                named, changed = manifest.location(folder / latest), (folder / "latest").stat().st_mtime
+        place = manifest.location(folder / tag) if tag is not None else named
         if tag is None:
-            complete = [note for path, note in complete_in(folder).items() if note.folder == path]
+            complete = [note for path, note in manifest.complete_in(folder).items() if note.folder == path]
             folders = [note.folder for note in complete]
             if named in folders:
                 return None, complete[folders.index(named) :]
-            without = named is not None and not (named / NOTE).exists() and any(named.glob(f"*{MODEL}"))
+            without = named is not None and not (named / manifest.NOTE).exists() and any(named.glob(f"*{MODEL}"))
             # DeepSpeed writes `latest` right after a checkpoint, so the later file belongs to the newer checkpoint.
             if not without or any(note.written > changed for note in complete):
                 if without:
                     logger.warning("hzero: %r was written without the key checkpoint; skipped", str(named))
-                if not complete and any(folder.glob(f"*/{NOTE}")):
+                if not complete and any(folder.glob(f"*/{manifest.NOTE}")):
                     raise IncompleteError(f"checkpoint: {str(folder)!r} has no complete checkpoint{_beside(folder)}")
                 if complete or named is None:
                     return None, complete
         assert place is not None
-        if (place / NOTE).exists():
+        if (place / manifest.NOTE).exists():
             return None, [Manifest.read(place)]
         if not place.exists():
             raise IncompleteError(f"checkpoint: no folder {str(place)!r}{_beside(folder)}")
@@ -503,7 +489,7 @@ def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
 def _beside(folder: Path, *tried: Path) -> str:
     """Returns the end of a message, with the newest complete checkpoint in a folder or in its parent."""
     for place in (folder, folder.parent):
-        for path in complete_in(place):
+        for path in manifest.complete_in(place):
             if path not in (folder, *tried):
                 return f"; the newest complete one is {str(path)!r}"
     return "; there is no other complete one"
@@ -591,7 +577,7 @@ def save_together(place: str, save: Callable[[], object]) -> None:
     try:
         save()
     except Exception as error:  # torch, safetensors and tokenizers raise errors of many types
-        failure = f"{reason_of(error)} (rank {dist.get_rank()})"
+        failure = f"{manifest.reason_of(error)} (rank {dist.get_rank()})"
     with blaming():
         failure = first_of_ranks(failure)
     if failure is not None:
@@ -599,7 +585,7 @@ def save_together(place: str, save: Callable[[], object]) -> None:
 
 
 def _note_files_beside(folder: Path) -> None:
-    if dist.get_rank() == 0 and (note := max(notes_in(folder), key=lambda note: note.written, default=None)):
+    if dist.get_rank() == 0 and (note := max(manifest.notes_in(folder), key=lambda note: note.written, default=None)):
         files = (*folder.glob("rng_state*.pth"), *folder.glob("scheduler.pt"))
         note.model_copy(update={"beside": {file.name: file.stat().st_size for file in files}}).write()
 
@@ -613,8 +599,8 @@ def _candidates_of_trainer(output_dir: str, asked: Any) -> list[Manifest]:
     from transformers.trainer_utils import get_last_checkpoint
 
     folder = Path(output_dir) if asked is True else Path(asked).parent
-    complete, last = complete_in(folder), get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    newest = without_note(folder, complete)
+    complete, last = manifest.complete_in(folder), get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    newest = manifest.without_note(folder, complete)
     if asked is not True and Path(asked) != Path(last or ""):
         complete = {path: note for path, note in complete.items() if path == Path(asked)}
     elif last is not None and not complete and newest is None:
@@ -660,7 +646,7 @@ def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
             dist.barrier()  # all ranks have written their random states
             if dist.get_rank() == 0:
                 # A run that has resumed from an older checkpoint may have fewer steps than others, so the new one is excluded.
-                others = [path for path in complete_in(_automatic(accelerator)) if path != Path(saved)]
+                others = [path for path in manifest.complete_in(_automatic(accelerator)) if path != Path(saved)]
                 for path in others[max(limit, 1) - 1 :]:
                     shutil.rmtree(path, ignore_errors=True)
         return saved
@@ -669,7 +655,7 @@ def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
     def load_state(input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         with on_all_ranks():
             if input_dir is None and names.automatic_checkpoint_naming:  # Accelerate would load the highest number
-                input_dir = from_rank_0(lambda: newest_checkpoint(_automatic(accelerator)))
+                input_dir = from_rank_0(lambda: manifest.newest_checkpoint(_automatic(accelerator)))
             with only_tensors(config.trust):
                 stock_load(input_dir, *args, **kwargs)
         # Accelerate reads this count of micro-steps from the file of a rank's random state. New ranks do not have one, and the

@@ -12,22 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from hzero import config
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
-from hzero.config import (
-    DEFAULT_BLOCK_SIZE,
-    NET_TIERS,
-    PLAIN,
-    ROLES,
-    CodecConfig,
-    CodecsConfig,
-    Dimension,
-    Role,
-    Scope,
-    Tier,
-    TierCodecs,
-    tiers_inside,
-    tiers_outside,
-)
+from hzero.config import PLAIN, CodecConfig, Scope, Tier
 from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, StagePrograms, Sum, all_to_all_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
@@ -103,11 +90,11 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chai
         if scheme.engine == "deepspeed":
             chains["after", last] = _gather("world", grid)
         return chains
-    codec = CodecConfig(codec="int8", block_size=DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN
+    codec = CodecConfig(codec="int8", block_size=config.DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN
     far = _gather(scheme.shard, grid, codec)
     near = _gather(scheme.hpz or scheme.reshard or scheme.shard, grid, codec)
     reduce = whole = _zeropp_reduce(scheme, grid) if scheme.quantized else _reduce("reduce_scatter", scheme.shard, grid)
-    if outside := tuple(tier for tier in tiers_outside(scheme.shard) if grid.size(tier) > 1):
+    if outside := tuple(tier for tier in config.tiers_outside(scheme.shard) if grid.size(tier) > 1):
         replicas = grid.world_size // grid.scope_size(scheme.shard)
         whole = Program((*reduce.steps, Cross("gradients", "all_reduce", outside, replicas, PLAIN, replicas)))
     for micro in range(accumulation):
@@ -120,13 +107,13 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> Chai
 
 def _zeropp_reduce(scheme: Scheme, grid: Grid) -> Program:
     """ZeRO++ reduces by an all-to-all inside its node, and by one between nodes (arXiv 2306.10209)."""
-    codec = CodecConfig(codec="int4", block_size=DEFAULT_BLOCK_SIZE)
+    codec = CodecConfig(codec="int4", block_size=config.DEFAULT_BLOCK_SIZE)
     if scheme.visible == 1:  # every device counts as a node: one all-to-all over the world
         return _reduce("all_to_all", "world", grid, codec)
     inside = _reduce("all_to_all", "node", grid, codec)
     if grid.nodes == 1:
         return inside
-    between = tuple(tier for tier in NET_TIERS if grid.size(tier) > 1)
+    between = tuple(tier for tier in config.NET_TIERS if grid.size(tier) > 1)
     across = Cross("gradients", "all_to_all", between, grid.nodes, codec, grid.nodes)
     return Program((*inside.steps, Encode(codec, Order.of_rows(grid.nodes)), across, Sum(codec, grid.nodes, 1)))
 
@@ -149,7 +136,7 @@ def _reduce(kind: Kind, scope: Scope, grid: Grid, codec: CodecConfig = PLAIN) ->
 
 
 def _tiers(scope: Scope, grid: Grid) -> tuple[Tier, ...]:
-    return tuple(tier for tier in tiers_inside(scope) if grid.size(tier) > 1)
+    return tuple(tier for tier in config.tiers_inside(scope) if grid.size(tier) > 1)
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------------
@@ -171,7 +158,7 @@ class TierTraffic:
             log, includes them, since the plan cannot tell how many collectives share the bytes of a step.
     """
 
-    role: Role | Dimension
+    role: config.Role | config.Dimension
     tier: Tier
     codec: str
     wire_bytes: int
@@ -213,7 +200,7 @@ def step_traffic(
     """
     stage = scheme if isinstance(scheme, ShardPlan) else None
     parts = stage.parts(numels, names) if stage else [(scheme, numels)]
-    sums = {(role, tier): [0.0, 0.0] for role in ROLES for tier in grid.tiers}  # on the wire, raw
+    sums = {(role, tier): [0.0, 0.0] for role in config.ROLES for tier in grid.tiers}  # on the wire, raw
     times = {place: [0.0] * len(parts) for place in sums}
     for number, (part, of_part) in enumerate(parts):
         own = part.grid if isinstance(part, ShardPlan) else grid
@@ -238,7 +225,7 @@ def step_traffic(
     return rows
 
 
-def exchange_bytes(grid: Grid, codecs: TierCodecs, parts: Iterable[int], itemsize: int) -> dict[Tier, int]:
+def exchange_bytes(grid: Grid, codecs: config.TierCodecs, parts: Iterable[int], itemsize: int) -> dict[Tier, int]:
     """Bytes that a rank receives in all-to-alls over a grid, by tier.
 
     Args:
@@ -249,8 +236,8 @@ def exchange_bytes(grid: Grid, codecs: TierCodecs, parts: Iterable[int], itemsiz
     """
     if grid.world_size == 1:
         return {}
-    config = CodecsConfig(weights=codecs, gradients=codecs)
-    crossings = all_to_all_program(ShardPlan(grid, 0, "world", "world", config)).crossings
+    plan = ShardPlan(grid, 0, "world", "world", config.CodecsConfig(weights=codecs, gradients=codecs))
+    crossings = all_to_all_program(plan).crossings
     sizes = Counter(parts)
     return {
         cross.tiers[0]: round(
@@ -319,7 +306,7 @@ def ring_links(sizes: Sequence[int]) -> list[int]:
 
 def node_bytes(traffic: Sequence[TierTraffic], grid: Grid) -> int:
     """Bytes that enter one node per step, over the tiers between nodes, for all ranks of the node."""
-    return sum(row.wire_bytes for row in traffic if row.tier in NET_TIERS) * grid.scope_size("node")
+    return sum(row.wire_bytes for row in traffic if row.tier in config.NET_TIERS) * grid.scope_size("node")
 
 
 def schemes_node_bytes(

@@ -42,16 +42,9 @@ from rich.table import Table
 
 from hzero.config import PRESETS, TIERS, parse_config
 from hzero.experiment import SHORT, full_names, key_of
+from hzero.plan import collectives
 from hzero.plan.against import IN_FSDP, Price, against, draw, node_counts
-from hzero.plan.collectives import (
-    Scheme,
-    TierTraffic,
-    muon_traffic,
-    node_bytes,
-    schemes_node_bytes,
-    step_traffic,
-    token_traffic,
-)
+from hzero.plan.collectives import Scheme, TierTraffic
 from hzero.plan.machine import CONSTANTS
 from hzero.plan.memory import footprint, longest
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
@@ -161,7 +154,6 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         raise ConfigError("zero.preset: found none; expected one to compare with plain ZeRO-3, as in preset=topo")
     about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
     sent: Any = {**about, "names": job.model.names}
-    traffic, stock = (step_traffic(one, grid, numels, **sent) for one in (plan, Scheme("deepspeed")))
     without = replace(scenario, job=replace(job, sequence=None))  # other engines have no chunks
     own, other = footprint(plan, grid, job), footprint(Scheme("deepspeed"), grid, without.job)
     rates, source = experiment["topology"].get("bandwidth_gb_s") or {}, "nominal rates, not measured"
@@ -173,20 +165,25 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     by_tier, ranks, model = [], experiment.experts, job.model
     sent_to_each = job.tokens * model.experts_per_token // ranks
     times = (4 + 2 * job.checkpointing) * model.expert_layers * job.accumulation
-    tokens = token_traffic(plan, grid.of_ranks(range(ranks)), sent_to_each, model.hidden, itemsize, times)
-    more = lambda one: muon_traffic(one, job.matrices, itemsize) + tokens * (one is plan)  # noqa: E731
-    for row, flat in itertools.zip_longest(traffic + more(plan), stock):
+    tokens = collectives.token_traffic(plan, grid.of_ranks(range(ranks)), sent_to_each, model.hidden, itemsize, times)
+
+    def traffic_of(one: ShardPlan) -> list[TierTraffic]:
+        found = collectives.step_traffic(one, grid, numels, **sent)
+        return found + collectives.muon_traffic(one, job.matrices, itemsize) + (tokens if one is plan else [])
+
+    traffic, stock = traffic_of(plan), collectives.step_traffic(Scheme("deepspeed"), grid, numels, **sent)
+    for row, flat in itertools.zip_longest(traffic, stock):
         if row.used:
             # From bandwidth only: average bytes over a device's share of the links (see the command's help).
             seconds = row.wire_bytes / rate / 1e9 if (rate := rates.get(row.tier)) else None
             by_tier.append({**asdict(row), "seconds": seconds, "zero3_bytes": flat and flat.wire_bytes})
-    minimum = schemes_node_bytes(grid, numels, **about)
+    minimum = collectives.schemes_node_bytes(grid, numels, **about)
     schemes: dict[str, dict[str, Any]] = {}
     for name, one in {**{name: scenario.shard_plan(name) for name in PRESETS}, experiment.preset: plan}.items():
         schemes[name] = {
             "weights": _state_text(one.weights_scope, one.gather_hops()[::-1]),
             "gradients": _state_text(one.gradients_scope, one.reduce_hops()),
-            "node_bytes": node_bytes(step_traffic(one, grid, numels, **sent) + more(one), grid),
+            "node_bytes": collectives.node_bytes(traffic_of(one), grid),
             **_step_dict(scenario, one),
         }
     # Steps under hzero.fsdp, which has no AutoEP; the bytes are computed for DeepSpeed.

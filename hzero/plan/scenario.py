@@ -317,7 +317,11 @@ def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigErr
         return ConfigError(f"profile: none is known for this topology; expected a file.yaml or one of {names}")
     profile = load_profile(chosen)
     if gbit := topology.get("nic_gbit"):
-        profile = with_nics(profile, grid, gbit * topology.get("nics_per_node", 1))
+        # Nodes of another size and with other NICs. The error is known only for the profile's NICs.
+        shape = {"gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu, "error": None}
+        source = Source(what="topology.nic_gbit x topology.nics_per_node", date="given", stack="none", kind="nominal")
+        rates = dict.fromkeys(filter(re.compile("net_").match, CONSTANTS), gbit * topology.get("nics_per_node", 1) / 8)
+        profile = profile.model_copy(update=shape).with_values(source, **rates)
     try:
         profile.check(grid)
     except ConfigError as error:
@@ -325,16 +329,6 @@ def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigErr
             raise
         return error  # the topology names the machine, but has another shape
     return profile
-
-
-def with_nics(profile: Profile, grid: Grid, gbit: float) -> Profile:
-    """The profile for nodes of another size, whose NICs have ``gbit`` Gbit/s together."""
-    source = Source(what="topology.nic_gbit x topology.nics_per_node", date="given", stack="none", kind="nominal")
-    shape = {"gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
-    profile = profile.model_copy(update={**shape, "error": None})  # known only for the profile's NICs
-    return profile.with_values(
-        source, **dict.fromkeys((name for name in CONSTANTS if name.startswith("net_")), gbit / 8)
-    )
 
 
 def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:

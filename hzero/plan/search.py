@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -204,7 +204,10 @@ def tune(scenario: Scenario) -> Search:
             continue  # even without communication its step is longer
         found.append(one)
         found.sort(key=_order)
-    best = _distinct(found)
+    distinct: dict[Any, Setting] = {}  # different scopes can be equal in time and memory with one micro-step
+    for one in found:
+        distinct.setdefault((_order(one), one.job.micro_batch, one.memory.bytes), one)
+    best = list(distinct.values())
     refined = sorted(map(_refined, dict.fromkeys([*best[:BEST], *_by_quality(best).values()])), key=_order)
     shown = {str(place): one for place, one in enumerate(refined[:BEST], 1)}
     shown |= {name: one for name, one in _by_quality(refined).items() if one is not refined[0]}
@@ -249,14 +252,6 @@ def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
         numel = job.prefetch
     sizes: dict[str, Any] = {name: numel for name, key in _BUCKETS.items() if key not in given}
     return replace(job, **sizes)
-
-
-def _distinct(found: Iterable[Setting]) -> list[Setting]:
-    """Settings that differ in time or memory, since different scopes can be equal with one micro-step."""
-    kept: dict[Any, Setting] = {}
-    for one in found:
-        kept.setdefault((_order(one), one.job.micro_batch, one.memory.bytes), one)
-    return list(kept.values())
 
 
 def _refined(one: Setting) -> Setting:
