@@ -242,6 +242,7 @@ class Decoder:
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
         self._dtype, self._what = torch.float32 if sums else dtype, _described(rows, fmt)
         self.bytes = rows.message_bytes(fmt, dtype.itemsize)
+        self._parts = [rows.parts] if rows.parts else []
         self._run = backend.decoder(rows, fmt, dtype, add, sums)
 
     def __call__(
@@ -263,6 +264,7 @@ class Decoder:
             ValueError: The payload or a tensor has another size.
         """
         payload = _read(payload, self.bytes, self._what)
+        _check_tensors("checksums", checksums, torch.int64, payload.device, self._parts)
         if out is None:
             out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
         else:
@@ -285,6 +287,7 @@ class Recoder:
         coded = dtype if out.traits.plain else torch.float32
         self._arriving, self._what = rows.message_bytes(fmt, dtype.itemsize), _described(rows, fmt)
         self.bytes = summed.message_bytes(out, coded.itemsize)
+        self._parts = [rows.parts] if rows.parts else []
         self._run = backend.recoder(rows, fmt, dtype, summed, out)
         if self._run is None:
             decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
@@ -309,6 +312,7 @@ class Recoder:
             The message of sums.
         """
         payload = _read(payload, self._arriving, self._what)
+        _check_tensors("checksums", checksums, torch.int64, payload.device, self._parts)
         out = _written(payload, out, self.bytes)
         self._run(payload, out, seed, *checksums)
         return out

@@ -387,7 +387,7 @@ class Rows(NamedTuple):
         """Returns the rows for these axes; without strides, in shard order.
 
         Raises:
-            ValueError: The axes miss or repeat a shard, or pieces divide an axis unevenly.
+            ValueError: The axes miss or repeat a shard, or pieces divide an axis or parts unevenly.
         """
         if not chunks or not 0 <= min(chunks) <= max(chunks) < _MOST:
             raise ValueError(f"chunks: found {list(chunks)[:8]}; expected at least one, each from 0 to 2**31 - 1")
@@ -418,6 +418,8 @@ class Rows(NamedTuple):
             left //= ahead
         if left != 1:
             raise ValueError(f"outer: found {outer}, which does not divide rows of {list(sizes)}")
+        if parts and outer % parts:
+            raise ValueError(f"parts: found {parts}; expected a divisor of the {outer} pieces, or 0")
         return cls(tuple(chunks), tuple(size for size, _ in axes), tuple(stride for _, stride in axes), outer, parts)
 
     @property

@@ -240,6 +240,11 @@ def decode(payload: torch.Tensor = U, dtype: torch.dtype = F) -> object:
     return INT8.decode(payload, (10,), sizes=(1,), dtype=dtype)
 
 
+def decode_checked(*sums: torch.Tensor) -> object:
+    message = INT8.encode([X], [10], sizes=[4], outer=4, parts=2)
+    return INT8.decoder([10], F, message.device, sizes=[4], outer=4, parts=2)(message, None, *sums)
+
+
 def transcode(peers: int) -> object:
     return decode_sum_encode(INT8, U, peers, [10], inner=1, dtype=F, to=INT8, outer=1)
 
@@ -258,6 +263,10 @@ def transcode(peers: int) -> object:
         (lambda: encode(chunks=[9]), ValueError, r"source\[0\]: found 40 elements; expected at most 36: 4 shards of 9"),
         (lambda: encode(chunks=[10, 10]), ValueError, "source: found 1 tensors for 2 chunks"),
         (lambda: encode(outer=3), ValueError, r"outer: found 3, which does not divide rows of \[4\]"),
+        (lambda: decode_checked(), ValueError, r"checksums: found \[\] elements; expected \[2\]"),
+        (lambda: decode_checked(torch.zeros(1, dtype=torch.int64)), ValueError, r"checksums: found \[1\] elements; exp"),
+        (lambda: decode_checked(torch.zeros(2, dtype=torch.int32)), TypeError, r"checksums\[0\]: found torch.int32"),
+        (lambda: encode(outer=4, parts=3), ValueError, "parts: found 3; expected a divisor of the 4 pieces, or 0"),
         (lambda: encode(sizes=[2, 3], strides=[1, 2], outer=3), ValueError, r"outer: found 3, .* divide rows of \[2, 3\]"),
         (lambda: encode(sizes=[4, 0]), ValueError, r"sizes: found \[4, 0\]"),
         (lambda: encode(sizes=[2, 2], strides=[1]), ValueError, r"strides: found \[1\], which miss or repeat shards"),
