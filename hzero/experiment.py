@@ -453,6 +453,7 @@ class Architecture:
         rotary: Dimensions of a head that the rotary embedding rotates.
         names: Names of every parameter; tied ones have several.
         matrices: Elements of the parameters that Muon updates.
+        experts: Experts of a layer; 0 without them.
         experts_per_token: Experts of a layer that a token visits.
         expert_layers: Layers with experts.
     """
@@ -472,6 +473,7 @@ class Architecture:
     rotary: int = 0
     names: tuple[tuple[str, ...], ...] = ()
     matrices: tuple[int, ...] = ()
+    experts: int = 0
     experts_per_token: int = 0
     expert_layers: int = 0
 
@@ -576,6 +578,7 @@ def _counted(config: Any) -> Architecture:
             for name, param in built.named_parameters()
             if param.ndim > 1 and not re.search("embed|lm_head", name.lower())
         ),
+        experts=of,
         experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,
         expert_layers=len({name.partition(".experts.")[0] for name in of_experts}),
     )

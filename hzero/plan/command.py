@@ -163,6 +163,10 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
         source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
     by_tier, ranks, model = [], experiment.experts, job.model
+    if model.experts % ranks:
+        raise ConfigError(
+            f"deepspeed.expert_parallel.autoep_size: found {ranks} for {model.experts} experts; expected a divisor"
+        )
     sent_to_each = job.tokens * model.experts_per_token // ranks
     times = (4 + 2 * job.checkpointing) * model.expert_layers * job.accumulation
     tokens = collectives.token_traffic(plan, grid.of_ranks(range(ranks)), sent_to_each, model.hidden, itemsize, times)

@@ -400,3 +400,5 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     assert "deepspeed.expert_parallel.enabled: found True with --tune" in capsys.readouterr().err
     assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 3}"]) == 2
     assert "deepspeed.expert_parallel.autoep_size: found 3; expected a divisor of the 32" in capsys.readouterr().err
+    assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 16}"]) == 2
+    assert "autoep_size: found 16 for 8 experts; expected a divisor" in capsys.readouterr().err
