@@ -144,7 +144,7 @@ def wires_of(
         return communicator_of(lane, ranks, timeout)
     group = process_group(lane, ranks, timeout, backend)
     strict = streams is not None and streams.order == "strict"
-    return TorchWires(group, timeout, streams.collective if strict else None)  # type: ignore[union-attr]
+    return TorchWires(group, timeout, streams.collective if strict else None, in_pairs=streams is None)  # type: ignore[union-attr]
 
 
 def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:

@@ -51,6 +51,7 @@ class TorchWires:
             timeout of the group.
         in_order: Starts a collective after all earlier ones, see `hzero.comm.lanes.DeviceStreams.collective`. None starts it
             immediately.
+        in_pairs: Whether gloo's collectives consist of pairs of messages. On streams, only gloo's own are ordered.
 
     Attributes:
         all_gather: Sends uint8 ``[b]`` of every rank to ``[k * b]``; arguments are the output and the message.
@@ -62,7 +63,11 @@ class TorchWires:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: timedelta, in_order: Callable[[Callable[..., Any]], Work] | None = None
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta,
+        in_order: Callable[[Callable[..., Any]], Work] | None = None,
+        in_pairs: bool = True,
     ) -> None:
         self._group, self._timeout, self._in_order = group, timeout, in_order
         self.all_gather = self._starts(getattr(dist, _ALL_GATHER))
@@ -72,7 +77,7 @@ class TorchWires:
         # all ranks at once, and this module needs no shift. gloo shifts too, but starts all messages at once.
         self.all_to_all = self._starts(dist.all_to_all_single)
         compares = dist.get_debug_level() is dist.DebugLevel.DETAIL  # torch does, the collectives of all peers
-        if dist.get_backend(group) == "gloo" and in_order is None and not compares:
+        if dist.get_backend(group) == "gloo" and in_pairs and not compares:
             self.all_to_all, ranks = self._all_to_all_by_pairs, group.size()
             self.all_gather = lambda out, part: self._pairs(out.split([len(part)] * ranks), [part] * ranks)
         self.reduce_scatter = self._starts(getattr(dist, _REDUCE_SCATTER))
