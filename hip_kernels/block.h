@@ -618,10 +618,10 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, float 
 // fraction. Exact for magnitudes below 2^22.
 HZ_DEVICE float rounded(float quotient) { return add(quotient, 12582912.0f); }
 
-// Two of x / scale, each rounded once, from the reciprocal of the scale: a remainder that is exact corrects a product with it
-// (Markstein 1990). With the 8 significant bits of a bfloat16 scale no quotient is so near to the middle between two
-// float32 that what the reciprocal lacks could matter; quotients below 2^-40, whose remainders may not be exact, have
-// code 0 and do not move a stochastic one.
+// Two of x / scale, each rounded once, from the reciprocal of the scale: a remainder that is exact corrects a product
+// with it (Markstein 1990). With the 8 significant bits of a bfloat16 scale no quotient is so near to the middle
+// between two float32 that what the reciprocal lacks could matter; quotients below 2^-40, whose remainders may not be
+// exact, have code 0 and do not move a stochastic one.
 HZ_DEVICE void quotients_of(float& a, float& b, float scale, float reciprocal) {
 #ifdef HZ_TWO_AT_ONCE
   two_quotients(a, b, scale, reciprocal);
@@ -637,7 +637,8 @@ HZ_DEVICE float with_noise(float quotient, hz_u32 bits) {
   return round_down(add(quotient, fused((float)bits, 0x1p-16f, 0x1p-17f)));
 }
 
-// Codes of 16 elements, packed, of a scale whose reciprocal gives quotients. `key` is the one of the first two elements.
+// Codes of 16 elements, packed, of a scale whose reciprocal gives quotients. `key` is the one of the first two
+// elements.
 template <int BITS, bool STOCHASTIC>
 HZ_DEVICE void easy_codes(const float (&x)[16], float scale, float reciprocal, hz_u32 key, hz_u32 (&words)[BITS / 2]) {
   const float high = Codes<BITS>::highest, low = STOCHASTIC ? -high : (float)Codes<BITS>::lowest;
