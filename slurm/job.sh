@@ -72,7 +72,7 @@ case $status in
 0) say finished ;;
 75) say "saved; the same command resumes the run" ;;
 *)
-  # The input that is refused, or known faults with what to do.
+  # The refused input, or known faults and their remedies.
   if [ "$status" = 2 ]; then grep -hm1 'hzero: error: ' "$logs"/train-0-*.log; else
     timeout 60 "${python[@]}" -m hzero doctor --log "$logs"/*.log
   fi

@@ -82,11 +82,11 @@ def check_config(config: DeepSpeedConfig) -> None:
     """
     block, stage, muon = config.hzero_block, int(config.zero_config.stage), config.optimizer_name == "muon"
     experts = getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
-    # What this machine lacks.
+    # Requirements of this machine.
     declared_grid(block.topology, f"{KEY}.topology")
     if block.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(f"{KEY}.transport: found 'mpi'; expected 'torch', or mpi4py installed (extra mpi of hzero)")
-    # What this version of DeepSpeed lacks.
+    # Features that this version of DeepSpeed lacks.
     size, managed = config.tensor_parallel_config.autotp_size, "managed_gradient_accumulation"
     newer = {
         "pipeline stages": "zero_optimization.stage: found 1" if stage == 1 else "",
@@ -98,7 +98,7 @@ def check_config(config: DeepSpeedConfig) -> None:
     for feature in filter(newer.get, versions.lacking()):
         with_version = f"{newer[feature]}, with deepspeed {deepspeed.__version__}"
         raise ConfigError(f"{with_version}; {KEY} supports {feature} with deepspeed >={versions.NEWER[feature]},<0.20")
-    # What the stage does not support.
+    # Features that the stage does not support.
     if stage not in (1, 3):
         raise ConfigError(
             f"zero_optimization.stage: found {stage} with the {KEY} block; expected 3, or 1 for a PipelineModule"
