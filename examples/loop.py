@@ -29,7 +29,9 @@ for micro_step, tokens in zip(range(16), loader):
         optimizer.zero_grad()
     accelerator.print(f"micro-step {micro_step + 1}: loss {loss.item():.3f}")
 
+state = hzero.state(model)
+state.settle()  # on all ranks: the log counts hops that have ended
 if accelerator.is_main_process:
-    for hop in hzero.state(model).wire_log.entries():
+    for hop in state.wire_log.entries():
         print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
 accelerator.end_training()

@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
+import hzero
+
 GPU = torch.cuda.is_available()
 HERE = Path(__file__).parent
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPUs would compile it; stage 3 does not use it
@@ -56,9 +58,9 @@ trainer = SFTTrainer(
 )
 trainer.train()
 
+state = hzero.state(trainer.model_wrapped)
+state.settle()  # on all ranks: the log counts hops that have ended
 if trainer.is_world_process_zero():
-    import hzero
-
-    for hop in hzero.state(trainer.model_wrapped).wire_log.entries():
+    for hop in state.wire_log.entries():
         print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
 torch.distributed.destroy_process_group()

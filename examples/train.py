@@ -38,7 +38,9 @@ for step in range(10):
     if rank == 0:
         print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
+state = hzero.state(engine)
+state.settle()  # on all ranks: the log counts hops that have ended
 if rank == 0:
-    for hop in hzero.state(engine).wire_log.entries():
+    for hop in state.wire_log.entries():
         print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
 torch.distributed.destroy_process_group()
