@@ -86,23 +86,23 @@ class HostLibrary:
         OSError: The library is missing, cannot be loaded, or was built for another version of hzero.
     """
 
-    on_device = False
+    on_device, kind = False, "cpu"
 
     def __init__(self, path: Path = LIBRARY) -> None:
         if not path.exists():
             raise OSError(f"{path} is missing; install hzero with a C++ compiler, or run `make setup` in a checkout")
-        _check_whole(path)
-        self._library = ctypes.CDLL(str(path))
+        read_whole(path)
+        self._library = library = ctypes.CDLL(str(path))
         try:
-            built = self._library.hz_bucket_version(), self._library.hz_bucket_bytes()
+            library.hz_build_id.restype = library.hz_instruction_set.restype = ctypes.c_char_p
+            built = library.hz_bucket_version(), library.hz_bucket_bytes(), library.hz_build_id().decode()
         except AttributeError:
             raise OSError(f"{path} is not hzero's library") from None
-        if built != (VERSION, BUCKET.itemsize):
-            raise OSError(
-                f"{path} has version {built[0]} ({built[1]} bytes); expected {VERSION} ({BUCKET.itemsize} bytes): "
-                "build it again"
-            )
-        self._library.hz_instruction_set.restype = ctypes.c_char_p
+        # An installation has no sources of the library. In a checkout, they may have changed since it was built.
+        sources = host_sources(SOURCES[1])
+        expected = VERSION, BUCKET.itemsize, hash_files(sources) if sources else built[2]
+        if built != expected:
+            raise OSError(f"{path}: found version, bytes and sources {built}; expected {expected}: run `make setup`")
 
     @property
     def instruction_set(self) -> str:
@@ -116,6 +116,7 @@ class HostLibrary:
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Runs a kernel to its end. Other Python threads run meanwhile."""
+        _check_device(device, self.kind)
         getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
@@ -126,15 +127,28 @@ class HostLibrary:
         return sums
 
 
-def _check_whole(path: Path) -> None:
-    """Raises OSError for a truncated file: after loading one, the process crashes when it touches the missing part."""
-    with path.open("rb") as file:
-        header = file.read(64)
-        size = os.fstat(file.fileno()).st_size
-    if len(header) == 64 and header[:5] == b"\x7fELF\x02":  # a 64-bit ELF; the loader rejects others
-        (sections,), (width, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
-        if sections + width * count > size:
-            raise OSError(f"{path} is truncated: {size} bytes of {sections + width * count}")
+def _check_device(device: torch.device, kind: str) -> None:
+    """Raises TypeError for tensors of another device than a call was prepared for: their addresses are of other memory."""
+    if device.type != kind:
+        raise TypeError(f"device: found {device}; expected {kind}, for which the call was prepared")
+
+
+def read_whole(path: Path) -> bytes:
+    """Returns a library or a code object; raises OSError if it is truncated.
+
+    A process that loads a truncated library crashes when it touches the missing part. For a code object, the driver's error
+    would not name the file.
+    """
+    content = path.read_bytes()
+    start = content.find(b"\x7fELF\x02")  # a 64-bit ELF. hipcc puts a header before it. Loaders reject other files
+    if 0 <= start <= len(content) - 64:
+        sections, width, count = struct.unpack_from("<Q10xHH", content, start + 40)
+        end = start + sections + width * count  # the table of sections comes last
+        if end > len(content):
+            raise OSError(f"{path} is truncated: {len(content)} bytes of {end}")
+    elif content.startswith(b"__CLANG_OFFLOAD_BUNDLE__"):
+        raise OSError(f"{path} is truncated: {len(content)} bytes")
+    return content
 
 
 #: Source files of the kernels: one per operator.
@@ -155,7 +169,7 @@ class DeviceKernels:
         OSError: The kernels do not support the device.
     """
 
-    on_device = True
+    on_device, kind = True, "cuda"
 
     def __init__(self) -> None:
         index = torch.cuda.current_device()  # loads and initialises the runtime
@@ -187,6 +201,7 @@ class DeviceKernels:
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Launches a kernel from a file of `FAMILIES` on the device's current stream."""
+        _check_device(device, self.kind)
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
         stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
@@ -236,7 +251,7 @@ class DeviceKernels:
             self._enter(index)
             for family in FAMILIES:
                 built, module = self._built(family, architecture), ctypes.c_void_p()
-                code = built.read_bytes() if built.exists() else self._compiled(family, architecture)
+                code = read_whole(built) if built.exists() else self._compiled(family, architecture)
                 self._runtime(family, "ModuleLoadData", ctypes.byref(module), code)
                 modules[family] = module, code
         return modules
@@ -252,7 +267,7 @@ class DeviceKernels:
         try:
             if why := distrust(kept):
                 raise OSError(why)
-            return kept.read_bytes()
+            return read_whole(kept)
         except OSError:
             code = compiled(self._compiler, source, options)
             with contextlib.suppress(OSError):  # if the folder is read-only, later processes compile again
@@ -351,6 +366,11 @@ def runtimes_with_cupy() -> list[str]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return runtimes(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout)
     return []
+
+
+def host_sources(folder: Path) -> list[Path]:
+    """Sources of the host library, as in CMakeLists.txt; none if the folder does not exist."""
+    return [path for names in ("bucket.h", "host/*.h", "host/*.cpp") for path in folder.glob(names)]
 
 
 def hash_files(paths: Sequence[Path]) -> str:

@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import shutil
+import struct
 import sys
 import types
 from pathlib import Path
@@ -72,7 +73,11 @@ def test_the_reference_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     [
         (None, "is missing"),
         (b"not a library", "invalid ELF|file too short"),
-        ("stale", ""),
+        ("stale", rf"found version, bytes and sources \({VERSION}, .*; expected \(99999, .*: run `make setup`"),
+        (
+            "of other sources",
+            rf"found version, bytes and sources \({VERSION}, .*; expected \({VERSION}, .*: run `make setup`",
+        ),
         ("cut", "is truncated"),
         ("another", "is not hzero's library"),
     ],
@@ -81,7 +86,7 @@ def test_a_library_that_cannot_be_used_is_said_once(
     content: Any, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "libhzero_host.so"
-    if content in ("stale", "cut") and not HAS_LIBRARY:
+    if content in ("stale", "of other sources", "cut") and not HAS_LIBRARY:
         pytest.skip("the host library is not built")
     if content == "cut":
         whole = launchers.LIBRARY.read_bytes()
@@ -91,7 +96,11 @@ def test_a_library_that_cannot_be_used_is_said_once(
     elif content == "stale":
         path.write_bytes(launchers.LIBRARY.read_bytes())
         monkeypatch.setattr(launchers, "VERSION", 99999)
-        says = f"has version {VERSION} "
+    elif content == "of other sources":
+        path.write_bytes(launchers.LIBRARY.read_bytes())
+        kernels = Path(shutil.copytree(KERNELS, tmp_path / "hip_kernels"))
+        (kernels / "host" / "zfp.h").open("a").write("// edited\n")
+        monkeypatch.setattr(launchers, "SOURCES", (tmp_path / "kernels", kernels))
     elif content is not None:
         path.write_bytes(content)
     monkeypatch.setattr(launchers.HostLibrary.__init__, "__defaults__", (path,))
@@ -141,8 +150,7 @@ def test_the_library_has_the_structure_that_python_fills() -> None:
     library = ctypes.CDLL(str(launchers.LIBRARY))
     assert library.hz_bucket_version() == VERSION and library.hz_bucket_bytes() == BUCKET.itemsize
     library.hz_build_id.restype = ctypes.c_char_p
-    sources = [KERNELS / "bucket.h", *(KERNELS / "host").iterdir()]
-    assert library.hz_build_id().decode() == launchers.hash_files(sources), (
+    assert library.hz_build_id().decode() == launchers.hash_files(launchers.host_sources(KERNELS)), (
         "hzero/native is of other sources: make setup"
     )
     with pytest.raises(ValueError, match="instruction_set: this processor or library has no 'neon'"):
@@ -170,6 +178,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(launchers, "NATIVE", tmp_path / "native")
+    monkeypatch.setattr(launchers.DeviceKernels, "kind", "cpu")  # its memory is this machine's
     launchers.DeviceKernels._architecture.cache_clear()
     yield found
     launchers.DeviceKernels._architecture.cache_clear()
@@ -218,6 +227,32 @@ def test_code_objects_of_the_installation_come_first(gpu: Gpu, tmp_path: Path) -
     own = launchers.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
     for path in (KERNELS.parent / "hzero" / "native").glob("*.hsaco"):
         assert f".{own}." in path.name, "hzero/native is of other sources: make setup"
+
+
+#: An ELF with a table of 10 sections at its end, and the header that hipcc puts before one.
+ELF = b"\x7fELF\x02".ljust(40, b"\0") + struct.pack("<Q10xHH2x", 1000, 64, 10) + bytes(1000 - 64 + 640)
+BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__".ljust(4096, b"\0")
+
+
+def test_truncated_code_objects_are_named(gpu: Gpu, tmp_path: Path) -> None:
+    """Those of the installation are an error, and those in the cache are compiled again."""
+    _built_before(tmp_path / "native")
+    own = launchers.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
+    path = tmp_path / "native" / f"encode.{'gfx90a' if gpu.hip else 'sm_90'}.{own}.hsaco"
+    for content, whole in [(BUNDLE + ELF, True), ((BUNDLE + ELF)[:-1], False), ((BUNDLE + ELF)[:4100], False)]:
+        path.write_bytes(content)
+        if whole:
+            assert torch.equal(_encode(launchers.DeviceKernels()), REFERENCE.encode(*ENCODING))
+            continue
+        with pytest.raises(ImportError, match=f"cannot be loaded for .*{path} is truncated: {len(content)} bytes"):
+            launchers.DeviceKernels()
+    assert not gpu.compiled
+    shutil.rmtree(tmp_path / "native")
+    launchers.DeviceKernels()
+    for kept in (tmp_path / "cache" / "hzero").iterdir():
+        kept.write_bytes(ELF[:-1])
+    assert torch.equal(_encode(launchers.DeviceKernels()), REFERENCE.encode(*ENCODING))
+    assert len(gpu.compiled) == 2 * len(FAMILIES)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from hzero.codecs import launchers
-from tests.kernels.emulated import build, compiler
+from tests.kernels.emulated import KERNELS, build, compiler
 from tests.ranks import LONG, run, run_python
 
 # -O0: to optimize instrumented code takes longer than to run it.
@@ -41,7 +41,8 @@ def _library(name: str) -> str:
         pytest.skip(str(error))
     flags = ["-march=x86-64", *_SETS[name]] if platform.machine() in ("x86_64", "AMD64") else []
     text = '#include "host/codec.cpp"\n#undef __x86_64__\n#include "host/library.cpp"\n'
-    return str(build(text, "-DHZ_ISA=baseline", '-DHZ_BUILD_ID="sanitized"', "-fno-math-errno", *flags, *_SANITIZE))
+    built_from = f'-DHZ_BUILD_ID="{launchers.hash_files(launchers.host_sources(KERNELS))}"'
+    return str(build(text, "-DHZ_ISA=baseline", built_from, "-fno-math-errno", *flags, *_SANITIZE))
 
 
 @pytest.fixture(scope="module")
