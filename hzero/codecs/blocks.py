@@ -18,18 +18,7 @@ _WORD = 0xFFFFFFFF
 
 
 def encode(values: torch.Tensor, fmt: RecordFormat, source: str, seed: int, first_block: int) -> list[torch.Tensor]:
-    """Returns the parts of records: codes and scales.
-
-    Args:
-        values: float32 ``[rows, numel]``, rotated if the format has a rotation.
-        fmt: Format of the records.
-        source: Dtype of the elements, whose range limits the scales.
-        seed: Seed of stochastic rounding.
-        first_block: Number of blocks of the preceding tensors in a row.
-
-    Returns:
-        uint8 ``[rows, bytes]`` each.
-    """
+    """Returns codes and scales, as `hzero.codecs.formats.Traits` describes. The range of ``source`` limits the scales."""
     rows, numel = values.shape
     blocks = pad(values, (0, -numel % fmt.block_size)).view(rows, -1, fmt.block_size)
     scales = _scales_of(blocks, fmt, fmt.scale_limit(source))
@@ -50,7 +39,7 @@ def encode(values: torch.Tensor, fmt: RecordFormat, source: str, seed: int, firs
 
 
 def decode(records: torch.Tensor, numel: int, fmt: RecordFormat) -> torch.Tensor:
-    """Returns float32 ``[rows, numel]``, still rotated, from records uint8 ``[rows, bytes]``."""
+    """Returns values, still rotated, as `hzero.codecs.formats.Traits` describes."""
     (codes_end, scales_end), (_, scales, _) = fmt.regions(numel, 0), fmt.offsets(numel, 0)
     codes = records[:, :codes_end]
     if fmt.codes.bits < 8:

@@ -1,13 +1,13 @@
 """Codec: encodes shards into a payload and decodes them, with the settings of one tier.
 
-`Codec.encoder`, `decoder` and `summer` prepare calls for one bucket layout; frequent callers keep them. `Codec.encode` and
+`Codec.encoder`, `decoder` and `recoder` prepare calls for one bucket layout; frequent callers keep them. `Codec.encode` and
 `Codec.decode` prepare such a call, or reuse one, and allocate its outputs. Formats: docs/payload_format.md.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,85 +58,53 @@ class Codec(NamedTuple):
 
     # ---- prepared calls ---------------------------------------------------------------------------------------------
 
-    def encoder(
-        self,
-        chunks: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        adds: Adds = "",
-        **layout: Any,
-    ) -> Encoder:
+    def encoder(self, rows: Rows, dtype: torch.dtype, device: torch.device, adds: Adds = "") -> Encoder:
         """Prepares to encode buckets of one layout.
 
         Args:
-            chunks: Elements of one shard of each tensor.
+            rows: Shards of the bucket, and their order in the message.
             dtype: Dtype of the tensors; for codec ``none`` also uint8, for bytes of any dtype.
             device: Device of the tensors.
-            layout: Rows, pieces and parts of the message: the other arguments of `Rows.of`.
             adds: ``residuals`` encodes ``source + factor * residual``, with product and sum each rounded to float32, and stores
                 the loss. ``base`` encodes ``source - base``, a float32 difference that is rounded once.
 
         Raises:
             TypeError: The dtype cannot be encoded.
-            ValueError: The rows do not fit.
+            ValueError: The codec has no messages of a fixed size, as ``adds`` requires.
         """
-        return _encoder(self.format, Rows.of(chunks, **layout), dtype, adds, backends.of(device))
+        return _encoder(self.format, rows, dtype, adds, backends.of(device))
 
     def decoder(
-        self,
-        chunks: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        add: bool = False,
-        **layout: Any,
+        self, rows: Rows, dtype: torch.dtype, device: torch.device, add: bool = False, sums: bool = False
     ) -> Decoder:
-        """Prepares to decode messages of one layout.
+        """Prepares to decode messages of one layout, or to sum their pieces.
 
         Args:
-            chunks: As encoded.
-            dtype: Dtype to decode to; for codec ``none``, the encoded dtype.
+            rows: Rows of the messages, as encoded. For a sum, each peer's message is a piece.
+            dtype: Dtype to decode to; for codec ``none``, the encoded dtype. Sums are float32.
             device: Device of the messages.
-            layout: As encoded.
             add: Whether decoded values are added, in float32, to the values in the output tensors. Each sum is rounded once.
-        """
-        return _decoder(self.format, Rows.of(chunks, **layout), dtype, add, backends.of(device))
+                Pieces are added one by one, or as one sum if they are rotated.
+            sums: Whether the decoded pieces are summed in float32, in their order.
 
-    def summer(
-        self,
-        peers: int,
-        chunks: Sequence[int],
-        *,
-        inner: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        to: Codec | None = None,
-        outer: int = 1,
-        add: bool = False,
-        parts: tuple[int, int] = (0, 0),
-    ) -> Any:
-        """Prepares to decode messages of several peers and to sum them in float32, in the order of the peers.
+        Raises:
+            TypeError: The dtype cannot be decoded.
+        """
+        return _decoder(self.format, rows, dtype, add, backends.of(device), sums)
+
+    def recoder(self, rows: Rows, dtype: torch.dtype, device: torch.device, to: Codec, summed: Rows) -> Recoder:
+        """Prepares to sum the pieces of messages, as `decoder` does, and to encode the sums.
 
         Args:
-            peers: Number of messages, one after the other.
-            chunks: As encoded.
-            inner: Rows of each message.
+            rows: Rows of the messages that are summed.
             dtype: Dtype that codec ``none`` encoded; for other codecs, any floating dtype.
             device: Device of the messages.
-            to: Codec for the sums, with the same bits as its ``encode``, rows in order; None returns the sums. Codec ``none``
-                encodes the sums rounded once to ``dtype``.
-            outer: Pieces of the message of sums.
-            add: Whether to add to existing sums: the messages one by one, or as one sum if they are rotated.
-            parts: Parts with a checksum in the input (as many as peers, or 0), and in the message of sums.
+            to: Codec of the sums, with the bits of its ``encode``. Codec ``none`` encodes the sums rounded once to ``dtype``.
+            summed: Rows of the message of sums: one piece's shards, in order.
 
-        Returns:
-            A `Decoder`; with ``to``, a `Recoder`.
+        Raises:
+            TypeError: The dtype cannot be decoded.
         """
-        rows = Rows.of(chunks, (peers, inner), outer=peers, parts=parts[0])
-        if to is None:
-            return _decoder(self.format, rows, dtype, add, backends.of(device), True)
-        summed = Rows.of(chunks, (inner,), outer=outer, parts=parts[1])
         return _recoder(self.format, rows, dtype, to.format, summed, backends.of(device))
 
     # ---- single calls -----------------------------------------------------------------------------------------------
@@ -145,8 +113,8 @@ class Codec(NamedTuple):
         self, source: Sequence[torch.Tensor], chunks: Sequence[int], *, seed: int = 0, **layout: Any
     ) -> torch.Tensor:
         """Encodes a bucket into one message, by default with one row; see `encoder` and `Encoder`."""
-        layout = {"sizes": (1,), **layout}
-        return self.encoder(chunks, source[0].dtype, source[0].device, **layout)(source, seed=seed)
+        rows = Rows.of(chunks, **{"sizes": (1,), **layout})
+        return self.encoder(rows, source[0].dtype, source[0].device)(source, seed=seed)
 
     def decode(
         self, payload: torch.Tensor, chunks: Sequence[int], *, dtype: torch.dtype, **layout: Any
@@ -154,7 +122,7 @@ class Codec(NamedTuple):
         """Decodes one message, by default with all rows that it contains; see `decoder` and `Decoder`."""
         row = self.message_bytes(chunks, 1, dtype.itemsize)
         layout = {"sizes": (max(payload.numel() // row, 1) if row else layout.get("outer", 1),), **layout}
-        tensors: list[torch.Tensor] = self.decoder(chunks, dtype, payload.device, **layout)(payload)
+        tensors: list[torch.Tensor] = self.decoder(Rows.of(chunks, **layout), dtype, payload.device)(payload)
         return tensors
 
 
@@ -229,7 +197,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes messages of one layout, or the sum of their pieces, any number of times; made by `Codec.decoder` and `summer`.
+    """Decodes messages of one layout, or the sum of their pieces, any number of times; made by `Codec.decoder`.
 
     Attributes:
         bytes: Size of the message.
@@ -240,9 +208,8 @@ class Decoder:
     ) -> None:
         _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not add and not sums)
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
-        self._dtype, self._what = torch.float32 if sums else dtype, _described(rows, fmt)
+        self._dtype, self._read = torch.float32 if sums else dtype, _reader(fmt, rows, dtype)
         self.bytes = rows.message_bytes(fmt, dtype.itemsize)
-        self._parts = [rows.parts] if rows.parts else []
         self._run = backend.decoder(rows, fmt, dtype, add, sums)
 
     def __call__(
@@ -263,8 +230,7 @@ class Decoder:
             TypeError: As in `Encoder`.
             ValueError: The payload or a tensor has another size.
         """
-        payload = _read(payload, self.bytes, self._what)
-        _check_tensors("checksums", checksums, torch.int64, payload.device, self._parts)
+        payload = self._read(payload, checksums)
         if out is None:
             out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
         else:
@@ -274,7 +240,7 @@ class Decoder:
 
 
 class Recoder:
-    """Sums the pieces of messages of one layout and encodes the sums, any number of times; made by `Codec.summer`.
+    """Sums the pieces of messages of one layout and encodes the sums, any number of times; made by `Codec.recoder`.
 
     Attributes:
         bytes: Size of the message that it returns.
@@ -285,9 +251,7 @@ class Recoder:
     ) -> None:
         _check_dtype(dtype, fmt)
         coded = dtype if out.traits.plain else torch.float32
-        self._arriving, self._what = rows.message_bytes(fmt, dtype.itemsize), _described(rows, fmt)
-        self.bytes = summed.message_bytes(out, coded.itemsize)
-        self._parts = [rows.parts] if rows.parts else []
+        self.bytes, self._read = summed.message_bytes(out, coded.itemsize), _reader(fmt, rows, dtype)
         self._run = backend.recoder(rows, fmt, dtype, summed, out)
         if self._run is None:
             decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
@@ -311,8 +275,7 @@ class Recoder:
         Returns:
             The message of sums.
         """
-        payload = _read(payload, self._arriving, self._what)
-        _check_tensors("checksums", checksums, torch.int64, payload.device, self._parts)
+        payload = self._read(payload, checksums)
         out = _written(payload, out, self.bytes)
         self._run(payload, out, seed, *checksums)
         return out
@@ -374,14 +337,17 @@ def _check_payload(payload: torch.Tensor, size: int, what: str) -> None:
         raise ValueError(f"payload: found {payload.numel()} bytes; expected {size}: {what}")
 
 
-def _described(rows: Rows, fmt: RecordFormat) -> str:
-    return f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
+def _reader(fmt: RecordFormat, rows: Rows, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Returns a call that checks a message and its checksums, and returns the message, or a copy at an aligned address."""
+    size, parts = rows.message_bytes(fmt, dtype.itemsize), [rows.parts] if rows.parts else []
+    what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
 
+    def read(payload: torch.Tensor, checksums: Sequence[torch.Tensor]) -> torch.Tensor:
+        _check_payload(payload, size, what)
+        _check_tensors("checksums", checksums, torch.int64, payload.device, parts)
+        return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
 
-def _read(payload: torch.Tensor, size: int, what: str) -> torch.Tensor:
-    """Returns a message at an address for wide loads: a copy if it is not aligned."""
-    _check_payload(payload, size, what)
-    return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
+    return read
 
 
 def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.Tensor:
@@ -389,6 +355,8 @@ def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.T
     if out is None:
         return like.new_empty(size, dtype=torch.uint8)
     _check_payload(out, size, "to be written")
+    if out.device != like.device:
+        raise TypeError(f"payload: found {out.device}; expected {like.device}")
     if out.data_ptr() % ALIGNMENT:
         raise ValueError(f"payload: found address {out.data_ptr():#x}; expected a multiple of {ALIGNMENT}")
     return out

@@ -1,8 +1,8 @@
 """Codecs as data: one table of their properties, and the bytes of a shard in a payload (docs/payload_format.md).
 
 Pure arithmetic without torch. To add a codec, define its name, an entry of `TRAITS` with its sizes and error bound, and a
-reference module (`Traits.reference`). The page docs/architecture.md lists the other steps, such as settings and kernels. Of
-other code, `hzero plan`'s search lists names, and codecs without codes share kernels.
+reference module, whose two functions `Traits` describes. The page docs/architecture.md lists the other steps, such as settings
+and kernels. Of other code, `hzero plan`'s search lists names, and codecs without codes share kernels.
 """
 
 from __future__ import annotations
@@ -248,6 +248,17 @@ def _code_error(fmt: RecordFormat, absmax: float) -> float:
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """Properties of a codec that do not depend on its settings.
+
+    The reference module of a codec has two functions, in plain torch and for tensors on any device. They encode and decode the
+    records of one tensor, a row each; `hzero.codecs.reference` selects the rows, rotates, pads and places the records:
+
+    - ``encode(values, fmt, source, seed, first_block)`` returns the regions of the records, uint8 ``[rows, bytes]`` each, in the
+      order and with the bytes of `regions`; shorter regions are padded with zeros. ``values`` is float32 ``[rows, numel]``, with
+      at least one element, and must not be changed. ``fmt`` is the `RecordFormat`, ``source`` the dtype of the elements as a key
+      of `FLOATS`, and ``seed`` the seed of stochastic rounding. ``first_block`` is the number of blocks of the preceding tensors
+      in a row.
+    - ``decode(records, numel, fmt)`` returns float32 ``[rows, numel]`` from uint8 ``[rows, bytes]``, the padded records. It must
+      accept any bytes.
 
     Attributes:
         regions: See `RecordFormat.regions`.

@@ -27,7 +27,7 @@ _EXCHANGED = {16: 0x0000FFFF, 8: 0x00FF00FF, 4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x
 
 
 def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[torch.Tensor]:
-    """Returns the records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
+    """Returns the whole records, as `hzero.codecs.formats.Traits` describes."""
     rows, numel = values.shape
     words = pad(values.view(torch.int32), (0, -numel % MPC_CHUNK)).view(rows, -1, MPC_CHUNK)
     left = _less(words, fmt.dimension)

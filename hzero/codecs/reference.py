@@ -168,7 +168,7 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _record_of(values: torch.Tensor, fmt: RecordFormat, source: str, seed: int, first_block: int) -> torch.Tensor:
-    """Returns uint8 ``[rows, bytes]`` for ``[rows, numel]``; the last three arguments are as in `hzero.codecs.blocks.encode`."""
+    """Returns uint8 ``[rows, bytes]`` for ``[rows, numel]``; the other arguments are as in `hzero.codecs.formats.Traits`."""
     module = module_of(fmt)
     if module is not None:
         parts = module.encode(values, fmt, source, seed, first_block)

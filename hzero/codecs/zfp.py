@@ -87,7 +87,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def encode(values: torch.Tensor, fmt: RecordFormat, *unused: object) -> list[torch.Tensor]:
-    """Returns the records, uint8 ``[rows, bytes]``, of float32 ``[rows, numel]``."""
+    """Returns the streams, as `hzero.codecs.formats.Traits` describes."""
     rows, numel = values.shape
     short = numel % ZFP_BLOCK
     # zfp fills a short last block with the nearest values, so that the transform changes little.

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import record_function
 
 from hzero.codecs.codec import Codec, Recoder, checksums
-from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat
+from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows
 from hzero.codecs.reference import Adds, module_of
 from hzero.comm.checksum import Arrived, Comparison, addressed, addresses
 from hzero.comm.lanes import Chain, DeviceStreams, Lanes, Steps
@@ -381,8 +381,8 @@ class Bound:
         if encoded != dtype:
             made.append(_Step(self._floats(encoded, order.rows), _copied))
         adds: Adds = "residuals" if residual is not None else ""
-        layout: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer}
-        encode = codec.encoder(bucket.chunks, encoded, device, adds=adds, parts=parts[1], **layout)
+        rows = Rows.of(bucket.chunks, order.sizes, order.strides, step.outer, parts[1])
+        encode = codec.encoder(rows, encoded, device, adds)
 
         def with_residuals(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, scale: float) -> Any:
             assert residual is not None
@@ -419,22 +419,23 @@ class Bound:
         return [_Step(collective.output_bytes or None, collective=collective, in_place=not collective.output_bytes)]
 
     def _summing(self, step: Sum, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
-        codec, chunks = Codec.from_config(step.codec), self.bucket.chunks
-        how: dict[str, Any] = {"inner": step.rows, "dtype": self.bucket.dtype, "device": device, "parts": parts}
+        codec, chunks, dtype = Codec.from_config(step.codec), self.bucket.chunks, self.bucket.dtype
+        rows = Rows.of(chunks, (step.peers, step.rows), outer=step.peers, parts=parts[0])
         if step.target is not None:
-            encode = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.outer, **how)
+            summed = Rows.of(chunks, (step.rows,), outer=step.outer, parts=parts[1])
+            encode = codec.recoder(rows, dtype, device, Codec.from_config(step.target), summed)
             return [_Step(encode.bytes, encode, 1)]
-        room, new = self._floats(torch.float32, step.rows), codec.summer(step.peers, chunks, **how)
+        room, new = self._floats(torch.float32, step.rows), codec.decoder(rows, dtype, device, sums=True)
         if step is not self._program.steps[-1]:
             return [_Step(room, new)]
-        onto = codec.summer(step.peers, chunks, add=True, **how)
+        onto = codec.decoder(rows, dtype, device, add=True, sums=True)
         return [_Step(room, lambda value, sums, *checks: (new if sums is None else onto)(value, sums, *checks))]
 
     def _decoding(self, step: Decode, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         bucket, order = self.bucket, step.order
         codec = Codec.from_config(step.codec)
-        layout: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.outer}
-        decode = codec.decoder(bucket.chunks, bucket.dtype, device, add=step.add, parts=parts[0], **layout)
+        layout = Rows.of(bucket.chunks, order.sizes, order.strides, step.outer, parts[0])
+        decode = codec.decoder(layout, bucket.dtype, device, step.add)
         if order.table is None:
             return [_Step(self._floats(bucket.dtype, order.rows), decode)]
         shards, rows = _rows_of(order.table, device)
@@ -707,9 +708,9 @@ class Collective:
         """Sums ``[k][n]`` over ``k`` in float32, rounds once to the elements' dtype, and overwrites the first ``n``."""
         size = self.size // len(self.peers.ranks)
         if self._add_up is None:  # prepared once, for the output's device
-            codec, parts = Codec.from_config(PLAIN), (len(self.peers.ranks) if sums else 0, 0)
-            how: dict[str, Any] = {"dtype": self.dtype, "device": output.device, "to": codec, "parts": parts}
-            self._add_up = codec.summer(len(self.peers.ranks), (size // self.dtype.itemsize,), inner=1, **how)
+            codec, count = Codec.from_config(PLAIN), len(self.peers.ranks)
+            rows = Rows.of((size // self.dtype.itemsize,), (count, 1), outer=count, parts=count if sums else 0)
+            self._add_up = codec.recoder(rows, self.dtype, output.device, codec, Rows.of(rows.chunks, (1,)))
         return self._add_up(output, output[:size], 0, *sums)
 
 

@@ -422,6 +422,7 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     import torch
 
     from hzero.codecs.codec import Codec
+    from hzero.codecs.formats import Rows
     from hzero.config import CodecConfig
 
     codec, chunks = Codec.from_config(CodecConfig(**settings)), (517, 64)
@@ -429,7 +430,7 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     source = [torch.randn(4 * chunk, generator=generator).to(kind) for chunk in chunks]
     order: dict[str, Any] = {"sizes": [2, 2], "strides": [1, 2], "outer": 2}
     payload = codec.encode(source, chunks, **order)
-    sums = codec.summer(2, chunks, inner=2, dtype=torch.float32, device=payload.device)(payload)
+    sums = codec.decoder(Rows.of(chunks, (2, 2), outer=2), torch.float32, payload.device, sums=True)(payload)
     return [payload, *codec.decode(payload, chunks, dtype=torch.float32, **order), *sums]
 
 

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hzero.codecs.codec import Codec
+from hzero.codecs.formats import Rows
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
@@ -213,7 +214,7 @@ class Weights:
         shards = self._shards(params, bucket)
         copies = [self.held_shard(param)[: shard.numel()] for param, shard in zip(params, shards)]
         codec = Codec.from_config(params[0].route.plan.refresh_hops()[0].codec)
-        encoder = codec.encoder(bucket.chunks, shards[0].dtype, shards[0].device, sizes=(1,), adds="base")
+        encoder = codec.encoder(Rows.of(bucket.chunks, (1,)), shards[0].dtype, shards[0].device, "base")
         return encoder(shards, seed=seed, added=copies)
 
     def _add_difference(self, params: Sequence[Parameter], sums: Sequence[torch.Tensor]) -> None:

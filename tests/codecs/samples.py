@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import BLOCK_CODECS
+from hzero.codecs.formats import BLOCK_CODECS, Rows
 from hzero.config import CodecConfig
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,24 +31,40 @@ def encode_feedback(
 ) -> tuple[Tensor, list[Tensor]]:
     """The message, and what it lost."""
     left = [residual.clone() for residual in residuals]
-    encoder = codec.encoder(chunks, source[0].dtype, source[0].device, **layout, adds="residuals")
+    encoder = codec.encoder(Rows.of(chunks, **layout), source[0].dtype, source[0].device, "residuals")
     return encoder(source, seed=seed, added=left, factors=factors), left
 
 
 def encode_difference(codec: Codec, source: Sequence[Tensor], base: Any, chunks: Any, *, rows: int) -> Tensor:
-    return codec.encoder(chunks, source[0].dtype, source[0].device, sizes=[rows], adds="base")(source, added=base)
+    encoder = codec.encoder(Rows.of(chunks, [rows]), source[0].dtype, source[0].device, "base")
+    return encoder(source, added=base)
 
 
 def decode_onto(codec: Codec, payload: Tensor, tensors: Sequence[Tensor], chunks: Any, **layout: Any) -> None:
-    codec.decoder(chunks, tensors[0].dtype, payload.device, **layout, add=True)(payload, tensors)
+    codec.decoder(Rows.of(chunks, **layout), tensors[0].dtype, payload.device, add=True)(payload, tensors)
 
 
-def decode_sum(codec: Codec, payload: Tensor, peers: int, chunks: Any, *, into: Any = None, **how: Any) -> list[Tensor]:
-    return codec.summer(peers, chunks, device=payload.device, add=into is not None, **how)(payload, into)
+def decode_sum(
+    codec: Codec, payload: Tensor, peers: int, chunks: Any, *, inner: int, dtype: torch.dtype, into: Any = None
+) -> list[Tensor]:
+    rows = Rows.of(chunks, (peers, inner), outer=peers)
+    return codec.decoder(rows, dtype, payload.device, add=into is not None, sums=True)(payload, into)
 
 
-def decode_sum_encode(codec: Codec, payload: Tensor, peers: int, chunks: Any, *, seed: int = 0, **how: Any) -> Tensor:
-    return codec.summer(peers, chunks, device=payload.device, **how)(payload, seed=seed)
+def decode_sum_encode(
+    codec: Codec,
+    payload: Tensor,
+    peers: int,
+    chunks: Any,
+    *,
+    inner: int,
+    dtype: torch.dtype,
+    to: Codec,
+    outer: int = 1,
+    seed: int = 0,
+) -> Tensor:
+    rows, summed = Rows.of(chunks, (peers, inner), outer=peers), Rows.of(chunks, (inner,), outer=outer)
+    return codec.recoder(rows, dtype, payload.device, to, summed)(payload, seed=seed)
 
 
 def normal(count: int, generator: Generator, info: torch.finfo | None = None) -> Tensor:

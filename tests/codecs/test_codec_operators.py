@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hzero.codecs import backends
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS
+from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, Rows
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, decode_onto, decode_sum, decode_sum_encode, numbers, same
 
@@ -156,7 +157,7 @@ def test_residuals_are_updated_in_place(codec: str, kept: torch.dtype) -> None:
     residuals = [numbers("normal", tensor.numel(), kept, 1) * 0.1 for tensor in x]
     how = {"sizes": [2], "strides": [1]}
     want, left = encode_feedback(own, x, [one.float() for one in residuals], [0.5, 1.0], [35, 16], **how, seed=4)
-    encoder = own.encoder([35, 16], torch.float32, torch.device("cpu"), **how, adds="residuals")
+    encoder = own.encoder(Rows.of([35, 16], **how), torch.float32, torch.device("cpu"), "residuals")
     got = encoder(x, seed=4, added=residuals, factors=[0.5, 1.0])
     assert torch.equal(got, want) and same(residuals, [one.to(kept) for one in left])
 
@@ -167,9 +168,10 @@ def test_prepared_calls_write_where_they_are_told(codec: str) -> None:
     own, device = make(codec, rounding="stochastic"), torch.device("cpu")
     dtype = torch.float32
     how = {"sizes": [2, 2], "strides": [1, 2], "outer": 2}
-    encoder, decoder = (make(CHUNKS, dtype, device, **how) for make in (own.encoder, own.decoder))
-    assert own.encoder(CHUNKS, dtype, device, **how) is encoder
-    summer = own.summer(2, CHUNKS, inner=2, dtype=dtype, device=device)
+    rows = Rows.of(CHUNKS, **how)
+    encoder, decoder = own.encoder(rows, dtype, device), own.decoder(rows, dtype, device)
+    assert own.encoder(Rows.of(CHUNKS, **how), dtype, device) is encoder
+    summer = own.decoder(Rows.of(CHUNKS, [2, 2], outer=2), dtype, device, sums=True)
 
     def check(seed: int) -> None:
         source = bucket(4, dtype, seed)
@@ -242,7 +244,11 @@ def decode(payload: torch.Tensor = U, dtype: torch.dtype = F) -> object:
 
 def decode_checked(*sums: torch.Tensor) -> object:
     message = INT8.encode([X], [10], sizes=[4], outer=4, parts=2)
-    return INT8.decoder([10], F, message.device, sizes=[4], outer=4, parts=2)(message, None, *sums)
+    return INT8.decoder(Rows.of([10], [4], outer=4, parts=2), F, message.device)(message, None, *sums)
+
+
+def on_cpu(kind: str, **how: Any) -> Callable[..., object]:
+    return getattr(INT8, kind)(Rows.of([10], [4], outer=4), F, torch.device("cpu"), **how)
 
 
 def transcode(peers: int) -> object:
@@ -282,9 +288,26 @@ def transcode(peers: int) -> object:
         (lambda: decode(dtype=torch.int8), TypeError, "dtype: found torch.int8; expected float32"),
         (lambda: transcode(peers=0), ValueError, r"sizes: found \[0, 1\]; expected sizes of at least 1"),
         (lambda: transcode(peers=2), ValueError, "payload: found 16 bytes; expected 32"),
+        (lambda: on_cpu("encoder")([X], U.repeat(4).to("meta")), TypeError, "payload: found meta; expected cpu"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(backends.choice("cpu").name == "reference", reason="the reference computes on any device")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: on_cpu("encoder")([X.to("meta")]),
+        lambda: on_cpu("decoder")(U.repeat(4).to("meta")),
+        lambda: on_cpu("decoder", sums=True)(U.repeat(4).to("meta")),
+        lambda: on_cpu("recoder", to=INT8, summed=Rows.of([10], [1]))(U.repeat(4).to("meta")),
+    ],
+)
+def test_kernels_refuse_tensors_of_another_device(call: Callable[[], object]) -> None:
+    """They would read the addresses of another memory."""
+    with pytest.raises(TypeError, match="device: found meta; expected cpu"):
+        call()

@@ -289,12 +289,12 @@ def test_a_forked_process_can_go_on() -> None:
 def test_a_graph_captures_the_calls() -> None:
     x = torch.randn(100_000, device="cuda", dtype=torch.bfloat16)
     own, to = (Codec.from_config(CodecConfig(codec=codec)) for codec in ("int8", "int4"))
-    chunks, layout = [x.numel()], {"inner": 1, "dtype": torch.bfloat16, "device": x.device}
+    chunks, rows = [x.numel()], Rows.of([x.numel()], (1,))
 
     def everything() -> list[torch.Tensor]:
         message = own.encode([x], chunks)
-        again = own.summer(1, chunks, to=to, **layout)(message)
-        sums = own.summer(1, chunks, **layout)(message)
+        again = own.recoder(rows, torch.bfloat16, x.device, to, rows)(message)
+        sums = own.decoder(rows, torch.bfloat16, x.device, sums=True)(message)
         return [message, *own.decode(message, chunks, dtype=torch.bfloat16), *sums, again]
 
     backends.choice("cuda")  # compiles and loads
