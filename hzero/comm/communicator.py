@@ -19,7 +19,7 @@ from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.lanes import shared_lanes
 from hzero.comm.peers import Peers, peers_of, unused_name, wires_of
-from hzero.comm.runtime import Bound, Bucket, Collectives, ErrorFeedback, seed_of
+from hzero.comm.runtime import BoundProgram, Bucket, Collectives, ErrorFeedback, seed_of
 from hzero.comm.wirelog import WireLog
 from hzero.comm.wires import Lane, group_timeout, world_timeout
 from hzero.config import (
@@ -456,7 +456,7 @@ class Communicator:
             given = torch.cat([arrived[one] for one in peers]).view(-1)
             message: Any = [given] if given.numel() else given.view(torch.uint8)
             # `Collectives.bind` would keep the program for later calls, whose counts differ.
-            bound = Bound(self._collectives, programs.rows_program(self.plan, lane[1], *of_lane), bucket)
+            bound = BoundProgram(self._collectives, programs.rows_program(self.plan, lane[1], *of_lane), bucket)
             running.append((peers, bound.run([message].pop, seed=seed)))  # `pop` returns the message once
         for peers, chain in running:
             sizes, brought = [received[one] for one in peers], chain.wait()

@@ -3,60 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from hzero.codecs.formats import PAYLOAD_FORMAT
-from hzero.comm.watchdog import shared_watchdog
+from hzero.comm.lanes import DeviceStreams
+from hzero.comm.watchdog import LaneHops, shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError, PeerError, PlainError, some
-
-if TYPE_CHECKING:
-    from hzero.comm.lanes import DeviceStreams
-
-
-@dataclass
-class LaneHops:
-    """Hops of this rank on one lane, counted at their start and after their wait.
-
-    Attributes:
-        name: Name of the lane and its ranks, the same on all of them.
-        ranks: World ranks.
-        timeout_s: Maximum wait for one hop, in seconds.
-        started: Hops that this rank has started; the same on all ranks once all have arrived.
-        ended: Hops that it has waited for. On a device, a wait does not block, so this number says little.
-        since: Start time of the last hop.
-        size: Bytes of the last hop.
-        what: Returns a description of the last hop.
-        passed: Returns whether the device has passed the last hop; None: only a wait shows it.
-    """
-
-    name: str
-    ranks: Sequence[int]
-    timeout_s: float
-    started: int = 0
-    ended: int = 0
-    since: float = 0.0
-    size: int = 0
-    what: Callable[[], str] = str
-    passed: Callable[[], bool] | None = None
-
-    def waited_s(self) -> float:
-        """Seconds since the start of the last hop, or 0 if it has ended."""
-        waited_s, waits = time.monotonic() - self.since, self.started > self.ended
-        if self.passed is not None and not waits and waited_s > self.timeout_s / 2:  # earlier, a graph may be captured
-            with contextlib.suppress(RuntimeError):  # the device has failed
-                waits = not self.passed()
-        return waited_s if waits else 0.0
 
 
 @dataclass

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -33,6 +33,8 @@ from hzero.plan.program import Cross, Decode, Encode, Kind, Program, Sum, Turn
 from hzero.plan.shards import ShardPlan
 
 T = TypeVar("T")
+#: Computes the result of a run from the output of its last step; None returns that output.
+Then: TypeAlias = Callable[[Any], Any] | None
 
 #: Maximum number of checksum comparisons that wait on a device.
 _UNREAD = 256
@@ -138,7 +140,7 @@ class Collectives:
         self.arena = Arena(self.lanes.streams)
         self._roles = roles or {}
         #: Prepares a program for a bucket; the same arguments return the same object.
-        self.bind: Callable[[Program, Bucket], Bound] = functools.lru_cache(_BOUND)(partial(Bound, self))
+        self.bind: Callable[[Program, Bucket], BoundProgram] = functools.lru_cache(_BOUND)(partial(BoundProgram, self))
         self._unread: list[Comparison] = []
 
     def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
@@ -210,23 +212,6 @@ class Collectives:
 # ---- programs of one bucket -----------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """Arguments of one run.
-
-    Attributes:
-        seed: Seed of stochastic rounding. It must be the same on all ranks if copies are encoded again.
-        first_seed: Seed of encodings before the first hop; None uses ``seed``.
-        scale: Loss scale of gradients; residuals are converted to it.
-        into: Called when everything has arrived. Returns the tensors that the last step writes, or adds to if it is a sum or an
-            adding `Decode`. They have the shapes of the result. If ``into`` is or returns None, the step makes new ones.
-    """
-
-    seed: int = 0
-    first_seed: int | None = None
-    scale: float = 1.0
-    into: Callable[[], Sequence[torch.Tensor] | None] | None = None
-
-
 class _Step(NamedTuple):
     """One step of a bound program, with or without a collective.
 
@@ -246,11 +231,11 @@ class _Step(NamedTuple):
     takes: int = 0
     salt: int = 0
     last: bool = False
-    collective: Collective | _Cut | None = None
+    collective: Collective | _UnsizedCollective | None = None
     in_place: bool = False
 
 
-class Bound:
+class BoundProgram:
     """A program prepared for one bucket: layouts, descriptors, lanes, labels and counts are computed once.
 
     A second run allocates only the tensors or the message that it returns, and large messages on CPU.
@@ -268,15 +253,10 @@ class Bound:
     def __init__(self, collectives: Collectives, program: Program, bucket: Bucket) -> None:
         self._collectives, self._program, self.bucket = collectives, program, bucket
         self.lanes = [collectives.lane(bucket, cross.tiers[0]) for cross in program.crossings]
-        self._ready: tuple[torch.dtype | None, list[_Step]] = None, []  # steps by input dtype
+        self._ready: tuple[Any, list[_Step]] = None, []  # steps for the last dtype and device of inputs
 
     def run(
-        self,
-        read: Callable[[], Any],
-        then: Callable[[Any], Any] | None = None,
-        *,
-        after: Sequence[Chain[Any]] = (),
-        **call: Any,
+        self, read: Callable[[], Any], then: Then = None, *, after: Sequence[Chain[Any]] = (), **how: Any
     ) -> Chain[Any]:
         """Starts the program.
 
@@ -285,33 +265,53 @@ class Bound:
             then: Computes the result from the output of the last step: a uint8 message, or flat tensors. None returns that
                 output.
             after: Chains that compute the tensors that ``read`` reads.
-            call: As in `Call`.
+            how: Other arguments of `steps`.
 
         Returns:
             A chain with the result of ``then``.
         """
-        return self._collectives.lanes.submit(self.steps(read, then, Call(**call)), self.lanes, after)
+        return self._collectives.lanes.submit(self.steps(read, then, **how), self.lanes, after)
 
-    def steps(self, read: Callable[[], Any], then: Callable[[Any], Any] | None, call: Call) -> Steps[Any]:
-        """Runs the steps as a generator that `Lanes` resume. A buffer returns to the arena once the next step has read it."""
+    def steps(
+        self,
+        read: Callable[[], Any],
+        then: Then = None,
+        *,
+        seed: int = 0,
+        first_seed: int | None = None,
+        scale: float = 1.0,
+        into: Callable[[], Sequence[torch.Tensor] | None] | None = None,
+    ) -> Steps[Any]:
+        """Runs the steps as a generator that `Lanes` resume. A buffer returns to the arena once the next step has read it.
+
+        Args:
+            read: As in `run`.
+            then: As in `run`.
+            seed: Seed of stochastic rounding. It must be the same on all ranks if copies are encoded again.
+            first_seed: Seed of encodings before the first hop; None uses ``seed``.
+            scale: Loss scale of gradients; residuals are converted to it.
+            into: Called when everything has arrived. Returns the tensors that the last step writes, or adds to if it is a sum or
+                an adding `Decode`. They have the shapes of the result. If it is or returns None, the step makes new ones.
+        """
         value, arena, streams = read(), self._collectives.arena, self._collectives.lanes.streams
         del read  # it may keep the input alive
         first = value if isinstance(value, torch.Tensor) else value[0]
-        (dtype, steps), device = self._ready, first.device
-        if dtype is not first.dtype:  # another thread may have changed it
-            steps = self._prepared(first.dtype, device)
-            self._ready = first.dtype, steps
+        dtype, device = first.dtype, first.device
+        ready, steps = self._ready  # read once: lanes change it
+        if ready != (dtype, device):
+            steps = self._prepared(dtype, device)
+            self._ready = (dtype, device), steps
         if streams is not None:
             for tensor in [value] if first is value else value:
                 streams.used(tensor)
         del first
-        seed = call.seed if call.first_seed is None else call.first_seed
+        current = seed if first_seed is None else first_seed
         held: Room | None = None  # buffer of the value
         crossed = False
         for step in steps:
             if step.collective is not None and not crossed:
                 yield None  # the inputs have been read
-                crossed, seed = True, call.seed
+                crossed, current = True, seed
             room = None if step.room is None else arena.take(step.room, device)
             out = None if room is None else room.view
             if step.collective is not None:
@@ -322,9 +322,9 @@ class Bound:
                 if step.in_place:
                     continue
             else:
-                if step.last and call.into is not None:
-                    out = call.into()
-                value = step.run(value, out, *((seed + step.salt) & _SEED, call.scale)[: step.takes])
+                if step.last and into is not None:
+                    out = into()
+                value = step.run(value, out, *((current + step.salt) & _SEED, scale)[: step.takes])
             if held is not None:
                 arena.give(held)
             held = room
@@ -412,7 +412,7 @@ class Bound:
 
     def _crossing(self, step: Cross, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         if not step.codec.traits.fixed:
-            return [_Step(None, collective=_Cut(self._collectives, self.bucket, step, device))]
+            return [_Step(None, collective=_UnsizedCollective(self._collectives, self.bucket, step, device))]
         size = step.message_bytes(self.bucket.chunks, self.bucket.dtype.itemsize)
         how = dict(zip(("written", "read"), map(bool, parts)))
         collective = self._collectives.of_step(step, self.bucket, size, **how)
@@ -480,7 +480,7 @@ def _described(step: Cross, bucket: Bucket) -> str:
     return f"{bucket.label} in codec {step.codec.codec}"
 
 
-class _Cut:
+class _UnsizedCollective:
     """A collective of messages without a fixed size. It first exchanges the largest size, for which the host waits.
 
     Args:
@@ -588,8 +588,8 @@ class Collective:
         self._add_up: Recoder | None = None
         self._start = self._starter()
         in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
-        elsewhere = {"all_gather": in_flight * ranks, "broadcast": 0, "send": 0, "receive": 0}
-        self.output_bytes = elsewhere.get(kind, size // ranks if reduces and library_sums else in_flight)
+        outputs = {"all_gather": in_flight * ranks, "broadcast": 0, "send": 0, "receive": 0}
+        self.output_bytes = outputs.get(kind, size // ranks if reduces and library_sums else in_flight)
         if self.uneven is not None:
             self.output_bytes = sum(self.uneven[1])
         finishes = self.algorithm == "doubling" or self.checksum or self._sums or self.then is not None
@@ -617,20 +617,20 @@ class Collective:
         Raises:
             HopError: It cannot start because peers are gone.
         """
-        log, peers, began = self.collectives.wire_log, self.peers, None
+        log, peers, began, number = self.collectives.wire_log, self.peers, None, 0
         if self.counts is not None:  # without streams, the host's clock times a hop on any device
-            began = time.monotonic() if self.collectives.lanes.streams is None else log.timer(message.device)
+            began = time.monotonic() if self.collectives.lanes.streams is None else HopTimer(message.device, log.spare)
         # With uneven rows nothing may arrive: an empty output of its own, not the message.
         if output is None and (self.output_bytes or self.uneven):
             output = message.new_empty(self.output_bytes)
         try:
             with record_function(self._label):
                 if self.checksum:
-                    peers.messages += 1
-                    address = addresses(peers.messages, [peers.coordinate], range(self._parts), message.device)
+                    peers.messages = number = peers.messages + 1
+                    address = addresses(number, [peers.coordinate], range(self._parts), message.device)
                     message = addressed(message, address, checked=self.written)
                 output = message if output is None else output
-                return Pending(self, self._start(output, message), (message, output), began)
+                return Pending(self, self._start(output, message), (message, output), began, number)
         except HopError:  # from a round of `_doubling`
             raise
         except RuntimeError as error:  # gloo closed the pair after a message did not arrive
@@ -722,12 +722,13 @@ class Pending:
         work: The library's handle.
         buffers: The buffers that it reads and writes, the output last.
         began: Start time of a hop that the wire log counts; on a device, its timer.
+        number: With checksums, number of the message on its lane.
     """
 
     def __init__(
-        self, collective: Collective, work: Work, buffers: Sequence[torch.Tensor], began: float | HopTimer | None = None
+        self, collective: Collective, work: Work, buffers: Sequence[torch.Tensor], began: Any = None, number: int = 0
     ) -> None:
-        self.collective, self.buffers, self._message = collective, buffers, collective.peers.messages
+        self.collective, self.buffers, self._number = collective, buffers, number
         self._work: Work | None = work
         self._began, self._started, hops = began, time.monotonic(), collective.peers.hops
         hops.started += 1
@@ -770,7 +771,7 @@ class Pending:
         collective: Collective = self.collective
         arrived: Any = self.buffers[-1]
         if collective.finish is not None:
-            arrived = collective.finish(arrived, self._message)
+            arrived = collective.finish(arrived, self._number)
         if collective.collectives.lanes.streams is not None and (not kept or collective.checksum):
             for buffer in (*self.buffers, arrived.message if isinstance(arrived, Arrived) else arrived):
                 collective.collectives.used(buffer)

@@ -17,15 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from hzero.comm.wires import connection_to_store
 from hzero.validation import NoAnswer, PeerError, hook_errors, in_time, some
-
-if TYPE_CHECKING:
-    from hzero.comm.peers import LaneHops
 
 #: Minimum seconds between two records of a rank, and maximum records per second of all ranks together.
 PERIOD_S, WRITES_PER_S = 1.0, 2000
@@ -37,6 +35,41 @@ _ANSWER_S = 3.0
 _READ, _READ_BY_ALL = 64, 2**18
 #: The missing ranks, if known, and a text that describes them.
 Missing: TypeAlias = tuple[Sequence[int], str]
+
+
+@dataclass
+class LaneHops:
+    """Hops of this rank on one lane, counted at their start and after their wait.
+
+    Attributes:
+        name: Name of the lane and its ranks, the same on all of them.
+        ranks: World ranks.
+        timeout_s: Maximum wait for one hop, in seconds.
+        started: Hops that this rank has started; the same on all ranks once all have arrived.
+        ended: Hops that it has waited for. On a device, a wait does not block, so this number says little.
+        since: Start time of the last hop.
+        size: Bytes of the last hop.
+        what: Returns a description of the last hop.
+        passed: Returns whether the device has passed the last hop; None: only a wait shows it.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    timeout_s: float
+    started: int = 0
+    ended: int = 0
+    since: float = 0.0
+    size: int = 0
+    what: Callable[[], str] = str
+    passed: Callable[[], bool] | None = None
+
+    def waited_s(self) -> float:
+        """Seconds since the start of the last hop, or 0 if it has ended."""
+        waited_s, waits = time.monotonic() - self.since, self.started > self.ended
+        if self.passed is not None and not waits and waited_s > self.timeout_s / 2:  # earlier, a graph may be captured
+            with contextlib.suppress(RuntimeError):  # the device has failed
+                waits = not self.passed()
+        return waited_s if waits else 0.0
 
 
 class Watchdog:

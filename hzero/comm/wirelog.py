@@ -82,17 +82,17 @@ class HopTimer:
 
 
 class WireLog:
-    """Counts every hop of one stage. Reading totals may synchronise the device; counting never does."""
+    """Counts every hop of one stage. Reading totals may synchronise the device; counting never does.
+
+    Attributes:
+        spare: Idle events of timers; see `HopTimer`.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
-        self._spare: list[tuple[torch.Event, torch.Event]] = []
+        self.spare: list[tuple[torch.Event, torch.Event]] = []
         self._lock = threading.Lock()  # hops may end on other threads
-
-    def timer(self, device: torch.device) -> HopTimer:
-        """Starts the timer of a hop."""
-        return HopTimer(device, self._spare)
 
     def add(self, counts: WireEntry, taken: float | HopTimer) -> None:
         """Adds the counts of a completed hop. ``taken``: its seconds, or its timer, which is stopped here."""

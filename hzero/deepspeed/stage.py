@@ -104,7 +104,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
 
     def checkpoint_event_epilogue(self) -> None:
         """Drops all state that is derived from the weights, since a load may have replaced them."""
-        self.hzero.replaced()
+        self.hzero.after_load()
 
     def destroy(self) -> None:
         """Removes stock's hooks, then frees the stage's buffers."""
@@ -383,7 +383,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _restore_from_bit16_weights(self) -> None:
         """Drops state of the old weights. It is the last call of a load without optimizer states."""
         super()._restore_from_bit16_weights()
-        self.hzero.replaced()
+        self.hzero.after_load()
         self._new_window()
 
     def checkpoint_event_prologue(self) -> None:
@@ -420,7 +420,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self._partition_all_parameters()
         self.hzero.weights.before_change()
         super().load_state_dict(state_dict_list, load_optimizer_states, **kwargs)
-        self.hzero.replaced()
+        self.hzero.after_load()
         self._new_window()
         self.hzero.load_state_dict(saved.get(KEY))
 

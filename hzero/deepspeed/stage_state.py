@@ -228,10 +228,10 @@ class StageState(Engine):
         """Parameters that this engine gathers. No later engine has taken them over."""
         return cast("list[Managed]", list(self.weights.parameters.values()))
 
-    def replaced(self) -> None:
-        """Forgets all state that is derived from the primary shards. See `Engine.replaced`."""
+    def after_load(self) -> None:
+        """Forgets all state that is derived from the primary shards. See `Engine.after_load`."""
         self.drop_gathered()
-        super().replaced()
+        super().after_load()
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
         """Measures the bytes of each state on this rank, without transient buffers. See `Engine.memory`.

@@ -214,10 +214,9 @@ class Engine(Traffic):
         Raises:
             StaleWeightsError: Resident weights are wrong.
         """
-        self.weights.before_change()
+        self.weights.before_change()  # waits for all submitted hops, so the collectives that follow have one order with them
         if self._synchronous:
             self.settle()
-        self.lanes.before_others()
         self.guard.before_step(params, gradient_of)
 
     def after_step(self, *, done: bool) -> None:
@@ -236,7 +235,7 @@ class Engine(Traffic):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def replaced(self) -> None:
+    def after_load(self) -> None:
         """Discards everything derived from primary shards, after a checkpoint or another load has replaced them."""
         self.weights.mark_stale()
         self.gradients.clear()
@@ -282,8 +281,9 @@ class Engine(Traffic):
         Accumulators and error feedback are peaks, since they are allocated and freed within a step. Resident weights are
         current.
         """
+        copies = (param.resident for param in self.weights.parameters.values())
         return {
-            "resident weights": self.weights.resident_bytes(),
+            "resident weights": sum(copy.nbytes for copy in copies if copy is not None),
             "gradient accumulators": self.gradients.peak_bytes,
             "error feedback": self._collectives.feedback.bytes,
         }

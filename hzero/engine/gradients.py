@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -13,10 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from hzero.comm import Chain, Collectives, in_buckets
-from hzero.comm.runtime import Bound, seed_of
+from hzero.comm.runtime import BoundProgram, seed_of
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
 from hzero.plan.program import IN_FLIGHT
-from hzero.plan.shards import ShardPlan
 
 logger = logging.getLogger("hzero")
 
@@ -34,16 +34,14 @@ class _Layout(NamedTuple):
         outermost: Reduces over the outermost tier.
         part_bytes: Bytes for each peer on the outermost tier; 0 if the program does not cross it.
         divides_first: Whether gradients are divided before the sum, instead of the shards after it.
-        plan: Shard plan of the route.
     """
 
     params: list[Parameter]
-    micro: Bound
-    boundary: Bound
-    outermost: Bound
+    micro: BoundProgram
+    boundary: BoundProgram
+    outermost: BoundProgram
     part_bytes: int
     divides_first: bool
-    plan: ShardPlan
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -81,7 +79,7 @@ def _layouts_of(
         every = programs.micro, programs.boundary, programs.outermost
         micro, boundary, outermost = (collectives.bind(one, bucket) for one in every)
         divides = route.sums_travel and not divides_later
-        layouts.append(_Layout(same, micro, boundary, outermost, part, divides, route.plan))
+        layouts.append(_Layout(same, micro, boundary, outermost, part, divides))
     return layouts
 
 
@@ -120,7 +118,8 @@ class Gradients:
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
         self._layouts = functools.lru_cache(READY)(partial(_layouts_of, collectives))
         self._sums: dict[int, torch.Tensor] = {}  # float32 accumulators by key
-        self._bytes = 0  # of the accumulators
+        self._bytes = self.peak_bytes = 0  # of the accumulators
+        self._lock = threading.Lock()  # for these two: lanes of several routes add sums at the same time
         self._waiting: dict[int, Parameter] = {}
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None, int]] = deque()
         self._buckets = 0  # reductions started so far; numbers each one
@@ -129,7 +128,7 @@ class Gradients:
         self._crossing: list[tuple[_Layout, Chain[list[torch.Tensor]]]] = []
         self._accumulates = False  # whether an earlier micro-step of this window has added sums
         self._error: BaseException | None = None
-        self.reductions = self.peak_bytes = 0
+        self.reductions = 0
 
     @property
     def waiting(self) -> bool:
@@ -182,13 +181,13 @@ class Gradients:
         self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver
     ) -> None:
         """Runs `accumulate` for one layout."""
-        accumulates, travels = layout.plan.accumulates, bool(layout.micro.lanes)
+        accumulates, travels = layout.params[0].route.plan.accumulates, bool(layout.micro.lanes)
         # Without a hop, only this copy leaves the front end's bucket, which the next gradients overwrite.
         copy = not travels and not accumulates
         flat = [self._collectives.used(one).to(layout.micro.bucket.dtype, copy=copy).reshape(-1) for one in gradients]
         if layout.divides_first:
             self._divide(flat)
-        then: Callable[[list[torch.Tensor]], Any] = partial(self._cut, layout)
+        then: Callable[[list[torch.Tensor]], Any] = partial(self._average, layout)
         if accumulates:
             self._waiting.update(zip(layout.keys, layout.params))
             then = partial(self._add, layout.keys, last, not travels)
@@ -220,8 +219,9 @@ class Gradients:
         if last:  # each accumulator is freed once it is encoded
             return totals
         self._sums.update(zip(keys, totals))
-        self._bytes += sum(total.nbytes for total in totals)
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        with self._lock:
+            self._bytes += sum(total.nbytes for total in totals)
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
         return []
 
     def _to_add_to(self, keys: Sequence[int]) -> list[torch.Tensor] | None:
@@ -232,7 +232,8 @@ class Gradients:
     def _take(self, keys: Iterable[int]) -> list[torch.Tensor | None]:
         """Removes and returns accumulators; None for a missing one."""
         totals = [self._sums.pop(key, None) for key in keys]
-        self._bytes -= sum(total.nbytes for total in totals if total is not None)
+        with self._lock:
+            self._bytes -= sum(total.nbytes for total in totals if total is not None)
         return totals
 
     def wait_reduced(self) -> None:
@@ -278,7 +279,7 @@ class Gradients:
             crossed = [(layout, chain.wait()) for layout, chain in self._crossing]
             self._reset()
             for layout, shards in crossed:
-                deliver(layout.params, self._cut(layout, shards))
+                deliver(layout.params, self._average(layout, shards))
 
     def _submit_crossing(self, sums: _Sums, scale: float) -> None:
         layout, take, after = sums
@@ -291,7 +292,7 @@ class Gradients:
             self._submit_outermost(kind, scale)  # a second gradient in one backward: a message has each parameter once
         collected = self._collected.setdefault(kind, [])
         collected.append(sums)
-        if sum(one.layout.part_bytes for one in collected) >= layout.plan.boundary_message_bytes:
+        if sum(one.layout.part_bytes for one in collected) >= layout.params[0].route.plan.boundary_message_bytes:
             self._submit_outermost(kind, scale)
 
     def _submit_outermost(self, kind: tuple[int, torch.dtype], scale: float) -> None:
@@ -313,7 +314,7 @@ class Gradients:
             if len(chains) > self._most:
                 chains[-self._most - 1].wait()
 
-    def _cut(self, layout: _Layout, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _average(self, layout: _Layout, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns this rank's shards of the average, without the padding after the parameters' ends."""
         if not layout.divides_first:
             self._divide(shards)

@@ -62,7 +62,7 @@ class Parameter:
         resident: Resident payload ``[rows][record]``, uint8, or weights ``[world * chunk]`` if the plan keeps them decoded.
             None if there is no copy, or none yet. The engine sets this and the following attributes.
         chunk: Elements of each shard of the resident copy.
-        refresh: The chain that makes the resident copy.
+        refreshing: The chain that makes the resident copy, even after it has ended.
         age: Refreshes with differences since the last refresh with whole weights. None: the next refresh sends whole weights.
     """
 
@@ -78,7 +78,7 @@ class Parameter:
     unit: Any = None
     resident: torch.Tensor | None = None
     chunk: int = 0
-    refresh: Chain[None] | None = None
+    refreshing: Chain[None] | None = None
     age: int | None = None
 
     @property

@@ -24,11 +24,13 @@ import torch
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import Rows
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
-from hzero.comm.runtime import Bound
+from hzero.comm.runtime import BoundProgram
 from hzero.config import PLAIN
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
 from hzero.plan.program import IN_FLIGHT, Program
 
+#: Parameters of one message of an unshard, and the program that carries them. None: the copies are whole.
+_Gather: TypeAlias = tuple[list[Parameter], BoundProgram | None]
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
 Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
 
@@ -57,8 +59,7 @@ class Weights:
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # the refresh bucket of each stale parameter, by key
         self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered often
-        routes = {param.route for param in self.parameters.values()}
-        self._copies, self._whole = (any(one.copies for one in routes), all(one.plan.whole_copies for one in routes))
+        self._copies = any(param.route.copies for param in self.parameters.values())
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes before their first unshard, with their last keys
         self._mark(self.parameters.values())
         self.note_change()
@@ -88,8 +89,8 @@ class Weights:
         """
         marked = list(self.parameters.values()) if stepped is None else stepped
         self.version += 1
-        replaced = {param.refresh for param in marked}
-        self._ahead = [one for one in self._ahead if one[0] not in replaced]
+        outdated = {param.refreshing for param in marked}
+        self._ahead = [one for one in self._ahead if one[0] not in outdated]
         if stepped is None:
             for param in marked:
                 param.age = None
@@ -179,7 +180,7 @@ class Weights:
             keep = partial(self._keep, params, refresh.bucket)
             chain = refresh.run(partial(self._shards, params, refresh.bucket), keep, seed=self.version)
         for param, chunk in zip(params, refresh.bucket.chunks):
-            param.refresh, param.chunk = chain, chunk
+            param.refreshing, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
             del self._stale[param.key]
         return chain
@@ -254,8 +255,6 @@ class Weights:
         """
         if self._stale or self._ahead:
             self._refresh_needed(params)
-        if self._whole:
-            return [(list(params), partial(_wait_whole, params, into))]
         started: list[tuple[list[Parameter], Unsharded]] = []
         for same, gather in self._gathers(tuple(params)):
             if gather is None:
@@ -265,13 +264,13 @@ class Weights:
             read = partial(self._payloads, same) if copies else partial(self._shards, same, gather.bucket)
             targets = None if into is None else partial(_targets, same, into)
             # As `_chains`, inlined: every gather passes here.
-            after = [chain for chain in dict.fromkeys([param.refresh for param in same]) if chain is not None]
+            after = [chain for chain in dict.fromkeys([param.refreshing for param in same]) if chain is not None]
             started.append((same, gather.run(read, seed=self.version, after=after, into=targets).wait))
         return started
 
     def _refresh_needed(self, params: Sequence[Parameter]) -> None:
         """Starts the refreshes that parameters need. Forgets refreshes ahead that this forward has reached or passed."""
-        used = {param.refresh for param in params}
+        used = {param.refreshing for param in params}
         passed = [index for index, (chain, _) in enumerate(self._ahead) if chain in used]
         del self._ahead[: max(passed, default=-1) + 1]
         if self._stale and any(param.key in self._stale for param in params):  # unused ones must not block the next
@@ -294,10 +293,6 @@ class Weights:
                 return joined
             end += payload.numel()
         return first.as_strided((end - start,), (1,))
-
-    def resident_bytes(self) -> int:
-        """Memory of the resident copies on this rank, in bytes."""
-        return sum(param.resident.nbytes for param in self.parameters.values() if param.resident is not None)
 
     # ---- for audits ----------------------------------------------------------------------------------------------
 
@@ -337,8 +332,8 @@ class Weights:
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
 
 
-def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[tuple[list[Parameter], Bound | None]]:
-    """Returns the messages of an unshard, one per dtype and route, with their parameters. None: the copies are whole."""
+def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[_Gather]:
+    """Returns the messages of an unshard, one per dtype and route."""
     kinds = [(same, same[0].route) for same in alike(params, lambda param: (str(param.dtype), param.route.number))]
     return [
         (same, None if route.plan.whole_copies else _bound(collectives, route.programs.unshard, same))
@@ -346,7 +341,7 @@ def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list
     ]
 
 
-def _bound(collectives: Collectives, program: Program, params: list[Parameter]) -> Bound:
+def _bound(collectives: Collectives, program: Program, params: list[Parameter]) -> BoundProgram:
     return collectives.bind(program, bucket_of(params, params[0].dtype, "weights"))
 
 
@@ -357,7 +352,7 @@ def _resident(param: Parameter) -> torch.Tensor:
 
 def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
     """Returns the refreshes of parameters, each once."""
-    return [chain for chain in dict.fromkeys(param.refresh for param in params) if chain is not None]
+    return [chain for chain in dict.fromkeys(param.refreshing for param in params) if chain is not None]
 
 
 def _wait_whole(params: Sequence[Parameter], into: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:

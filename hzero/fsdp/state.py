@@ -443,7 +443,7 @@ class FsdpState(Engine):
     def _loaded(self, *_: Any) -> None:
         """Drops all state of the weights that ``load_state_dict`` has replaced."""
         self._new_window()
-        self.replaced()
+        self.after_load()
         self.load_state_dict(None)  # logs that residuals start at zero
 
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:

@@ -353,7 +353,7 @@ def check_operations_that_come_back_prepare_nothing_anew() -> None:
         sent.wait()
 
     run()
-    with mock.patch.object(runtime, "Bound", side_effect=AssertionError("a program is made ready again")):
+    with mock.patch.object(runtime, "BoundProgram", side_effect=AssertionError("a program is made ready again")):
         run()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from hzero.comm.peers import LaneHops, Peers
+from hzero.comm.peers import Peers
+from hzero.comm.watchdog import LaneHops
 from hzero.plan.shards import ShardPlan
 
 _TIMEOUT_S = 20.0

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hzero.codecs import codec, reference
 from hzero.comm import Bucket, Collectives, HopError, WireLog, checksum, runtime
 from hzero.comm.checksum import addressed, addresses
-from hzero.comm.runtime import Call
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
 from hzero.plan.program import StagePrograms
@@ -125,7 +124,7 @@ def _reduced(grid: Grid, flips: int = -1, **block: Any) -> list[Any]:
         try:
             for program in (programs.micro, programs.boundary, programs.outermost):
                 value = finished(
-                    collectives.bind(program, bucket).steps(lambda value=value: value, None, Call(5, plan.rank))
+                    collectives.bind(program, bucket).steps(lambda value=value: value, seed=5, first_seed=plan.rank)
                 )
         except HopError as error:
             return str(error)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.communicator import parse_communicator
-from hzero.comm.runtime import Call
 from hzero.config import CodecsConfig, parse_config
 from hzero.plan.program import Program, all_to_all_program, broadcast_program
 from hzero.plan.shards import ShardPlan
@@ -34,7 +33,7 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
     def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
-        return finished(one.bind(program, bucket).steps(read, lambda tensors: tensors[0], Call()))
+        return finished(one.bind(program, bucket).steps(read, lambda tensors: tensors[0]))
 
     def move(one: Collectives) -> torch.Tensor:
         return run(one, all_to_all_program(one.plan), lambda: [values[one.plan.rank].reshape(-1)])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hzero.codecs import backends
 from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.lanes import DeviceStreams
-from hzero.comm.runtime import Arena, Call
+from hzero.comm.runtime import Arena
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
 from hzero.plan.program import Program, StagePrograms
@@ -63,7 +63,7 @@ def _collectives(preset: str, **block: Any) -> Collectives:
 
 
 def _run(collectives: Collectives, program: Program, bucket: Bucket, value: Any) -> Any:
-    return finished(collectives.bind(program, bucket).steps(lambda: value, None, Call(5, 6)))
+    return finished(collectives.bind(program, bucket).steps(lambda: value, seed=5, first_seed=6))
 
 
 @pytest.mark.parametrize("block", [{}, {"error_feedback": ["gcd", "node"]}], ids=["plain", "feedback"])

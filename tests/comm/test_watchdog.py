@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hzero.comm.peers import LaneHops
-from hzero.comm.watchdog import WRITES_PER_S, Watchdog, _judged
+from hzero.comm.watchdog import WRITES_PER_S, LaneHops, Watchdog, _judged
 from tests.ranks import on_ranks
 
 test_on_ranks = on_ranks({4: ("tests.comm.watchdog_checks",)}, timeout=120)

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hzero.codecs import backends
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Collectives, WireLog
-from hzero.comm.runtime import Call
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
 from hzero.plan.program import Program, StagePrograms
@@ -114,7 +113,9 @@ def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[s
         totals = [torch.zeros(plan.gradient_rows * chunk) for chunk in chunks] if name == "micro" else None
         for _ in range(5):  # the first run prepares, and the next ones take memory that it gave back
             with counted() as found[name]:
-                finished(bound.steps(lambda value=value: value, None, Call(5, 6, into=lambda totals=totals: totals)))
+                finished(
+                    bound.steps(lambda value=value: value, seed=5, first_seed=6, into=lambda totals=totals: totals)
+                )
     return found
 
 
