@@ -2,6 +2,28 @@
 
 A lane is a thread on CPU and a stream on an accelerator. It runs the hops of its chains in the order of submission, which is the
 same on all ranks. So all ranks start the collectives of a communicator in the same order.
+
+A gather over the lanes ``gpu`` and ``gcd`` on CPU, from the request to the wait. ``resume`` is `Chain._resume`, which runs
+`hzero.comm.runtime.BoundProgram.steps` to its next ``yield``::
+
+    thread            call                                        effect
+    caller            Weights.unshard > BoundProgram.run > Lanes.submit
+                          resume                                  reads the inputs
+                                                                  the chain takes a place on both lanes
+    lane gpu          Lanes._serve > _run
+                          resume > Collective.start               encodes, starts the hop
+                          Pending.end                             waits for the hop
+                          Chain._pass                             lane gcd may continue
+    lane gcd          Lanes._serve > _run
+                          resume > Pending.wait, Collective.start takes the message, recodes it, starts the hop
+                          Pending.end                             waits for the hop
+                      Lanes._serve                                starts the lane's next hop, if its inputs are ready
+                          resume > Pending.wait                   takes the message, decodes it
+                          Chain._pass                             stores the result
+    caller            Chain.wait                                  returns the result
+
+On a device, `Lanes._enqueue` resumes the chain inside `Lanes.submit`, each time on the stream of the next lane. `Pending.wait`
+makes that stream wait, and `Chain.wait` the caller's.
 """
 
 from __future__ import annotations
@@ -12,6 +34,7 @@ import functools
 import math
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -485,11 +508,9 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
         if _of_world is not None:  # a destroyed world
             _of_world[1].end(0)
         new_order = order or ("strict" if device is not None and torch.version.hip else "lanes")
-        if device is None or transport == "mpi":
-            around = contextlib.nullcontext if device is None else partial(host_steps, device.current_device())
-            lanes = Lanes(None, around, new_order)
-        else:
-            lanes = Lanes(DeviceStreams(device, new_order), order=new_order)
+        streams = None if device is None or transport == "mpi" else DeviceStreams(device, new_order)
+        around = contextlib.nullcontext if device is None or streams else partial(host_steps, device.current_device())
+        lanes = Lanes(streams, around, new_order)
         lanes.kind = kind
         _of_world = dist.group.WORLD, lanes
     found = _of_world[1]
@@ -525,9 +546,13 @@ def _end_with_process() -> None:
             if ended and thread.name.startswith("hzero "):
                 thread.join(_LONGEST_S)
                 ended = not thread.is_alive()
-        if failed and not ended:
-            sys.stdout.flush()
-            sys.stderr.flush()
+        if failed and not ended:  # peers may never come; the interpreter's shutdown could abort
+            print("hzero: the script has failed, so hops in flight are not waited for", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                sys.stdout.flush()
+            if sys.last_type is KeyboardInterrupt:  # the status that Python gives
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGINT)
             os._exit(1)
 
     dist.destroy_process_group = c10d.destroy_process_group = destroy
@@ -535,6 +560,13 @@ def _end_with_process() -> None:
 
 
 def _end_hops(after_error: bool) -> bool:
-    """Waits for hops in flight: without a limit, since peers may be late, or shortly after an error."""
+    """Waits for hops in flight: until their timeout, since peers may be late, or shortly after an error.
+
+    Returns:
+        Whether all have ended.
+    """
+    chains = [] if _of_world is None or after_error else list(_of_world[1]._running)
     ended = _of_world is None or _of_world[1].end(_LONGEST_S if after_error else None)
+    for error in dict.fromkeys(str(chain._error) for chain in chains if chain._error is not None):
+        print(f"hzero: warning: in flight at the end of the script: {error}", file=sys.stderr, flush=True)
     return ended and messages_dropped(_LONGEST_S)

@@ -24,7 +24,7 @@ from torch.distributed import destroy_process_group  # before hzero can replace 
 
 import hzero.deepspeed  # noqa: F401  # or each rank would import it
 from hzero import validation
-from hzero.comm import watchdog
+from hzero.comm import Communicator, watchdog
 from hzero.comm.wires import process_group
 from hzero.launch import free_port
 from hzero.validation import ConfigError, of_all_ranks
@@ -32,7 +32,7 @@ from tests.deepspeed import training
 
 #: Weak references to messages, whose callbacks gloo's threads call.
 messages: list[Any] = []
-WAYS = ("destroy", "bound", "engines", "nothing", "all raise", "rank 0 raises", "rank 1 raises")
+WAYS = ("destroy", "bound", "engines", "nothing", "all raise", "rank 0 raises", "rank 1 raises", "peers never come")
 
 
 def engine_of(preset: str) -> Any:
@@ -63,6 +63,16 @@ def drop_late() -> None:
         dropping.wait()
 
 
+def leave_hops() -> None:
+    """Ends both ranks with a message in flight that nobody sends, rank 1 before that hop's timeout."""
+    grid = {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    ranks = Communicator({"topology": grid}, timeout=timedelta(seconds=5), uses=["messages"])
+    ranks.recv(torch.empty(8), 1 - dist.get_rank(), async_op=True)
+    if dist.get_rank():
+        raise KeyboardInterrupt
+    sys.exit(3)
+
+
 def name_threads() -> None:
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("hzero")]
     print(f"threads at exit: {names}", file=sys.stderr)
@@ -70,6 +80,8 @@ def name_threads() -> None:
 
 def train(way: str) -> None:
     deepspeed.init_distributed("gloo")
+    if way == "peers never come":
+        leave_hops()
     engines = [engine_of("topo" if way == "nothing" else "lossless") for _ in range(2 if way == "engines" else 1)]
     for number in range(5):
         for engine in engines:
