@@ -2,11 +2,15 @@
 
     python -m tests.kernels.costs [--against CHECKOUT] [--rows 384]
 
-Instructions are those that `tests.kernels.gfx90a` executes of hipcc's assembly, lanes times instructions by elements. The
-issue bound is the time in which the 110 compute units of a chiplet start the vector instructions, one each in a cycle of
-1.7 GHz, as a share of the time that its memory needs for the bytes, at 1.6 TB/s. Accesses to elements, of so many rows that do
-not start at multiples of 16 bytes, are counted in the emulation of the source. All accesses, to codes and scales too, are those
-of the assembly: of int4 a thread has 8 bytes of codes and of int2 4, and lanes follow each other in memory.
+It prints three tables:
+
+1. Instructions that `tests.kernels.gfx90a` executes of hipcc's assembly, lanes times instructions by elements. The issue bound is
+   the time in which the 110 compute units of a chiplet start the vector instructions, one each in a cycle of 1.7 GHz, as a share
+   of the time that its memory needs for the bytes, at 1.6 TB/s.
+2. All memory accesses of that assembly by width, to codes, scales and arguments too. A thread has 8 bytes of codes in int4 and 4
+   in int2, so these cannot be 16 bytes wide; successive lanes access successive addresses.
+3. Accesses to elements alone, by width, of rows that start anywhere, as the emulation of the source counts them. At least 90 % of
+   these are to be 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from hzero.codecs import reference
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import BLOCK_CODECS, RecordFormat, Rows
+from hzero.validation import positive
 from tests.kernels.gfx90a import Simulated
 
 #: A shard of 4096 * 4096 elements on 384 ranks, and the next one of which all start at multiples of 16 bytes.
@@ -37,6 +42,7 @@ UNALIGNED, ALIGNED = 43_691, 43_696
 PEERS = 4
 MEMORY, ISSUE = 1.6e12, 110 * 1.7e9
 WIDTHS = (16, 8, 4, 2)
+HIPCC = shutil.which("hipcc") or "/opt/rocm/bin/hipcc"
 
 
 def calls(backend: Any, chunk: int, rows: int) -> Iterator[tuple[str, Any]]:
@@ -74,7 +80,7 @@ def instructions(kernels: Path, rows: int) -> dict[str, dict[str, dict[str, floa
 
     def assembly(family: str) -> str:
         with tempfile.TemporaryDirectory() as folder:
-            command = [shutil.which("hipcc") or "/opt/rocm/bin/hipcc", "--cuda-device-only", "-O3", "-std=c++17", "-S"]
+            command = [HIPCC, "--cuda-device-only", "-O3", "-std=c++17", "-S"]
             out, env = Path(folder) / "out.s", {**os.environ, "HIP_PLATFORM": "amd"}
             command += ["--offload-arch=gfx90a", str(kernels / f"{family}.hip"), "-o", str(out)]
             subprocess.run(command, env=env, check=True, capture_output=True)
@@ -97,10 +103,10 @@ def instructions(kernels: Path, rows: int) -> dict[str, dict[str, dict[str, floa
     return found
 
 
-def before(checkout: Path, rows: int) -> Any:
+def before(other: Path, rows: int) -> Any:
     """The same of another checkout, by its own package."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "hzero").symlink_to(checkout / "hzero")
+        (Path(folder) / "hzero").symlink_to(other / "hzero")
         path = os.pathsep.join([folder, str(Path(__file__).resolve().parents[2])])
         command = [
             sys.executable,
@@ -108,7 +114,7 @@ def before(checkout: Path, rows: int) -> Any:
             "-m",
             "tests.kernels.costs",
             "--json",
-            str(checkout / "hip_kernels"),
+            str(other),
             "--few",
             str(rows),
         ]
@@ -131,21 +137,30 @@ def accesses(rows: int) -> Iterator[tuple[str, dict[int, int]]]:
             yield name, made
 
 
+def checkout(text: str) -> Path:
+    """The ``type`` of an argument that names a checkout."""
+    if not (Path(text) / "hip_kernels" / "encode.hip").exists():
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a checkout of hzero")
+    return Path(text).resolve()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="another checkout, whose instructions are counted too")
-    parser.add_argument("--rows", type=int, default=384, help="of which accesses are counted (default 384)")
-    parser.add_argument("--few", type=int, default=4, help="rows of which instructions are counted (default 4)")
-    parser.add_argument("--json", type=Path, help="print the counts of these sources, unformatted")
+    parser.add_argument("--against", type=checkout, help="another checkout, whose instructions are counted too")
+    count = positive(int, 4096)
+    parser.add_argument("--rows", type=count, default=384, help="rows of the third table (default 384)")
+    parser.add_argument("--few", type=count, default=4, help="rows of the first two tables (default 4)")
+    parser.add_argument("--json", type=checkout, help="print the instructions of this checkout, unformatted")
     arguments = parser.parse_args()
+    if not Path(HIPCC).exists():
+        parser.error(f"found no hipcc on PATH, nor {HIPCC}, which compiles for gfx90a")
     if arguments.json:
-        print(json.dumps(instructions(arguments.json, arguments.few)))
+        print(json.dumps(instructions(arguments.json / "hip_kernels", arguments.few)))
         return
     own = instructions(Path(hzero.__file__).parents[1] / "hip_kernels", arguments.few)
-    others = [own, *([before(arguments.against.resolve(), arguments.few)] if arguments.against else [])]
-    print(
-        "| kernel, bfloat16 | shards of | vector instr. per element | scalar | memory | bytes | issue bound / HBM bound |"
-    )
+    others = [own, *([before(arguments.against, arguments.few)] if arguments.against else [])]
+    print("## Instructions of the gfx90a assembly\n")
+    print("| kernel, bfloat16 | shards of | vector per element | scalar | memory | bytes | issue bound / HBM bound |")
     print("|---" * 7 + "|")
     for name, chunk in ((name, chunk) for name in own for chunk in (ALIGNED, UNALIGNED)):
         for found, when in reversed([*zip(others, ("", ", before"))]):
@@ -153,17 +168,15 @@ def main() -> None:
             share = kinds["v"] / 64 / ISSUE / (moved(name) / MEMORY)
             counted = " | ".join(f"{kinds[kind]:.2f}" for kind in ("v", "s", "memory"))
             print(f"| {name}{when} | {chunk:,} | {counted} | {moved(name):.2f} | {share:.2f} |")
-    print(
-        f"\n| all accesses, shards of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | bytes in accesses of 16 |\n{'|---' * 6}|"
-    )
+    print("\n## All accesses of the gfx90a assembly by width: elements, codes, scales and arguments\n")
+    print(f"| shards of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | bytes in accesses of 16 |\n{'|---' * 6}|")
     for name, found in own.items():
         counts = {width: found[str(UNALIGNED)].get(f"{width} bytes", 0.0) for width in WIDTHS}
         made, moves = sum(counts.values()), sum(width * count for width, count in counts.items())
         shares = " | ".join(f"{count / made:.1%}" for count in counts.values())
         print(f"| {name} | {shares} | {16 * counts[16] / moves:.1%} |")
-    print(
-        f"\n| elements of {arguments.rows} rows of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | 16 bytes wide |\n{'|---' * 6}|"
-    )
+    print("\n## Accesses to elements by width, counted by the emulation; to be 16 bytes wide: at least 90 %\n")
+    print(f"| {arguments.rows} rows of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | 16 bytes wide |\n{'|---' * 6}|")
     for name, made in accesses(arguments.rows):
         counts = " | ".join(f"{made[width]:,}" for width in WIDTHS)
         print(f"| {name} | {counts} | {made[16] / sum(made.values()):.1%} |", flush=True)

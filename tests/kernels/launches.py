@@ -25,10 +25,11 @@ from hzero.codecs import backends
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.wires import STAGE
-from hzero.config import parse_config
+from hzero.config import PRESETS, parse_config
 from hzero.plan.program import Program, StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
+from hzero.validation import one_of, positive
 from tests.comm.simulated import finished, peers
 
 GRID = Grid(2, 4, 2)
@@ -121,9 +122,12 @@ def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=256, help="of the layer (default 256)")
+    parser.add_argument("--width", type=positive(int, 1 << 14), default=256, help="of the layer (default 256)")
     parser.add_argument("presets", nargs="*", default=["lossless", "topo", "zero3", "mild"])
     arguments = parser.parse_args()
+    for preset in arguments.presets:
+        if preset not in PRESETS:
+            parser.error(str(one_of("presets", preset, PRESETS)))
     for preset in arguments.presets:
         runs = launches(preset, arguments.width)
         faults = {name: started.pop("page faults", 0) for name, started in runs.items()}

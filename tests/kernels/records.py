@@ -8,6 +8,7 @@ that to one record per rank that all norms and biases of a layer would share.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,7 @@ def launched(chunks: Sequence[int], fmt: RecordFormat, world: int) -> tuple[int,
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(
         "| layer | ranks | codec | into a node, MB | with a shared record | less | threads with elements, all | small ones |"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hzero.codecs.launchers import AXES, TENSORS
 from hzero.codecs.reference import checksums, trailers
 from hzero.config import CodecConfig
 from tests.codecs.samples import FLOATS, numbers, same
-from tests.kernels import costs
+from tests.kernels import costs, launches, records
 from tests.kernels.cases import KINDS, REFERENCE, Calls, Case, compared, disagreements, random_case
 from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG, run_python
@@ -189,6 +190,27 @@ def test_unaligned_shards_are_moved_16_bytes_at_a_time() -> None:
     """As the emulation counts accesses to elements."""
     for name, made in costs.accesses(rows=3):
         assert made[16] > 0.93 * sum(made.values()), (name, made)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (costs, "--rows 0 | found '0'; expected more than 0"),
+        (costs, "--against . --few x | found 'x'; expected more than 0"),
+        (costs, "--against /nowhere | found '/nowhere'; expected a checkout of hzero"),
+        (launches, "--width -1 | found '-1'; expected more than 0"),
+        (launches, "topo topp | presets: found 'topp'; expected .* (did you mean 'topo'?)"),
+        (records, "all | unrecognized arguments: all"),
+    ],
+)
+def test_commands_that_count_refuse_nonsense(
+    command: Any, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, _, says = says.partition(" | ")
+    monkeypatch.setattr("sys.argv", [command.__name__, *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert re.search(re.escape(says).replace(r"\.\*", ".*"), capsys.readouterr().err)
 
 
 def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device]) -> None:
