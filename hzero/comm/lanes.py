@@ -272,8 +272,7 @@ class Lanes:
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         order: CollectiveOrder = "lanes",
     ) -> None:
-        self.streams, self.order, self.failures, self._around = streams, order, 0, around
-        self.kind = "cpu"
+        self.streams, self.order, self.kind, self.failures, self._around = streams, order, "cpu", 0, around
         self._jobs: dict[Lane | None, queue.SimpleQueue[Any]] = {}
         self._running: dict[Chain[Any], None] = {}
         self._changed = threading.Condition()  # guards `_running`

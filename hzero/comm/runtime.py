@@ -160,7 +160,7 @@ class Collectives:
             arriving, raw = received * row, received * sum(bucket.chunks) * bucket.dtype.itemsize
         counts = WireEntry(bucket.role, tier, step.codec.codec, 1, elements, size, arriving, raw)
         how |= {"algorithm": step.algorithms.of(size), "root": step.root, "counts": counts}
-        what = _described(step, bucket)
+        what = f"{bucket.label} in codec {step.codec.codec}"
         return self.prepare(self.lane(bucket, tier), step.kind, size, what, dtype=bucket.dtype, **how)
 
     def receives(self, step: Cross) -> bool:
@@ -476,10 +476,6 @@ def _rows_of(table: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 # ---- hops -----------------------------------------------------------------------------------------------------------
 
 
-def _described(step: Cross, bucket: Bucket) -> str:
-    return f"{bucket.label} in codec {step.codec.codec}"
-
-
 class _UnsizedCollective:
     """A collective of messages without a fixed size. It first exchanges the largest size, for which the host waits.
 
@@ -492,7 +488,7 @@ class _UnsizedCollective:
 
     def __init__(self, collectives: Collectives, bucket: Bucket, step: Cross, device: torch.device) -> None:
         self._collectives, self._bucket, self._step, self._device = collectives, bucket, step, device
-        self._codec = module_of(step.codec.format)
+        self._codec, self._what = module_of(step.codec.format), f"{bucket.label} in codec {step.codec.codec}"
         self._parts = step.ranks if step.kind == "all_to_all" else 1
         self._senders = step.ranks if step.kind in ("all_to_all", "all_gather") else 1
         self._rows = step.rows // self._parts
@@ -500,13 +496,13 @@ class _UnsizedCollective:
 
     def start(self, message: torch.Tensor, _: torch.Tensor | None) -> Pending:
         """Exchanges the length of the longest part on any rank, then the parts, padded with zeros to that length."""
-        step, bucket, what = self._step, self._bucket, _described(self._step, self._bucket)
+        step, bucket = self._step, self._bucket
         lane = self._collectives.lane(bucket, step.tiers[0])
         receives = self._collectives.receives(step)
         used = [] if receives else self._codec.cut(message, self._parts, self._row_bytes)
         longest = torch.tensor([max((part.numel() for part in used), default=0)]).to(self._device).view(torch.uint8)
         kind: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
-        lengths = self._collectives.prepare(lane, kind, longest.numel(), f"{what} (lengths)", root=step.root)
+        lengths = self._collectives.prepare(lane, kind, longest.numel(), f"{self._what} (lengths)", root=step.root)
         length = int(lengths.start(longest).wait().view(torch.int64).max())
         sent = message.new_zeros(self._parts, length)
         for place, part in zip(sent, used):
@@ -522,7 +518,7 @@ class _UnsizedCollective:
         try:
             return self._codec.whole(arrived, self._senders, self._rows, self._row_bytes)
         except ValueError as error:
-            raise HopError(f"hzero: {_described(self._step, self._bucket)}: {error}") from error
+            raise HopError(f"hzero: {self._what}: {error}") from error
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 
 from hzero.config import Tier
 
-T = TypeVar("T")
 #: Channel of a stage's lanes.
 STAGE = "stage"
 #: Name of a communicator: channel and tier, for a stage or one use of a `Communicator`. Point-to-point messages add a third

@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import nvtx, set_z3_leaf_module
 
 from hzero.block import KEY
@@ -25,7 +26,7 @@ from hzero.deepspeed import autotp
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
-from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, release_all
+from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, release_all, request
 from hzero.deepspeed.versions import check_deepspeed
 from hzero.sequence import attach
 from hzero.topology import resolve_grid
@@ -152,7 +153,7 @@ def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: A
     return stock(engine, load_dir, tag, **how)
 
 
-#: DeepSpeed's replaced methods and their replacements. The last three also handle parameters of other engines, since one list
+#: DeepSpeed's replaced methods and their replacements. The last four also handle parameters of other engines, since one list
 #: may have parameters of several engines, and a step may change parameters of another engine.
 _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "_do_sanity_check", _check),
@@ -161,6 +162,7 @@ _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "zero_grad", _zero_grad),
     (DeepSpeedEngine, "_configure_checkpointing", _make_checkpoint_engine),
     (DeepSpeedEngine, "_load_checkpoint", _load),
+    (PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__all_gather_params_", request),
     (Init, "_all_gather", gather_exactly),
     (Init, "_partition", note_changes),
     (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", note_step),

@@ -403,6 +403,16 @@ def _measure(managed: Managed) -> bool:
 # ---- functions that DeepSpeed calls with parameters of several engines ---------------------------------------------------
 
 
+def request(stock: Any, coordinator: Any, params: Iterable[ZeroParameter], *args: Any, **kwargs: Any) -> None:
+    """``PartitionedParameterCoordinator.__all_gather_params_``, which calls ``params[0].all_gather_coalesced(params)``.
+
+    The parameters may belong to several engines, and their order differs between ranks. A parameter of an engine with a block
+    comes first here. `StageState.gather` then divides the request in the same way on all ranks.
+    """
+    managed_first = sorted(params, key=lambda param: (not hasattr(param, "hzero_managed"), param.ds_id))
+    stock(coordinator, managed_first, *args, **kwargs)
+
+
 def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args: Any, **kwargs: Any) -> Any:
     """``Init._all_gather``, which stock's ``param.all_gather`` calls.
 

@@ -222,9 +222,8 @@ class Engine(Traffic):
     def after_step(self, *, done: bool) -> None:
         """Ends the window of an optimizer step. ``done`` is False if the step was discarded."""
         if done:
-            self.gradients.commit()
             self.guard.stepped()
-        self.gradients.clear()
+        self.gradients.clear(done=done)
         watchdog = shared_watchdog()
         watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
@@ -279,7 +278,7 @@ class Engine(Traffic):
         """Returns the measured bytes of each state on this rank, without transient buffers.
 
         Accumulators and error feedback are peaks, since they are allocated and freed within a step. Resident weights are
-        current.
+        current. Call `settle` before, since copies and sums in flight do not count yet.
         """
         copies = (param.resident for param in self.weights.parameters.values())
         return {

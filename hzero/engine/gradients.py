@@ -96,7 +96,7 @@ class Gradients:
        collected until their parts reach ``boundary_message_bytes``, since parts are smallest there.
     2. `finish`, at the boundary: sends the partial sums that the last micro-step has not sent, and delivers this rank's shards
        of the average.
-    3. `commit`, if the step was done; then `clear`, in any case.
+    3. `clear`, after the step.
 
     After an error the window is lost: `accumulate`, `wait_reduced` and `finish` raise until `clear`.
 
@@ -326,12 +326,10 @@ class Gradients:
 
     # ---- the end of a window -------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
-        """Keeps the residuals of this window, whose step is done."""
-        self._collectives.feedback.commit()
-
-    def clear(self) -> None:
-        """Starts a new window: discards sums, the error and pending residuals."""
+    def clear(self, *, done: bool = False) -> None:
+        """Starts a new window: discards sums, the error and, unless the step was ``done``, the residuals that it changed."""
+        if done:
+            self._collectives.feedback.commit()
         self._drop()
         self._error = None
 

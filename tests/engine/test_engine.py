@@ -88,8 +88,7 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
         one.gradients.wait_reduced()
         if one.gradients.waiting:
             one.gradients.finish(torch.float32, 1.0, deliver)
-        one.gradients.commit()
-        one.gradients.clear()
+        one.gradients.clear(done=True)
         one.set(1)
         one.weights.mark_stale(one.params)
         into = {key: torch.full((chunk_numel(numel, WORLD) * WORLD,), math.nan) for key, numel in enumerate(NUMELS)}
@@ -173,8 +172,7 @@ def test_buckets_share_a_message_of_the_outermost_tier(
                         [param], [gradient], torch.float32, 1.0, last=micro + 1 == micros, deliver=deliver
                     )
             one.gradients.finish(torch.float32, 1.0, deliver)
-            one.gradients.commit()
-            one.gradients.clear()
+            one.gradients.clear(done=True)
         calls = {tier: one.collectives.peers[STAGE, tier].wires.calls for tier in ("gcd", "node", "group")}
         return [delivered[key] for key in sorted(delivered)], calls
 

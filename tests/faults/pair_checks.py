@@ -6,11 +6,14 @@ Run by test_between_steps.py on 2 ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
@@ -143,6 +146,35 @@ def check_a_frozen_weight_in_common_that_a_context_changes() -> None:
         return found
 
     _as_stock(shared, 1e-5, 0.05, True)
+
+
+def check_a_request_for_both_whose_order_differs_between_ranks() -> None:
+    """DeepSpeed's requests are sets. Layers of both models share a frozen weight, and each has a bias of its own."""
+    name = "_PartitionedParameterCoordinator__all_gather_params_"
+    requests, heads = getattr(PartitionedParameterCoordinator, name), set[bool]()
+
+    def in_another_order(coordinator: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        params = sorted(params, key=lambda param: hasattr(param, "hzero_managed") != (dist.get_rank() == 0))
+        if len({hasattr(param, "hzero_managed") for param in params}) == 2:
+            heads.add(hasattr(params[0], "hzero_managed"))
+        requests(coordinator, params, *args, **kwargs)
+
+    def trained(pair: Pair) -> list[float]:
+        torch.manual_seed(4)
+        weight = nn.Parameter(torch.randn(9, 9), requires_grad=False)
+        models = nn.Linear(9, 9), nn.Linear(9, 9)
+        for model in models:
+            model.weight = weight
+        engines = [_engine(preset, model) for preset, model in zip(pair, models)]
+        x = torch.linspace(-1, 1, 9).view(1, 9)
+        found = [_step(one, x) for _ in range(3) for one in engines]
+        for one in engines:
+            one.destroy()
+        return found
+
+    with mock.patch.object(PartitionedParameterCoordinator, name, in_another_order):
+        _as_stock(trained, 1e-5, 0.05, True)
+    assert heads == {dist.get_rank() == 0}, "the first parameter of a request"
 
 
 def check_an_engine_without_an_optimizer_reads_what_another_trains() -> None:
