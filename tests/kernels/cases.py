@@ -15,6 +15,7 @@ from hzero.codecs import reference
 from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import BLOCK_CODECS, FIXED, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers, same
+from tests.kernels.emulated import SANITIZED
 
 KINDS = ("normal", "constant", "zero", "subnormal", "huge", "nan", "infinite", "halves", "signs", "ties")
 
@@ -103,6 +104,9 @@ def _flat(result: Any) -> list[torch.Tensor]:
 def compared(backend: Any, device: torch.device, name: str, *arguments: Any) -> Iterator[str]:
     """The call, if the backend finds other bits than the reference."""
     there = [_there(argument, device) for argument in arguments]
+    if SANITIZED:
+        getattr(Calls(backend), name)(*there)
+        return
     want, got = (getattr(one, name)(*given) for one, given in ((REFERENCE, arguments), (Calls(backend), there)))
     if not same(_flat(got), _flat(want)):
         yield f"{name}{arguments[1:]}"
@@ -122,7 +126,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         base = [numbers("normal", t.numel(), t.dtype, 8) for t in source]
         yield from compare("encode_difference", source, base, rows, fmt, seed)
 
-    payload = REFERENCE.encode(source, rows, fmt, seed)
+    payload = Calls(backend if SANITIZED else reference).encode(source, rows, fmt, seed)
     for dtype in (case.dtype,) if fmt.traits.plain else FLOATS:
         yield from compare("decode", payload, rows, fmt, dtype)
         onto = [numbers("normal", rows.total * chunk, dtype, 5) for chunk in case.chunks]

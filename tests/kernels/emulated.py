@@ -18,12 +18,14 @@ from hzero.codecs import launchers
 from hzero.codecs.launchers import FAMILIES
 from tests.ranks import ROOT
 
-__all__ = ["FAMILIES", "KERNELS", "LIBRARY", "EmulatedKernels", "build"]
+__all__ = ["FAMILIES", "KERNELS", "LIBRARY", "SANITIZED", "EmulatedKernels", "build"]
 
 KERNELS = ROOT / "hip_kernels"
 #: tests/kernels/test_sanitizers.py sets both: the host library to test, and more flags for the emulation.
 LIBRARY = Path(os.environ.get("HZERO_TESTS_LIBRARY", launchers.LIBRARY))
 _FLAGS = os.environ.get("HZERO_TESTS_CXXFLAGS", "").split()
+#: Whether this process looks for faults of memory alone: bits are compared without sanitizers, which make that slow.
+SANITIZED = bool(_FLAGS) or "HZERO_TESTS_LIBRARY" in os.environ
 
 
 def compiler() -> str:
