@@ -26,7 +26,8 @@ mkdir -p "$logs" && touch "$logs/began" || exit 1 # checkpoints of this start ar
 if [ -z "${SLURM_JOB_END_TIME:-}" ] && ends=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e) && [ -n "$ends" ]; then
   SLURM_JOB_END_TIME=$(date --date="$ends" +%s 2>/dev/null) && export SLURM_JOB_END_TIME # NONE without a limit
 fi
-# `scancel` sends SIGTERM, of which bash learns when the step has ended: the job is not started again then.
+# `scancel` sends SIGTERM, of which bash learns when the step has ended: the job is not started again then. Ranks that save at once
+# may end before the signal comes here; the job is then no longer running for Slurm.
 cancelled=
 trap 'cancelled=1' TERM
 # A step with all ranks, whose output is one file per node.
@@ -63,6 +64,7 @@ case $status in
   [ -z "$(find "$run" -name complete.json -newer "$logs/began" -print -quit)" ] || again="failed with status $status"
   ;;
 esac
+[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != COMPLETING ] || cancelled=1
 if [ -n "$again" ] && [ -z "$cancelled" ] && [ "$restart" -lt "${HZERO_RESTARTS:-20}" ]; then
   say "$again; the job is started again"
   # It ends this script, unless the site does not allow it.

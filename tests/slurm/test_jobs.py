@@ -115,8 +115,9 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
 @LONG
 def test_the_nodes_are_checked_before_training(jobs: _Jobs) -> None:
     """The doctor finds nothing that keeps training from working; training then refuses the key."""
-    number = jobs.send("checked", "zero=tpo", HZERO_CHECK="1")
-    jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the key is refused")
+    with tempfile.TemporaryDirectory() as folder, forking.python(Path(folder)) as program:
+        number = jobs.send("checked", "zero=tpo", HZERO_CHECK="1", HZERO_PYTHON=str(program))
+        jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the key is refused")
     assert "checking 2 nodes" in jobs.log("checked", number) and "did you mean 'topo'?" in jobs.log("checked", number)
 
 
