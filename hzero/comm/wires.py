@@ -104,7 +104,13 @@ class TorchWires:
         works += [group.recv([received[rank]], rank, 0) for rank in reversed(others) if len(received[rank])]
         works += [group.send([sent[rank]], rank, 0) for rank in others if len(sent[rank])]
         received[own].copy_(sent[own])
-        return SimpleNamespace(wait=lambda: [work.wait(self._timeout) for work in works])
+        return SimpleNamespace(wait=partial(self._wait_for, works))
+
+    def _wait_for(self, works: Sequence[Work], limited: bool = True) -> None:
+        """Waits for messages. gloo applies their timeout in ``wait()``: ``limited``, all of them together have one."""
+        ends = time.monotonic() + self._timeout.total_seconds()
+        for work in works:
+            work.wait(*[timedelta(seconds=max(ends - time.monotonic(), 0.001))] * limited)
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
         """Sends the whole message to ``target`` and receives as many bytes from ``source``; all ranks exchange at the same time.
@@ -113,12 +119,11 @@ class TorchWires:
         (`_nccl_should_send_recv` in its nccl.cpp), and NCCL, RCCL and gloo send messages of zero bytes.
         """
         to, back = self._rank(target), self._rank(source)
-        limit = (self._timeout,) if message.is_cpu else ()  # gloo applies a send's or receive's timeout in wait()
 
         def start(group: dist.ProcessGroup, async_op: bool) -> Work:
             pair = [dist.P2POp(dist.irecv, output, back, group), dist.P2POp(dist.isend, message, to, group)]
             works = dist.batch_isend_irecv(pair)
-            both = SimpleNamespace(wait=lambda: [work.wait(*limit) for work in works])
+            both = SimpleNamespace(wait=partial(self._wait_for, works, message.is_cpu))
             return both if async_op else both.wait()
 
         return self._starts(start)()
@@ -130,8 +135,7 @@ class TorchWires:
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
         """Sends a message to one rank, or receives one. Messages of one direction between two ranks arrive in order."""
         work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group)
-        # gloo applies the timeout of a send or receive in wait().
-        return SimpleNamespace(wait=partial(work.wait, self._timeout)) if message.is_cpu else work
+        return SimpleNamespace(wait=partial(self._wait_for, [work])) if message.is_cpu else work
 
     def _rank(self, place: int) -> int:
         return dist.get_global_rank(self._group, place)

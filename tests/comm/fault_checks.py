@@ -21,7 +21,7 @@ from hzero.plan.program import gather_program, reduce_program
 from hzero.topology.grid import Grid
 from tests.comm.faulty import CORRUPTIONS, Fault, FaultyCollectives
 from tests.comm.tiered_checks import GRIDS, WORLD, _bucket, _collectives, _everyones
-from tests.rank_main import begin_anew
+from tests.rank_main import TRANSPORT, begin_anew
 
 
 def _faulty(grid: Grid, *, timeout: timedelta | None = None, seed: int = 0, **block) -> FaultyCollectives:
@@ -133,6 +133,24 @@ def check_an_exchange_waits_for_no_other_rank() -> None:
             assert arrived.tolist() == [rank ^ 1] * 3
             order.set(f"exchange of {rank}", "")
         order.wait([f"exchange of {2 * pair + place}" for place in (0, 1)], seconds)
+
+
+def check_an_exchange_with_all_ranks_has_one_timeout() -> None:
+    """Rank 0 waits for ranks of which each is less than a timeout later than the one before it."""
+    if TRANSPORT != "torch":
+        pytest.skip("gloo's messages apply the timeout one by one")
+    rank, seconds = dist.get_rank(), timedelta(seconds=0.8)
+    wires, part = TorchWires(process_group(("slow", "node"), range(WORLD), seconds), seconds), torch.ones(3)
+    wires.all_gather(torch.empty(WORLD * 3), part).wait()  # connects
+    dist.barrier()
+    time.sleep(0.6 * min(-rank % WORLD, 3))  # rank 0 receives from its last peer first
+    started, failed = time.monotonic(), False
+    try:
+        wires.all_gather(torch.empty(WORLD * 3), part).wait()
+    except RuntimeError:
+        failed = True
+    assert rank or (failed and 0.7 < time.monotonic() - started < 1.6)
+    dist.barrier()
 
 
 def check_delays_change_no_bit() -> None:
