@@ -225,7 +225,7 @@ def _parts(plan: ShardPlan, job: Job) -> list[tuple[ShardPlan, list[int]]]:
 def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -> States:
     """The stage's transient states, from the buffers of its programs. ``made``: elements of gradients outside messages.
 
-    Parameters of different plans do not share messages. Each bucket counts as if it had only parameters of the largest plan.
+    Parameters of different plans do not share messages.
     """
     itemsize, parts = job.itemsize, [(one, part, StagePrograms.of(one)) for one, part in _parts(plan, job)]
     # The number of refreshes ahead is limited, in addition to the refreshes that a layer needs. Crossings are limited by route.
@@ -236,11 +236,19 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         """Bytes of the messages of a bucket of ``numel`` elements."""
         return program.peak_bytes([chunk_numel(numel, plan.grid.world_size)], itemsize)
 
-    size = max(peak(programs.unshard, fetched) for _, _, programs in parts)
+    def most(name: str, numel: int) -> int:
+        """Bytes of the messages of the bucket of ``numel`` elements whose messages are largest."""
+        size, each = 0, [(getattr(programs, name), sum(numels)) for _, numels, programs in parts]
+        for program, there in sorted(each, key=lambda one: -peak(one[0], numel)):
+            size, numel = size + peak(program, min(there, numel)), max(numel - there, 0)
+        return size
+
+    size = most("unshard", fetched)
     states = {"transient gather": State(size, f"payload of {fetched:,} elements on their way")}
     if all(one.whole_copies for one, _, _ in parts):
         states = dict.fromkeys(("transient parameters", "transient gather"), State(0, "none: the weights are whole"))
-    states["transient refresh"], reduced, sums = State(0, "none"), 0, [0, 0]
+    states["transient refresh"], sums = State(0, "none"), [0, 0]
+    reduced = max(count * most("micro", bucket), crossing * max(most("boundary", bucket), most("outermost", bucket)))
     for one, numels, programs in parts:
         if one.keeps_copies:
             refreshed = min(max(one.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
@@ -249,8 +257,6 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
             size = ahead * peak(programs.uncoded if one.differences else programs.refresh, refreshed) + decoded
             what = f"{ahead} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
             states["transient refresh"] = max(states["transient refresh"], State(size, what))
-        crossed = max(peak(programs.boundary, bucket), peak(programs.outermost, bucket))
-        reduced = max(reduced, count * peak(programs.micro, bucket), crossing * crossed)
         together = min(one.boundary_numel(bucket, itemsize), sum(numels))
         if together > bucket:
             # The sums use the memory of accumulators, if there are accumulators.
