@@ -87,7 +87,9 @@ class Orthogonalizer:
             whole = received[:, :chunk].reshape(-1)[: param.ds_numel].view(param.ds_shape)
             heads = getattr(param, "muon_num_heads", None)
             # If the momentum equals the gradient, the update is the orthogonalised gradient.
-            update = muon_update(whole, whole.clone(), nesterov=False, ns_method=method, num_heads=heads)
+            # Stock compiles it. On CPU, this takes a minute and a C++ compiler, and gains nothing.
+            with torch.compiler.set_stance("force_eager" if whole.is_cpu else "default"):
+                update = muon_update(whole, whole.clone(), nesterov=False, ns_method=method, num_heads=heads)
             update = torch.where(torch.isfinite(whole).all(), update, torch.nan).reshape(-1)
             padded = torch.nn.functional.pad(update, (0, ranks * chunk - param.ds_numel))
             answer[:, :chunk] = padded.view(ranks, chunk)
