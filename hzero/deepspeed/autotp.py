@@ -45,7 +45,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Ow
     if world is not None:
         if world.world_size % size:
             raise ConfigError(
-                f"tensor_parallel.autotp_size: found {size}, which does not divide {world.world_size} ranks"
+                f"tensor_parallel.autotp_size: found {size}; expected a divisor of {world.world_size} ranks"
             )
         for first in range(0, world.world_size, size):  # all groups, so that all ranks raise the same error
             check_tensor_group(range(first, first + size), world)

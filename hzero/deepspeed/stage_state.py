@@ -358,9 +358,7 @@ class StageState(Engine):
                 return Handles([wanted[0].stock["all_gather_coalesced"](params, **how)])
         for managed in wanted:
             if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-                raise RuntimeError(
-                    f"hzero: cannot gather a parameter that is not partitioned: {managed.param.ds_summary()}"
-                )
+                raise RuntimeError(f"hzero: cannot gather, since it is not partitioned: {managed.param.ds_summary()}")
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
                 managed.drop()
                 self.weights.mark_edited(managed)

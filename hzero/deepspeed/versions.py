@@ -95,7 +95,8 @@ def sources(file: Path) -> dict[str, str]:
     found = {one.name: one for one in body if isinstance(one, ast.FunctionDef)}
     for owner in [one for one in body if isinstance(one, ast.ClassDef)]:
         for method in [one for one in owner.body if isinstance(one, ast.FunctionDef)]:
-            found[f"{owner.name}.{_mangled(owner.name, method.name)}"] = method
+            hidden = method.name.startswith("__") and not method.name.endswith("__")  # as Python mangles it
+            found[f"{owner.name}.{f'_{owner.name}' * hidden}{method.name}"] = method
     return {
         name: hashlib.sha256("\n".join(lines[one.lineno - 1 : one.end_lineno]).encode()).hexdigest()[:12]
         for name, one in found.items()
@@ -165,10 +166,6 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
 def _parts() -> list[str]:
     missing = lacking()
     return ["stage3"] + [part for part, feature in _PARTS.items() if feature not in missing]
-
-
-def _mangled(owner: str, name: str) -> str:
-    return f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -134,12 +134,9 @@ class Profile(Frozen):
 
     def check(self, grid: Grid) -> None:
         """Raises `ConfigError` if this machine cannot have such a grid."""
-        shape = (grid.gpus_per_node, grid.gcds_per_gpu)
-        if shape != (self.gpus_per_node, self.gcds_per_gpu):
-            expected = f"{self.gpus_per_node} x {self.gcds_per_gpu}"
-            raise ConfigError(
-                f"profile {self.name}: found nodes of {shape[0]} x {shape[1]} devices; expected {expected}"
-            )
+        found, expected = (f"{one.gpus_per_node} x {one.gcds_per_gpu}" for one in (grid, self))
+        if found != expected:
+            raise ConfigError(f"profile {self.name}: found nodes of {found} devices; expected {expected}")
         for key, count in (("gpus_per_hive", grid.gpus_per_hive), ("clusters", grid.clusters)):
             if count > 1:
                 raise ConfigError(f"topology.{key}: found {count}; expected 1, without rates in profile {self.name}")
@@ -225,12 +222,8 @@ class Phase:
     def parts(self) -> list[Part]:
         """Its latency, and its work if there is any."""
         longest = max(self.work.values(), default=0.0)
-        parts = [Part(self.latency_s, _shares(()))]
-        if longest:
-            parts.append(
-                Part(longest, _shares(tuple((key, value / longest) for key, value in self.work.items() if value)))
-            )
-        return parts
+        shares = _shares(tuple((key, value / longest) for key, value in self.work.items() if value))
+        return [Part(self.latency_s, _shares(())), *[Part(longest, shares)] * (longest > 0)]
 
 
 @functools.lru_cache(1 << 14)
@@ -321,9 +314,7 @@ class Machine:
         nodes, ranks, groups = self.places(crossing)
         sent = size * (crossing.ranks - 1) / crossing.ranks
         work = self._inside(crossing, sent, pairs=False)
-        between = nodes - 1
-        inside = crossing.ranks - 1 - between
-        launches = 1
+        between, inside, launches = nodes - 1, crossing.ranks - nodes, 1
         if algorithm == "hierarchical" and crossing.kind == "all_gather" and size <= gather_buffer(nodes):
             inside = ranks - 1  # devices gather their parts between the nodes first, and then all parts inside
         if nodes > 1:

@@ -10,24 +10,8 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from hzero.config import (
-    PLAIN,
-    ROLES,
-    SCOPES,
-    TIERS,
-    CodecConfig,
-    CodecsConfig,
-    CollectiveOrder,
-    HZeroConfig,
-    NodeAllGather,
-    Role,
-    Scope,
-    Tier,
-    TierCodecs,
-    TransportName,
-    tiers_inside,
-    tiers_outside,
-)
+from hzero import config
+from hzero.config import PLAIN, ROLES, SCOPES, TIERS, CodecConfig, Role, Scope, Tier, tiers_inside, tiers_outside
 from hzero.topology import Grid
 from hzero.validation import ConfigError, some
 
@@ -35,7 +19,7 @@ from hzero.validation import ConfigError, some
 _AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "checksum", "transport", "order")
 #: All-gathers of many nodes that form no groups, since a ring waits for each node. From this size on the ring is as fast: its
 #: messages go to neighbours, and few of them leave a switch group.
-_UNGROUPED = NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
+_UNGROUPED = config.NodeAllGather(algorithm="doubling", below_bytes=1 << 18)
 #: Bytes of a peer's part at which a Slingshot NIC reaches nine tenths of its rate. From this many ranks on, the latency of a
 #: tier's messages exceeds the latency of a launch.
 _PART_BYTES, _MANY_PEERS = 1 << 16, 16
@@ -60,7 +44,7 @@ class Hop:
     codec: CodecConfig
 
 
-def lossy_crossings(codecs: TierCodecs, grid: Grid) -> list[Tier]:
+def lossy_crossings(codecs: config.TierCodecs, grid: Grid) -> list[Tier]:
     """The tiers that the ranks of a grid cross with a lossy codec."""
     return [tier for tier in grid.crossed if not codecs[tier].traits.exact]
 
@@ -139,25 +123,25 @@ class ShardPlan:
     rank: int
     weights_scope: Scope
     gradients_scope: Scope
-    codecs: CodecsConfig
+    codecs: config.CodecsConfig
     error_feedback: tuple[Tier, ...] = ()
     adaptations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refresh_message_bytes: int = 0
     boundary_message_bytes: int = 0
-    node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
+    node_all_gather: config.NodeAllGather = field(default_factory=config.NodeAllGather)
     checksum: bool = False
     whole_copies: bool = False
     differences: int = 0
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
     scoped: tuple[tuple[str, ShardPlan], ...] = ()
-    transport: TransportName = "torch"
+    transport: config.TransportName = "torch"
     unit_numel: int = 0
-    order: CollectiveOrder | None = None
+    order: config.CollectiveOrder | None = None
     channel: str = "stage"
 
     @classmethod
-    def from_config(cls, config: HZeroConfig, grid: Grid, rank: int, key: str = "hzero.shard") -> ShardPlan:
+    def from_config(cls, config: config.HZeroConfig, grid: Grid, rank: int, key: str = "hzero.shard") -> ShardPlan:
         """The plan of one rank of a grid. ``key`` is the key of the scopes, for messages.
 
         If a preset's degree is a single device on this machine, it becomes the smallest scope of more than one device. So a
@@ -246,7 +230,7 @@ class ShardPlan:
         )
 
     @classmethod
-    def of_part(cls, config: HZeroConfig, grid: Grid, rank: int, channel: str) -> ShardPlan:
+    def of_part(cls, config: config.HZeroConfig, grid: Grid, rank: int, channel: str) -> ShardPlan:
         """The plan of one of the ranks that share a part of the parameters, such as an expert; see `from_config`.
 
         Scopes remain: over the package now means over those ranks of the package that have the part. If other ranks of the
@@ -281,9 +265,7 @@ class ShardPlan:
                 for (earlier, chosen), names in tied if at not in taken[-1] else ():
                     if getattr(chosen, "way", chosen) != getattr(value, "way", value):
                         tie = f"{' = '.join(names)}, which are tied and have {earlier!r} too"
-                        raise ConfigError(
-                            f"hzero.{key}.except: found {pattern!r} for {tie}; expected equal values for both"
-                        )
+                        raise ConfigError(f"hzero.{key}.except: found {pattern!r} for {tie}; expected equal values")
                 if at not in taken[-1] and not tied:
                     near = some(_nearest_to(pattern, [names[0] for names in parameters]), _NAMED)
                     raise ConfigError(
@@ -321,10 +303,10 @@ class ShardPlan:
 
     def with_codec(self, codec: CodecConfig) -> ShardPlan:
         """The plan with one codec on every tier, for weights and gradients."""
-        codecs = TierCodecs(gcd=codec, gpu=codec, node=codec, group=codec)
+        codecs = config.TierCodecs(gcd=codec, gpu=codec, node=codec, group=codec)
         return replace(
             self,
-            codecs=CodecsConfig(weights=codecs, gradients=codecs),
+            codecs=config.CodecsConfig(weights=codecs, gradients=codecs),
             differences=self.differences if not codec.traits.plain else 0,
             exceptions=(),
             scoped=(),

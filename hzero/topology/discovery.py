@@ -212,14 +212,12 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     if all(report.device is None for report in reports):
         notes.append("no GPUs found: each rank is treated as a package of one device")
     declared = {report.switch_nodes for report in reports}
-    switch_nodes = declared.pop() if len(declared) == 1 else None  # None if the nodes differ
+    switch = declared.pop() if len(declared) == 1 else None  # None if the nodes differ
+    refusal = ""
     try:
         found = grid_of(places, {} if uneven else clusters)
-        grid, refusal = (
-            dataclasses.replace(found, automatic=True, switch_nodes=switch_nodes, uneven_clusters=uneven),
-            "",
-        )
-        if not grid.regular:
+        grid: Grid | None = dataclasses.replace(found, automatic=True, switch_nodes=switch, uneven_clusters=uneven)
+        if not found.regular:
             notes.append(
                 "ranks are numbered in no regular order, so each gather and reduction needs an extra pass to reorder shards; "
                 "number the ranks of a node by PCI bus id to save it"

@@ -30,17 +30,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from hzero.config import HERE, TopologyConfig
 from hzero.files import read_text, read_whole
-from hzero.topology.machine import (
-    LINK_GB_S,
-    MAX_DEVICES,
-    PRODUCTS,
-    Device,
-    Link,
-    Machine,
-    Nic,
-    bus_id,
-    merge_links,
-)
+from hzero.topology.machine import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Machine, Nic, bus_id, merge_links
 from hzero.validation import ConfigError, Frozen, did_you_mean, nearest, validated
 
 #: Variable with the path of sysfs, for containers that mount the host's elsewhere.
@@ -600,7 +590,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if getattr(event, "anchor", None) is not None:  # also set for an alias
             raise yaml.MarkedYAMLError(
-                problem="found a reference (& or *); write the value out", problem_mark=event.start_mark
+                problem="found a reference (& or *); write it out", problem_mark=event.start_mark
             )
         return super().compose_node(parent, index)
 
