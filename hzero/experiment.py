@@ -184,12 +184,6 @@ class Precision(BaseModel, extra="allow"):
     """``train.dtype`` decides which precision is enabled."""
 
     enabled: Literal["auto"]
-
-
-class Bfloat16(Precision):
-    """DeepSpeed accepts the second key only with the first."""
-
-    bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
 
@@ -200,7 +194,7 @@ class DeepSpeedGroup(BaseModel, extra="allow"):
     train_micro_batch_size_per_gpu: Literal["auto"]
     gradient_accumulation_steps: Literal["auto"]
     gradient_clipping: Literal["auto"]
-    bf16: Bfloat16
+    bf16: Precision
     fp16: Precision
     tensor_parallel: TensorParallel = TensorParallel()
     expert_parallel: ExpertParallel = ExpertParallel()
@@ -418,8 +412,9 @@ class Experiment:
             # Stock ZeRO-3 keeps small parameters whole by default. A fair comparison shards all of them.
             own: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
         else:
-            # A run may resume on other ranks, and its evaluations should use the saved weights.
-            own = {"hzero": {"checkpoint": {}, "exact_evaluation": True, **self.block}}
+            # A run may resume on other ranks, except with AutoEP. Its evaluations should use the saved weights.
+            checkpoint: Any = None if self.deepspeed.expert_parallel.enabled else {}
+            own = {"hzero": {"checkpoint": checkpoint, "exact_evaluation": True, **self.block}}
         return {**self["deepspeed"], "zero_optimization": {**own, **self["deepspeed"]["zero_optimization"]}}
 
     def _block(self, declared: TopologyConfig) -> dict[str, Any] | None:

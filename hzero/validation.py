@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import logging
 import os
 import re
 import reprlib
@@ -123,12 +124,18 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-    """Collective block: if it raises `ConfigError` on some ranks, all ranks raise the error of the lowest of them."""
-    problem = None
+    """Collective block: if it fails on some ranks, all ranks raise `ConfigError` with the error of the lowest of them.
+
+    A rank raises an unexpected error of its own instead, with its traceback.
+    """
+    problem: str | None = None
     try:
         yield
     except ConfigError as error:
         problem = str(error)
+    except Exception as error:  # the other ranks wait for the answer
+        first_of_ranks(f"{type(error).__name__}: {error}")
+        raise
     if found := first_of_ranks(problem):
         raise ConfigError(found)
 
@@ -158,6 +165,18 @@ def library_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigError(f"{what}: {' '.join(str(error.__cause__ or error).split())[:1000]}") from None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Imports DeepSpeed in the block without a search for absent accelerators. DeepSpeed logs only errors, to stderr."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def hook_errors() -> None:

@@ -18,12 +18,10 @@ import fnmatch
 import inspect
 import itertools
 import json
-import logging
 import math
 import os
 import platform
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -42,7 +40,7 @@ from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
 from hzero.topology.machine import Device, Link, Machine, grid_of_nodes, packages_of, product
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.validation import ConfigError, Frozen, Parser, library_errors, one_of, positive, printable, some
+from hzero.validation import ConfigError, Frozen, Parser, library_errors, one_of, positive, printable, quiet, some
 
 #: Verdicts; the exit status is the worst one.
 GOOD, DEGRADED, UNUSABLE = range(3)
@@ -526,7 +524,7 @@ def check_config(
     """
     with quiet():
         from hzero.deepspeed import autotp
-        from hzero.deepspeed.refusals import check_written
+        from hzero.deepspeed.refusals import check_written, ignored
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None
@@ -541,7 +539,7 @@ def check_config(
     with _reported(path, findings):
         read = check_written(config, _data_parallel_ranks(config, grid))
         build(read)
-        findings += [(DEGRADED, f"{error}; DeepSpeed ignores it") for error in ignored(read, str(path))]
+        findings += [(DEGRADED, f"{path}: {error}; DeepSpeed ignores it") for error in ignored(read, "")]
         if parsed is not None and read.tensor_parallel_config.autotp_size > 1:
             owners = autotp.check(read, parsed, grid)
             grid, beside = (owners.grid, str(owners)) if owners is not None else (None, "")
@@ -576,18 +574,6 @@ def _reported(path: Path, findings: list[Finding]) -> Iterator[None]:
     except ConfigError as error:
         if (finding := (UNUSABLE, f"{path}: {error}")) not in findings:
             findings.append(finding)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Imports DeepSpeed in the block without a search for absent accelerators. DeepSpeed logs only errors, to stderr."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def _data_parallel_ranks(config: Mapping[str, Any], grid: Grid | None) -> int:
@@ -646,37 +632,6 @@ def build(config: Any) -> None:
     made = kind([zeros(1)], **kept) if kind is not None else optim.AdamW([zeros(1)])
     if schedule is not None and "auto" not in (given := config.scheduler_params or {}).values():
         schedulers[schedule](made, **given)
-
-
-class _Asked(dict[str, Any]):
-    """A configuration that records the keys that DeepSpeed reads."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.asked = {"sequence_parallel_size"}  # only ranks read it
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        return self
-
-
-def ignored(read: Any, where: str) -> list[ConfigError]:
-    """Errors for the keys at the top level that DeepSpeed ignores.
-
-    Args:
-        read: The ``DeepSpeedConfig`` from `check_written`.
-        where: Key or file of the configuration, for messages.
-    """
-    config = _Asked(read._param_dict)
-    type(read)(config)
-    return [one_of(where, key, sorted(config.asked), "key") for key in config if key not in config.asked]
 
 
 def _classes(module: Any) -> dict[str, Any]:

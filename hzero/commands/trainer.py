@@ -23,10 +23,10 @@ from transformers.integrations import deepspeed as integration
 import hzero
 from hzero.comm import blaming
 from hzero.commands import summary
-from hzero.commands.doctor import build, ignored
+from hzero.commands.doctor import build
 from hzero.data.corpus import Corpus
 from hzero.deepspeed.checkpoint import save_together
-from hzero.deepspeed.refusals import check_written
+from hzero.deepspeed.refusals import check_written, ignored
 from hzero.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED
 from hzero.terminal import size_text

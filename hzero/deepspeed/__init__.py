@@ -1,4 +1,4 @@
-"""The stage inside DeepSpeed: installation, weights and gradients. Among the commands, only train and doctor import DeepSpeed."""
+"""The stage inside DeepSpeed: installation, weights and gradients. Of the commands, train, doctor and plan import DeepSpeed."""
 
 # ruff: noqa: F401 - imported for others
 from hzero.deepspeed.install import enable, exact_weights, initialize, state

@@ -50,6 +50,21 @@ def parts(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> list[tup
     return [(plan, owners)]
 
 
+def codes_tokens(config: HZeroConfig, group: Grid) -> bool:
+    """Returns whether a codec applies to the tokens that a group of ranks exchanges.
+
+    Raises:
+        ConfigError: The codec has no fixed size, or the block has checksums too.
+    """
+    codecs = {f"codecs.expert.{tier}": config.codecs.expert[tier] for tier in group.crossed}
+    if all(codec.traits.plain for codec in codecs.values()):
+        return False
+    refused = [f"{key}: found {codec.codec!r}" for key, codec in codecs.items() if not codec.traits.fixed]
+    if refused := ["checksum: found True"] * config.checksum + refused:
+        raise ConfigError(f"{KEY}.{refused[0]} with coded tokens; expected codecs of fixed size, and no checksums")
+    return True
+
+
 def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid, lanes: Lanes) -> Communicator | None:
     """Makes AutoEP's layers exchange tokens with a communicator of dimension ``expert``. Collective over the world.
 
@@ -66,8 +81,7 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid, lanes: 
         The communicator. None if DeepSpeed's exchanges remain.
 
     Raises:
-        ConfigError: A group of ranks that exchange tokens does not fill the tiers evenly, or has a codec without a fixed size,
-            or the block has checksums and codecs for tokens.
+        ConfigError: A group of ranks that exchange tokens does not fill the tiers evenly. See also `codes_tokens`.
     """
     modules: list[Any] = list(module.modules())
     layers = [one for one in modules if getattr(one, "_is_autoep_layer", False) and one.ep_size > 1]
@@ -78,15 +92,10 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid, lanes: 
 
         ordered = {"all_to_all_single": partial(lanes.between, comm.all_to_all_single)}
         auto_ep_layer.dist = SimpleNamespace(**{**vars(comm), **ordered})
-    group, codecs = layers[0].ep_group, config.codecs.expert
+    group = layers[0].ep_group  # of all layers, since expert_parallel has one autoep_size
     with agreed():  # groups may cross different tiers
-        crossed = world.of_ranks(ranks_of(group)).crossed
-        plain = all(codecs[tier].traits.plain for tier in crossed)
-        refused = ["checksum: found True"] if config.checksum else []
-        refused += [f"codecs.expert.{t}: found {codecs[t].codec!r}" for t in crossed if not codecs[t].traits.fixed]
-        if refused and not plain:
-            raise ConfigError(f"{KEY}.{refused[0]} with coded tokens; expected codecs of fixed size, and no checksums")
-    if plain:
+        coded = codes_tokens(config, world.of_ranks(ranks_of(group)))
+    if not coded:
         return None
     made = for_dimension("expert", config, group, grid=world, uses=())
     for layer in layers:

@@ -66,9 +66,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
     def __init__(self, engine: Any, config: CheckpointConfig) -> None:
         stock = engine.checkpoint_engine
         if type(stock) is not TorchCheckpointEngine:
-            raise ConfigError(
-                f"{KEY}.checkpoint: found with DeepSpeed's {type(stock).__name__}; expected one of the two"
-            )
+            raise ConfigError(f"{KEY}.checkpoint: found with {type(stock).__name__} of DeepSpeed; expected either")
         self.__dict__.update(vars(stock))
         self.config = config
         self._engine, self._stock_save, self._stock_load = engine, engine.save_checkpoint, engine.load_checkpoint
@@ -369,10 +367,11 @@ class Resharding:
         model = self._file(0, MODEL)  # all ranks read this file, since others may be left from a larger world
         self.old = Sharding.of(int(model["dp_world_size"]), model["param_shapes"])
         self._first = rank % self.old.world_size  # so that not all ranks read the same large file
-        missing = sorted(self.old.counts.items() ^ sharding.counts.items())
-        if missing:
-            names = some(list(dict.fromkeys(name for name, _ in missing)), 4)
-            raise ConfigError(f"checkpoint: {str(folder)!r} has other parameters than the model: {names}")
+        if differing := dict(sorted(self.old.counts.items() ^ sharding.counts.items())):
+            raise ConfigError(
+                f"checkpoint: found other parameters in {str(folder)!r} than in the model: {some(list(differing), 4)}; expected "
+                "the model, and the expert_parallel, of the run that saved it"
+            )
 
     def path(self, rank: int, kind: str) -> Path:
         """Returns the path of the file that a rank of the other world has written. Files of bf16 runs have a prefix."""

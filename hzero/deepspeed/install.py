@@ -30,7 +30,7 @@ from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step,
 from hzero.deepspeed.versions import check_deepspeed
 from hzero.sequence import attach
 from hzero.topology import resolve_grid
-from hzero.validation import ConfigError, attributes, on_all_ranks
+from hzero.validation import ConfigError, attributes, from_rank_0, on_all_ranks
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **k
 
 @on_all_ranks()
 def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: Any) -> Any:
-    """``DeepSpeedEngine._load_checkpoint``. Without the key ``checkpoint``, refuses a checkpoint of another number of ranks."""
+    """``DeepSpeedEngine._load_checkpoint``. Without the key ``checkpoint``, refuses a checkpoint of other ranks or parameters."""
     config = engine._config.hzero_block
     resumes = how["load_optimizer_states"] and not how["load_module_only"]
     if resumes and config is not None and config.checkpoint is None and isinstance(engine.optimizer, HZeroStage3):
@@ -150,6 +150,12 @@ def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: A
                 f"{KEY}.checkpoint: found no such key and {str(Path(load_dir, tag))!r} of {written} ranks; "
                 f"expected a checkpoint of {ranks} ranks, or the key (an empty block will do)"
             )
+        if written and how["load_module_strict"] and not engine.load_universal_checkpoint():
+            from hzero.deepspeed.checkpoint import Resharding, Sharding, load
+
+            sharding = Sharding.of(ranks, engine._get_zero_param_shapes())
+            read = functools.partial(load, map_location="cpu", trust=True)
+            from_rank_0(lambda: bool(Resharding(Path(load_dir, tag), sharding, 0, (), read)))  # compares parameters
     return stock(engine, load_dir, tag, **how)
 
 

@@ -9,16 +9,18 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
+from pydantic import ValidationError
 
 from hzero.block import KEY, PARENT
 from hzero.deepspeed import versions
 from hzero.deepspeed.autoep import is_expert
 from hzero.engine.engine import ranks_of
 from hzero.topology import Grid, declared_grid
-from hzero.validation import ConfigError, agreed, some
+from hzero.validation import ConfigError, agreed, one_of, some
 
 #: Supported values of DeepSpeed's keys, besides null. A hint follows the semicolon.
 _SUPPORTED = {
@@ -190,7 +192,59 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
         # DeepSpeed would read it from the process group.
         world_size = property(lambda self: ranks or 1, lambda self, asked: None)
 
-    return Config(without)
+    try:
+        return Config(without)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] != "extra_forbidden" or len(first["loc"]) > 1:
+            raise
+        (key,), models = first["loc"], {model.__name__: model for model in DeepSpeedConfigModel.__subclasses__()}
+        known = [field.alias or name for name, field in models[error.title].model_fields.items()]
+        raise one_of(next(block for block, of in without.items() if key in of), key, known, "key") from None
+
+
+class _Asked(dict[str, Any]):
+    """A configuration, or a block of it, that records the keys that DeepSpeed reads.
+
+    Args:
+        values: The configuration.
+        asked: Keys that DeepSpeed reads later.
+        blocks: Keys of blocks that DeepSpeed reads key by key. Its models refuse unknown keys of the other blocks.
+    """
+
+    def __init__(self, values: Mapping[str, Any], asked: Sequence[str] = (), blocks: Sequence[str] = ()) -> None:
+        super().__init__({**values, **{key: _Asked(values[key]) for key in blocks if values.get(key)}})
+        self.asked = set(asked)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+
+def ignored(read: DeepSpeedConfig, where: str) -> list[ConfigError]:
+    """Errors for the keys that DeepSpeed ignores.
+
+    Args:
+        read: The configuration from `check_written`.
+        where: Key of the configuration, for messages.
+    """
+    # Only ranks read the first.
+    config = _Asked(read._param_dict, ["sequence_parallel_size"], ["expert_parallel", "optimizer", "data_types"])
+    type(read)(config)
+    blocks = [(where, config), *((f"{where}.{key}", one) for key, one in config.items() if isinstance(one, _Asked))]
+    return [
+        one_of(place.strip("."), key, sorted(block.asked), "key")
+        for place, block in blocks
+        for key in block
+        if key not in block.asked
+    ]
 
 
 def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -294,7 +294,7 @@ class Engine(Traffic):
 
     def warn_of_plan(self) -> None:
         """Logs how the plan was adapted to the machine, and which settings have no effect."""
-        plans = [self.plan, *(plan for _, plan in self.plan.scoped)]
+        plans = [self.plan, *(param.route.plan for param in self.weights.parameters.values())]
         for adaptation in dict.fromkeys(one for plan in plans for one in plan.adaptations):
             logger.warning("hzero: %s", adaptation)
         for note in dict.fromkeys(one for plan in plans for one in plan.notes):

@@ -163,10 +163,6 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
         source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
     by_tier, ranks, model = [], experiment.experts, job.model
-    if model.experts % ranks:
-        raise ConfigError(
-            f"deepspeed.expert_parallel.autoep_size: found {ranks} for {model.experts} experts; expected a divisor"
-        )
     sent_to_each = job.tokens * model.experts_per_token // ranks
     times = (4 + 2 * job.checkpointing) * model.expert_layers * job.accumulation
     tokens = collectives.token_traffic(plan, grid.of_ranks(range(ranks)), sent_to_each, model.hidden, itemsize, times)
@@ -269,9 +265,7 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
             "predicted steps leave Muon out, and so do the bytes of other engines; stock ZeRO-3 gathers every matrix on all ranks"
         )
     if scenario.experiment.experts > 1:
-        notes.append(
-            "expert parallelism: other schemes are without it, transient memory too; its step is not predicted"
-        )
+        notes.append("expert parallelism: other schemes are without it, transient memory too; no step is predicted")
     return notes
 
 
@@ -412,9 +406,7 @@ def _show_against(result: dict[str, Any]) -> None:
         names = (row[key] or "" for key in ("best", "setting", "hzero", "other"))
         rows.append((f"{row['nodes']:,}", *names, *ratios))
     head = ("*nodes", "fastest", "its setting", "best with hzero", "best without", "*ratio", "*to ZeRO-3")
-    _table(
-        f"the fastest scheme; ratio: step without hzero to step with it; ZeRO-3 with {result['library']}", head, rows
-    )
+    _table(f"fastest scheme; ratio: step without hzero to step with it; ZeRO-3 with {result['library']}", head, rows)
     for name, group in itertools.groupby(winners, key=lambda row: row["best"] or "nothing fits"):
         nodes = [row["nodes"] for row in group]
         _say(f"fastest on {nodes[0]:,}{f' to {nodes[-1]:,}' * (len(nodes) > 1)} nodes: {name}")

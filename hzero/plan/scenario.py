@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hzero.config import SequenceConfig, parse_config
-from hzero.experiment import Architecture, Experiment, compose
+from hzero.experiment import Architecture, Experiment, compose, composed
 from hzero.plan.collectives import OTHERS, Scheme
 from hzero.plan.links_file import LinksFile, links_for
 from hzero.plan.machine import CONSTANTS, Machine, Profile, Source, load_profile, profile_names
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from hzero.validation import ConfigError, one_of
+from hzero.validation import ConfigError, library_errors, one_of, quiet
 
 #: Allowed loss of codecs: none, on weights only, on weights and gradients.
 Quality = Literal["lossless", "weights", "all"]
@@ -300,6 +300,8 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     if measured is not None and links is not None and isinstance(profile, Profile):
         profile = with_links(profile, measured, links)
     job = Job.of(experiment, profile)
+    if experiment["deepspeed"] != composed("train", ())["deepspeed"]:  # DeepSpeed takes long to import
+        _check_as_run(experiment, job)
     batch = own.get("global_batch")
     if batch is not None and not re.fullmatch(r"[1-9]\d{0,11}", batch):
         raise ConfigError(f"global_batch: found {batch!r}; expected a number of sequences")
@@ -307,6 +309,24 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     if memory is None and isinstance(profile, Profile):
         memory = int(profile.value("memory_gb") * 1e9)
     return Scenario(experiment, job, grid, measured, profile, memory, quality, int(batch) if batch else None, kept)
+
+
+def _check_as_run(experiment: Experiment, job: Job) -> None:
+    """Refuses keys of DeepSpeed and experts that a run refuses."""
+    ranks, experts = experiment.experts, job.model.experts if job.model.expert_layers else 0
+    if ranks > 1 and (not experts or experts % ranks):
+        key = "deepspeed.expert_parallel.autoep_size"
+        raise ConfigError(f"{key}: found {ranks} for a model with {experts} experts in a layer; expected a divisor")
+    written = experiment.deepspeed_config()
+    with quiet():
+        from hzero.deepspeed import autoep, refusals
+    with library_errors("deepspeed"):
+        bf16 = {**written["bf16"], "enabled": job.itemsize == 2 and experiment["train"]["dtype"] != "fp16"}
+        read = refusals.check_written({**written, "bf16": bf16}, experiment.data_parallel.world_size)
+        for error in refusals.ignored(read, "deepspeed"):
+            raise error
+    if ranks > 1 and read.hzero_block is not None:
+        autoep.codes_tokens(read.hzero_block, experiment.grid.of_ranks(range(ranks)))
 
 
 def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigError:

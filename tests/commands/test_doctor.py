@@ -411,7 +411,8 @@ def test_a_configuration_is_shown_as_it_will_be_used(
 
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"zero_optimization": {"stage": 2, "hzero": {}}}, UNUSABLE, "zero_optimization.stage: found 2"),
-    ({}, {"zero_optimization": {"stage": 3, "stge": 3, "hzero": {}}}, UNUSABLE, "DeepSpeed refuses it"),
+    ({}, {"zero_optimization": {"stage": 3, "stge": 3, "hzero": {}}}, UNUSABLE, "found key 'stge'"),
+    ({}, {"data_types": {"grad_acum_dtype": "fp32"}}, DEGRADED, "data_types: found key 'grad_acum_dtype'; expected"),
     ({}, {"zero_optimization": {"stage": 3}}, DEGRADED, 'no "hzero" block'),
     ({}, {"gradient_clip": 1.0}, DEGRADED, "found key 'gradient_clip'; expected"),
     ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: found 'tpoo'; expected zero1"),
@@ -443,7 +444,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
      "hzero.codecs.tensor: found none on the tiers that tensor groups of 2 ranks cross (gcd)"),
     ({"topology": EIGHT}, {"tensor_parallel": {"autotp_size": 3}}, UNUSABLE,
-     "tensor_parallel.autotp_size: found 3, which does not divide 8 ranks"),
+     "tensor_parallel.autotp_size: found 3; expected a divisor of 8 ranks"),
 ]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_what_another_model_has_written_is_refused(tmp_path: Path) -> None:
     found = _resharding(tmp_path, model, {"optimizer_state_dict": zero}).load(OPTIMIZER)["optimizer_state_dict"]
     assert torch.equal(found["fp32_flat_groups"][0], torch.tensor([0.0, 1.0]))
     assert found["optimizer_state_dict"] == {"state": {}, "param_groups": [{"lr": 1.0, "params": [0]}]}
-    with pytest.raises(ConfigError, match="has other parameters than the model: b"):
+    with pytest.raises(ConfigError, match=r"found other parameters in .* than in the model: b"):
         _resharding(tmp_path, {**model, "param_shapes": [{"a": (4,), "b": (1,)}]}, {})
     two = {**zero, "optimizer_state_dict": {"state": {}, "param_groups": [{"params": []}, {"params": [0]}]}}
     with pytest.raises(ConfigError, match="a is in group 0 of the optimizer, and was in group 1"):

@@ -104,7 +104,9 @@ def test_muon_sends_every_matrix_to_one_rank_and_back(capsys: pytest.CaptureFixt
         "model.num_layers=4",
         "zero.codecs.optimizer.node=int8",
     ]
-    adam, muon = (_json(capsys, *keys, f"deepspeed.optimizer.type={name}") for name in ("AdamW", "Muon"))
+    adam = _json(capsys, *keys, "deepspeed.optimizer.type=AdamW")
+    keys.append("deepspeed.zero_optimization.reduce_scatter=false")
+    muon = _json(capsys, *keys, "deepspeed.optimizer.type=Muon")
     rows = {row["tier"]: row for row in muon["traffic"] if row["role"] == "optimizer"}
     longest = 4 * 128 * 128 * 2  # bytes, of a matrix of the hidden units
     for tier, size in (("gcd", 2), ("gpu", 4), ("node", 2)):
@@ -401,4 +403,18 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 3}"]) == 2
     assert "deepspeed.expert_parallel.autoep_size: found 3; expected a divisor of the 32" in capsys.readouterr().err
     assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 16}"]) == 2
-    assert "autoep_size: found 16 for 8 experts; expected a divisor" in capsys.readouterr().err
+    assert "autoep_size: found 16 for a model with 8 experts in a layer" in capsys.readouterr().err
+    refused = {
+        "deepspeed.expert_parallel.autoepsize=2": "found key 'autoepsize'; expected async_split_plan",
+        "deepspeed.expert_parallel.comm_backend=deepep": "expert_parallel.comm_backend: found deepep",
+        "deepspeed.optimizer={type: Muon}": "expert_parallel.enabled: found True; expected false with Muon",
+        "zero.codecs.expert.gcd=mpc": "hzero.codecs.expert.gcd: found 'mpc' with coded tokens",
+        "zero.checksum=true": "hzero.checksum: found True with coded tokens",
+        "model=gpt_neox_1m": "autoep_size: found 8 for a model with 0 experts in a layer",
+    }
+    for key, message in refused.items():  # as a run refuses them
+        without = [one for one in experts if not one.startswith("model")] if key.startswith("model=") else experts
+        muon = ["deepspeed.zero_optimization.reduce_scatter=false"] * ("Muon" in key)
+        assert main(["plan", *without, key, *muon]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
