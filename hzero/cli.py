@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status if parsed.command == "train" else status or 1
         return status
     except ConfigError as error:
-        if not error.elsewhere:
+        if not error.reported_elsewhere:
             report(error)
         return 2
     except OSError as error:

@@ -63,7 +63,7 @@ def _failure(error: BaseException) -> Failure:
         text = traceback.format_exc().rstrip()
     if len(text) > _TEXT:
         text = f"{text[: _TEXT // 2]}\n...\n{text[-_TEXT // 2 :]}"
-    waited = isinstance(error, PeerError) or getattr(error, "elsewhere", False)
+    waited = isinstance(error, PeerError) or getattr(error, "reported_elsewhere", False)
     return waited or not isinstance(error, ConfigError), waited, time.monotonic(), text
 
 
@@ -242,7 +242,7 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
     """
 
     def tell(error: BaseException) -> None:
-        if not getattr(error, "elsewhere", False):
+        if not getattr(error, "reported_elsewhere", False):
             if isinstance(error, ConfigError):
                 report(error)
             else:

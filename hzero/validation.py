@@ -33,18 +33,18 @@ class _OneLineError(Exception):
 
     Args:
         message: Message for the user.
-        elsewhere: Whether another rank reports the same error, so that this rank need not report it.
+        reported_elsewhere: Whether another rank reports the same error, so that this rank need not report it.
 
     Attributes:
-        elsewhere: See the argument.
+        reported_elsewhere: See the argument.
         of_all_ranks: Whether all ranks raise it, and rank 0 reports it. See `of_all_ranks`.
     """
 
     of_all_ranks = False
 
-    def __init__(self, message: str = "", elsewhere: bool = False) -> None:
+    def __init__(self, message: str = "", reported_elsewhere: bool = False) -> None:
         super().__init__("\n".join(map(printable, message.split("\n"))))
-        self.elsewhere = elsewhere
+        self.reported_elsewhere = reported_elsewhere
 
 
 class ConfigError(_OneLineError, ValueError):
@@ -53,8 +53,8 @@ class ConfigError(_OneLineError, ValueError):
     The key may be an option, an argument or a file.
     """
 
-    def __init__(self, message: str = "", elsewhere: bool = False) -> None:
-        super().__init__(printable(message), elsewhere)
+    def __init__(self, message: str = "", reported_elsewhere: bool = False) -> None:
+        super().__init__(printable(message), reported_elsewhere)
 
 
 class PlainError(_OneLineError, RuntimeError):
@@ -82,7 +82,7 @@ WAIT_S = 60.0
 def of_all_ranks(error: E) -> E:
     """Marks an error that all ranks raise. If it is not caught, rank 0 prints one line and the other ranks exit silently."""
     hook_errors()
-    error.of_all_ranks, error.elsewhere = True, error.elsewhere or _rank() > 0
+    error.of_all_ranks, error.reported_elsewhere = True, error.reported_elsewhere or _rank() > 0
     return error
 
 

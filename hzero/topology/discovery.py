@@ -111,7 +111,7 @@ class Discovery:
     def required_grid(self) -> Grid:
         """The grid. Raises `ConfigError` with `refusal` if it is None."""
         if self.grid is None:
-            raise ConfigError(self.refusal, elsewhere=not self.reports)
+            raise ConfigError(self.refusal, reported_elsewhere=not self.reports)
         return self.grid
 
 
@@ -486,7 +486,7 @@ class Exchange:
             reason = str(error).partition("\n")[0][:200]
             raise ConfigError(f"topology: rank {self.rank}: the store has failed: {reason}") from None
         if "error" in answer:
-            raise ConfigError(answer["error"], elsewhere=self.rank > 0 and "error" not in report)
+            raise ConfigError(answer["error"], reported_elsewhere=self.rank > 0 and "error" not in report)
         return answer["value"]
 
     def _through_store(self, report: dict[str, Any], combine: Callable[[list[Any]], Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def check_a_stale_weight_ends_training_by_its_name() -> None:
         text = str(caught.value)
         assert "guard before step 2 of this engine: the resident copies of 1 of 10 weights are not what" in text, text
         assert "owners hold: up.weight. Something" in text, text
-        assert caught.value.elsewhere == (dist.get_rank() != 0)
+        assert caught.value.reported_elsewhere == (dist.get_rank() != 0)
         engine.destroy()
         engine = engine_of(ds_config(block_of(preset, guard=AUDITED), 1), model := AwkwardNet())
         train(engine, 1)

@@ -262,7 +262,7 @@ def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             each.required_grid()
         said.add(str(refused.value))
-        assert refused.value.elsewhere == (rank > 0)
+        assert refused.value.reported_elsewhere == (rank > 0)
     (message,) = said
     assert "node frontier00002 has 7 ranks on packages of 2/2/2/1, node frontier00003 has 1" in message
     assert "every other node has 8 ranks on packages of 2/2/2/2. Start the same number of ranks" in message
@@ -270,7 +270,7 @@ def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
     (message,) = {str(each) for each in found}
     assert message.startswith("topology: no device with index 99 (LOCAL_RANK) among the 8 visible devices")
     assert message.endswith("(rank 5)")
-    assert [each.elsewhere for each in found] == [rank not in (0, 5) for rank in range(WORLD)]
+    assert [each.reported_elsewhere for each in found] == [rank not in (0, 5) for rank in range(WORLD)]
 
 
 # Clusters
