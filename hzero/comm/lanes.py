@@ -6,23 +6,22 @@ same on all ranks. So all ranks start the collectives of a communicator in the s
 A gather over the lanes ``gpu`` and ``gcd`` on CPU, from the request to the wait. ``resume`` is `Chain._resume`, which runs
 `hzero.comm.runtime.BoundProgram.steps` to its next ``yield``::
 
-    thread            call                                        effect
-    caller            Weights.unshard > BoundProgram.run > Lanes.submit
-                          resume                                  reads the inputs
-                                                                  the chain takes a place on both lanes
-    lane gpu          Lanes._serve > _run
-                          resume > Collective.start               encodes, starts the hop
-                          Pending.end                             waits for the hop
-                          Chain._pass                             lane gcd may continue
-    lane gcd          Lanes._serve > _run
-                          resume > Pending.wait, Collective.start takes the message, recodes it, starts the hop
-                          Pending.end                             waits for the hop
-                      Lanes._serve                                starts the lane's next hop, if its inputs are ready
-                          resume > Pending.wait                   takes the message, decodes it
-                          Chain._pass                             stores the result
-    caller            Chain.wait                                  returns the result
+    thread     call                                           effect
+    caller     Weights.unshard > BoundProgram.run > Lanes.submit
+                   resume                                     reads the inputs
+                                                              the chain takes a place on both lanes
+    lane gpu   Lanes._serve > Lanes._run
+                   resume > Collective.start                  encodes, starts the hop
+                   resume > Pending.end                       waits for the hop
+                   Chain._pass                                lane gcd may continue
+    lane gcd   Lanes._serve > Lanes._run
+                   resume > Pending.wait, Collective.start    takes the message, recodes it, starts the hop
+                   resume > Pending.end                       waits for the hop
+               Lanes._serve                                   starts the lane's next hop, if its inputs are ready
+                   resume > Pending.wait, Chain._pass         takes the message, decodes it, stores the result
+    caller     Chain.wait                                     returns the result
 
-On a device, `Lanes._enqueue` resumes the chain inside `Lanes.submit`, each time on the stream of the next lane. `Pending.wait`
+On a device, `Lanes._enqueue` resumes the chain inside `Lanes.submit`, each time on the stream of the next lane. `Pending.end`
 makes that stream wait, and `Chain.wait` the caller's.
 """
 
@@ -55,9 +54,9 @@ from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
-#: Generator of a chain. It yields None after reading its inputs, then each hop (`hzero.comm.runtime.Pending`) after starting it;
-#: for a hop of several rounds, the last round. It is resumed when the hop has ended, and returns the chain's result.
-Steps: TypeAlias = Generator[Any, None, T]
+#: Generator of a chain. It yields after reading its inputs, after starting each hop and, if lanes are threads, after waiting for
+#: each hop. It returns the result of the chain.
+Steps: TypeAlias = Generator[None, None, T]
 #: Maximum wait for hops in flight after an exception, and for each thread at exit, in seconds: peers may never arrive.
 _LONGEST_S = 3.0
 
@@ -204,8 +203,8 @@ class Chain(Generic[T]):
         if self._read is not None:
             self._run_by.streams.wait(self._read)  # type: ignore[union-attr]
 
-    def _resume(self) -> Any:
-        """Runs the generator to its next hop, which it starts. Returns None after reading inputs, and at the end.
+    def _resume(self) -> None:
+        """Runs the generator to its next ``yield``, or to its end.
 
         The first call waits for the chains that compute the inputs.
         """
@@ -216,10 +215,9 @@ class Chain(Generic[T]):
             if other._error is not None:
                 raise other._error
         try:
-            return next(self._steps)
+            next(self._steps)
         except StopIteration as stop:
             self._pass(math.inf, stop.value)
-            return None
 
     def _pass(self, hops: float, result: T | None = None, error: BaseException | None = None) -> None:
         """Records that ``hops`` hops have ended; infinite: the whole chain has."""
@@ -364,13 +362,11 @@ class Lanes:
                 with self._around():
                     if chain._after:
                         chain._resume()
-                    pending = chain._resume()
-                assert (pending is None) == (lane is None), "a chain starts one hop on each of its lanes"
-                if pending is not None:
+                    chain._resume()
+                if lane is not None:
                     started = True
                     yield
-                    pending.end()
-                    del pending  # frees the message
+                    chain._resume()
                     if last:
                         yield
                         with self._around():

@@ -310,13 +310,16 @@ class BoundProgram:
         crossed = False
         for step in steps:
             if step.collective is not None and not crossed:
-                yield None  # the inputs have been read
+                yield  # the inputs have been read
                 crossed, current = True, seed
             room = None if step.room is None else arena.take(step.room, device)
             out = None if room is None else room.view
             if step.collective is not None:
                 pending = step.collective.start(value, out)
-                yield pending
+                yield  # the lane may compute the result of an earlier chain
+                pending.end()
+                if streams is None:
+                    yield  # the lane may start the hop of a later chain
                 value = pending.wait(kept=held is not None and room is not None)
                 del pending  # frees the message
                 if step.in_place:
@@ -329,7 +332,7 @@ class BoundProgram:
                 arena.give(held)
             held = room
         if not crossed:
-            yield None
+            yield
         result = value if then is None else then(value)
         if held is not None:
             arena.give(held)

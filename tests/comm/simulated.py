@@ -107,7 +107,6 @@ def finished(steps: Any) -> Any:
     """The result of a chain whose steps are run here, one after the other."""
     while True:
         try:
-            if (pending := next(steps)) is not None:
-                pending.end()
+            next(steps)
         except StopIteration as stop:
             return stop.value

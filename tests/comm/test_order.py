@@ -112,9 +112,12 @@ def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str, ap
         number = next(numbers)
 
         def chain() -> Any:
-            yield None
+            yield
             for lane in hops[kind]:
-                yield wires.start(rank, lane, (kind, number))
+                hop = wires.start(rank, lane, (kind, number))
+                yield
+                hop.end()
+                yield
             return number
 
         return lanes.submit(chain(), hops[kind], after)
@@ -198,15 +201,17 @@ class _Started(list[_ByHand]):
 
 
 def _by_hand(hops: list[_ByHand], lanes: list[Any], result: Any) -> Any:
-    yield None
+    yield
     for _ in lanes:
-        hops.append(_ByHand())
-        yield hops[-1]
+        hops.append(hop := _ByHand())
+        yield
+        hop.end()
+        yield
     return result
 
 
 def _failing(error: BaseException) -> Any:
-    yield None
+    yield
     raise error
 
 
@@ -253,7 +258,7 @@ def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop(error: typ
 
     def failing() -> Any:
         if error is MemoryError:  # an interrupt comes while inputs are read
-            yield None
+            yield
         raise error("on this rank alone")
         yield
 
