@@ -29,9 +29,9 @@ for micro_step, tokens in zip(range(16), loader):
         optimizer.zero_grad()
     accelerator.print(f"micro-step {micro_step + 1}: loss {loss.item():.3f}")
 
-state = hzero.state(model)
-state.settle()  # on all ranks: the log counts hops that have ended
-if accelerator.is_main_process:
-    for hop in state.wire_log.entries():
+state = hzero.state(model)  # None without the block
+if state:
+    state.settle()  # on all ranks: the log counts hops that have ended
+    for hop in state.wire_log.entries() if accelerator.is_main_process else ():
         print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
 accelerator.end_training()

@@ -58,9 +58,9 @@ trainer = SFTTrainer(
 )
 trainer.train()
 
-state = hzero.state(trainer.model_wrapped)
-state.settle()  # on all ranks: the log counts hops that have ended
-if trainer.is_world_process_zero():
-    for hop in state.wire_log.entries():
+state = hzero.state(trainer.model_wrapped)  # None without the block
+if state:
+    state.settle()  # on all ranks: the log counts hops that have ended
+    for hop in state.wire_log.entries() if trainer.is_world_process_zero() else ():
         print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
 torch.distributed.destroy_process_group()

@@ -38,9 +38,9 @@ for step in range(10):
     if rank == 0:
         print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
-state = hzero.state(engine)
-state.settle()  # on all ranks: the log counts hops that have ended
-if rank == 0:
-    for hop in state.wire_log.entries():
+state = hzero.state(engine)  # None without the block
+if state:
+    state.settle()  # on all ranks: the log counts hops that have ended
+    for hop in state.wire_log.entries() if rank == 0 else ():
         print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
 torch.distributed.destroy_process_group()
