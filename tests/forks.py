@@ -9,15 +9,18 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from hzero import validation
 from hzero.commands.train import IMPORTS
 from hzero.launch import die_with_parent, renew_thread_pool
 
+ROOT = Path(__file__).resolve().parent.parent
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.commands.links", *IMPORTS])
 
@@ -92,6 +95,29 @@ def torchrun(*arguments: str) -> int:
     with mock.patch.object(run, "config_from_args", forking):
         run.main(list(arguments))
     return 0
+
+
+def run_words(words: list[str]) -> None:
+    """Does in this process what Python does with these words: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    renew_thread_pool()
+    validation.WAIT_S = 3.0  # ranks that have imported everything begin together
+    option, sys.argv = words[0], words[1:]
+    if option == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        exec(sys.argv[0], {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        runpy.run_path(option, run_name="__main__")
+
+
+def run_forked(*words: str, folder: Path, timeout: float = 300, **env: str) -> tuple[int, str, str]:
+    """Runs Python with these words in the checkout; exit status, output and errors, which are in ``folder`` too."""
+    out, err = (Path(tempfile.mkstemp(dir=folder)[1]) for _ in range(2))
+    process = fork(run_words, list(words), folder=ROOT, env=env, out=out, err=err)
+    join(process, timeout)
+    return process.exitcode or 0, out.read_text(), err.read_text()
 
 
 def alive(pid: int) -> bool:

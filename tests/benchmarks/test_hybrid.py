@@ -10,7 +10,8 @@ import pytest
 from benchmarks.hybrid.__main__ import LAYOUTS, NAIVE, SCHEMES, config_of
 from benchmarks.rows import RESULTS, LayoutRow, read_rows
 from hzero.config import TIERS, parse_config
-from tests.ranks import LONG, run_python
+from tests.forks import run_forked
+from tests.ranks import LONG
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -36,12 +37,12 @@ def test_a_run_is_stored_once_and_reported(tmp_path: Path) -> None:
     command = ["-m", "benchmarks.hybrid", "--on", "machine", "--steps", "2", "--layers", "2"]
     command += ["--sequences", "8", "--seeds", "4", "--schemes", "hybrid", "--layouts", "tp2-pp2-dp2"]
     command += ["--eval-batches", "2", "--results", str(tmp_path)]
-    done = run_python(*command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, out, errors = run_forked(*command, folder=tmp_path)
+    assert status == 0, out + errors
     (row,) = read_rows(tmp_path / RESULTS)[0]
     assert isinstance(row, LayoutRow) and row.evaluation is not None and 6 < row.evaluation < 8
     assert len(row.step_s) == 2 and row.losses[0] is not None and 6 < row.losses[0] < 8
     assert {"tensor", "pipeline", "gradients", "optimizer"} <= {one.role for one in row.sent}
     assert "## Codecs by parallel dimension" in next((tmp_path / "report").glob("*-hybrid.md")).read_text()
-    again = run_python(*command)
-    assert again.returncode == 0 and ": there" in again.stdout and len(read_rows(tmp_path / RESULTS)[0]) == 1
+    status, out, errors = run_forked(*command, folder=tmp_path)
+    assert status == 0 and ": there" in out and len(read_rows(tmp_path / RESULTS)[0]) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -14,16 +13,17 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from hzero.launch import renew_thread_pool
-from tests.forks import fork
+from tests.forks import fork, run_words
 
-#: What jobs start: it hands arguments, variables and streams over, and ends with the status that comes back.
+#: What jobs start: it hands arguments, variables, streams and signals over, and ends with the status that comes back.
 _CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), os.getpid()])
     server.sendall(request.encode() + b"\\n")
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: server.sendall(bytes([number])))
     sys.exit(int(server.makefile().readline() or 1))
 """
 
@@ -55,26 +55,13 @@ def _answer(client: socket.socket) -> None:
     with client:
         arguments, env, folder, pid = json.loads(client.makefile().readline())
         streams = {name: Path(f"/proc/{pid}/fd/{number}") for name, number in (("out", 1), ("err", 2))}
-        process = fork(_run, arguments, folder=Path(folder), env=env, **streams)
+        process = fork(run_words, arguments, folder=Path(folder), env=env, **streams)
         while process.is_alive():
-            if select.select([client], [], [], 0)[0]:  # it was killed
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid or 0, signal.SIGKILL)
+            if select.select([client], [], [], 0)[0]:
+                for number in client.recv(64) or [signal.SIGKILL]:  # nothing: it was killed
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid or 0, number)
             process.join(0.1)
         status = process.exitcode or 0
         with contextlib.suppress(OSError):
             client.sendall(f"{status if status >= 0 else 128 - status}\n".encode())
-
-
-def _run(arguments: list[str]) -> None:
-    """Does what Python does with these arguments: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    renew_thread_pool()
-    option, sys.argv = arguments[0], arguments[1:]
-    if option == "-m":
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    elif option == "-c":
-        exec(sys.argv[0], {"__name__": "__main__"})
-    else:
-        sys.argv = arguments
-        runpy.run_path(option, run_name="__main__")

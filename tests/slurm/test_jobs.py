@@ -96,17 +96,18 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
     steps = 1200 if FULL else 60
     keys = (*KEYS, f"train.steps={steps}", f"checkpoint.every={40 if FULL else 4}")
     limit = ("--time=2", "--signal=USR1@60") if FULL else ()
-    cut = jobs.send("cut", *keys, options=limit)
-    jobs.until(lambda: jobs.losses("cut"), "cut", "the job trains")
-    if not FULL:
-        slurm.run("scancel", "--signal=USR1", cut)
-    again = "stopped before the end; the job is started again"
-    jobs.until(lambda: again in jobs.log("cut", cut), "cut", "it has stopped")
-    assert 4 <= len(jobs.losses("cut")) < steps
-    with Command(["train", f"run.dir={jobs.run('whole')}", *keys], tmp_path, tmp_path / "output", {}) as whole:
-        status, _, errors = whole.finish(WAIT_S)
-    assert status == 0, errors
-    jobs.until(lambda: "finished" in jobs.log("cut", cut), "cut", "the job finishes")
+    with tempfile.TemporaryDirectory() as folder, forking.python(Path(folder)) as program:
+        cut = jobs.send("cut", *keys, options=limit, HZERO_PYTHON=str(program))
+        jobs.until(lambda: jobs.losses("cut"), "cut", "the job trains")
+        if not FULL:
+            slurm.run("scancel", "--signal=USR1", cut)
+        again = "stopped before the end; the job is started again"
+        jobs.until(lambda: again in jobs.log("cut", cut), "cut", "it has stopped")
+        assert 4 <= len(jobs.losses("cut")) < steps
+        with Command(["train", f"run.dir={jobs.run('whole')}", *keys], tmp_path, tmp_path / "output", {}) as whole:
+            status, _, errors = whole.finish(WAIT_S)
+        assert status == 0, errors
+        jobs.until(lambda: "finished" in jobs.log("cut", cut), "cut", "the job finishes")
     assert len(jobs.losses("whole")) == steps and jobs.losses("cut") == jobs.losses("whole")
     if FULL:
         print(jobs.log("cut", cut))
