@@ -83,7 +83,7 @@ class HostLibrary:
         path: The library.
 
     Raises:
-        OSError: The library is missing, cannot be loaded, or was built for another version of hzero.
+        OSError: The library is missing or truncated, cannot be loaded, or was built from other sources.
     """
 
     on_device, kind = False, "cpu"
