@@ -401,7 +401,7 @@ def _measure(managed: Managed) -> bool:
 # ---- functions that DeepSpeed calls with parameters of several engines ---------------------------------------------------
 
 
-def request(stock: Any, coordinator: Any, params: Iterable[ZeroParameter], *args: Any, **kwargs: Any) -> None:
+def order_request(stock: Any, coordinator: Any, params: Iterable[ZeroParameter], *args: Any, **kwargs: Any) -> None:
     """``PartitionedParameterCoordinator.__all_gather_params_``, which calls ``params[0].all_gather_coalesced(params)``.
 
     The parameters may belong to several engines, and their order differs between ranks. A parameter of an engine with a block
