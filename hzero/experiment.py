@@ -359,8 +359,9 @@ class Experiment:
         parsed = parse_config(self.block, "zero") if self.block else None
         self.plan = ShardPlan.from_config(parsed, self.data_parallel, 0) if parsed is not None else None
         if parsed is not None and self.plan is not None and self.experts > 1:
-            shared = self.grid.of_ranks(range(0, self.world_size, self.experts))  # ranks with the same experts
-            part = ShardPlan.of_part(parsed, shared, 0, "experts")
+            # The ranks that have the same experts as rank 0.
+            own = self.grid.of_ranks(range(0, self.world_size, self.experts), "deepspeed.expert_parallel.autoep_size")
+            part = ShardPlan.of_part(parsed, own, 0, "experts")
             self.plan = replace(self.plan, scoped=(("*.experts.*", part), *self.plan.scoped))
         self.sequence = parsed.sequence if parsed is not None else None
         if self.sequence is not None:

@@ -45,7 +45,8 @@ def parts(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> list[tup
     if expert is None:
         return []
     with agreed():
-        owners = Owners.of_ranks(ranks_of(expert.ds_process_group), world, dist.get_rank())
+        world.of_ranks(ranks := ranks_of(expert.ds_process_group), "expert_parallel.autoep_size")
+        owners = Owners.of_ranks(ranks, world, dist.get_rank())
         plan = ShardPlan.of_part(config, owners.grid, owners.rank, "experts")
     return [(plan, owners)]
 
@@ -94,7 +95,7 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid, lanes: 
         auto_ep_layer.dist = SimpleNamespace(**{**vars(comm), **ordered})
     group = layers[0].ep_group  # of all layers, since expert_parallel has one autoep_size
     with agreed():  # groups may cross different tiers
-        coded = codes_tokens(config, world.of_ranks(ranks_of(group)))
+        coded = codes_tokens(config, world.of_ranks(ranks_of(group), "expert_parallel.autoep_size"))
     if not coded:
         return None
     made = for_dimension("expert", config, group, grid=world, uses=())

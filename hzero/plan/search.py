@@ -268,8 +268,7 @@ def _by_quality(found: Sequence[Setting]) -> dict[Quality, Setting]:
     """The best setting that each quality allows."""
     best: dict[Quality, Setting] = {}
     for quality, (weights, gradients) in _CODECS.items():
-        allowed = [one for one in found if one.codecs[0] in weights and one.codecs[1] in gradients]
-        if allowed:
+        if allowed := [one for one in found if one.codecs[0] in weights and one.codecs[1] in gradients]:
             best[quality] = min(allowed, key=_order)
     return best
 

@@ -240,17 +240,18 @@ class Grid:
         first, stride = rank - getattr(place, tier) * self.stride(tier), self.stride(tier)
         return range(first, first + self.size(tier) * stride, stride)
 
-    def of_ranks(self, ranks: Sequence[int]) -> Grid:
+    def of_ranks(self, ranks: Sequence[int], key: str = "topology") -> Grid:
         """The grid of a group of ranks, renumbered in the group. The ranks keep their places.
 
         Args:
             ranks: Ranks of this grid, in the order of the group.
+            key: Key that forms the group, for messages.
 
         Raises:
             ConfigError: The ranks do not form a grid.
         """
         if self.automatic:  # groups depend on the nodes of these ranks
-            alone = dataclasses.replace(self, automatic=False, nodes_per_group=None).of_ranks(ranks)
+            alone = dataclasses.replace(self, automatic=False, nodes_per_group=None).of_ranks(ranks, key)
             order = complete_order([tier for tier in alone.order if tier != "group"])
             return dataclasses.replace(alone, order=order, automatic=True, switch_nodes=self.switch_nodes)
         part = self._at(np.ix_(*map(np.unique, self._index(np.array(ranks)))))
@@ -258,7 +259,7 @@ class Grid:
         if not len(ranks) == len({*ranks}) == part.size:
             group = some(list(map(str, ranks)), 16)
             has = ", ".join(f"{size} on {tier}" for tier, size in sizes.items() if size > 1)
-            raise ConfigError(f"topology: the group of ranks {group} fills no part of {self} evenly: it has {has}")
+            raise ConfigError(f"{key}: the group of ranks {group} fills no part of {self} evenly: it has {has}")
         own = Grid(
             sizes["node"] * sizes["group"] * sizes["cluster"],
             sizes["gpu"] * sizes["hive"],
