@@ -153,6 +153,9 @@ def test_table_of_readme_is_what_its_command_computes() -> None:
     assert into == [f"{one['node_bytes'] / 1e9:.3g} GB" for one in shown]
     assert memory == [f"{one['memory_bytes'] / 1e9:.1f} GB" for one in shown]
     assert step == [f"{one['step_s']:.1f} s" for one in shown]
+    lossless = schemes["lossless"]
+    figures = f"{lossless['step_s']:.1f} s, {lossless['memory_bytes'] / 1e9:.1f} GB for the job above"
+    assert figures in README.read_text()
     order = ("ZeRO-3", "ZeRO++", "HSDP, node", "topo", "FSDP2", "FSDP2, topo")
     cells = " | ".join(f"{schemes[one]['step_s']:.1f} s, {schemes[one]['memory_bytes'] / 1e9:.1f} GB" for one in order)
     assert f"| 20B | 48 | {cells} |" in (ROOT / "docs" / "frontier.md").read_text()
