@@ -152,10 +152,12 @@ def _play(seed: int, preset: str, order: CollectiveOrder, apart: bool) -> list[s
     wires, wrong = _Wires(seed), []
 
     def run(rank: int) -> None:
+        lanes = Lanes(order=order)
         try:
-            _run_rank(rank, seed, wires, Lanes(order=order), preset, apart)
+            _run_rank(rank, seed, wires, lanes, preset, apart)
         except BaseException as error:
             wrong.append(f"rank {rank}: {error!r}")
+        lanes.end(0)  # or threads of many schedules would add up
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(GRID.world_size)]
     for thread in threads:
