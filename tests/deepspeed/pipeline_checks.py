@@ -249,6 +249,7 @@ def check_stages_go_one_per_cluster_that_is_discovered() -> None:
         losses, _, engine = train_pipeline({**NONE, "topology": {"source": "discover"}}, steps=2)
         own = hzero.state(engine)
         assert str(own.owners.world) == "2 clusters x 1 node x 2 GPUs x 2 GCDs"
+        own.settle()
         crossed = {(entry.role, entry.tier) for entry in own.wire_log.entries() if entry.wire_bytes}
         assert crossed == {("pipeline", "cluster"), *itertools.product(("gradients", "optimizer"), ("gcd", "gpu"))}
         end(engine)

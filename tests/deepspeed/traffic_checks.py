@@ -100,7 +100,9 @@ def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
         engine = engine_of(ds_config(block, zero_optimization=zero))
         with mock.patch.object(Collectives, "prepare", noted):
             losses.append(train(engine, 2))
-        log = hzero.state(engine).wire_log.entries()
+        state = hzero.state(engine)
+        state.settle()
+        log = state.wire_log.entries()
         counts.append([(entry.role, entry.tier, entry.hops, entry.wire_bytes) for entry in log])
         engine.destroy()
     assert losses[0] == losses[1] == losses[2]

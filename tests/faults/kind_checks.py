@@ -35,9 +35,8 @@ TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}
 #: Blocks beyond the preset, and whether parameters are kept whole between uses.
 RUNS: dict[str, tuple[dict[str, Any], bool]] = {
     "lossless": ({"preset": "lossless"}, False),
-    "topo": ({"preset": "topo", "checksum": True}, False),
     "topo, kept whole": ({"preset": "topo", "guard": {"every": 1}}, True),
-    "topo, differences": ({"preset": "topo", "refresh_differences": True}, False),
+    "topo, differences": ({"preset": "topo", "refresh_differences": True, "checksum": True}, False),
     "zeropp": ({"preset": "zeropp"}, True),
     "replica": ({"preset": "replica"}, False),
     "replica, payload": ({"preset": "replica", "resident": "payload"}, True),

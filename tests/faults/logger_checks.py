@@ -53,6 +53,7 @@ def check_the_summary_has_the_bytes_on_the_wire() -> None:
         _trained({"preset": "topo"}).destroy()
         assert not comms_logger.comms_dict
         engine = _trained(topo, comms_logger=logger)
+        hzero.state(engine).settle()
         assert _same_as_the_wire_log(engine)
         with torch.no_grad():
             engine(_example(engine))

@@ -49,6 +49,7 @@ def check_signs_of_the_last_backward() -> None:
         assert relative(found.losses, wanted.losses) < 1e-6, (flags, found.losses, wanted.losses)
         assert relative(found.norms, wanted.norms) < 1e-6, (flags, found.norms, wanted.norms)
         assert found.state is not None
+        found.state.settle()
         hops = {(entry.role, entry.tier): entry.hops for entry in found.state.wire_log.entries()}
         crossings = 2 * MODULES  # in 2 steps
         assert hops["gradients", "node"] == crossings, (flags, hops)
@@ -77,6 +78,7 @@ def check_without_a_sign_every_backward_crosses() -> None:
         found, wanted = train(what, LOSSLESS), plain(what)
     assert relative(found.losses, wanted.losses) < 1e-6 and relative(found.norms, wanted.norms) < 1e-6
     assert found.state is not None
+    found.state.settle()
     hops = {(entry.role, entry.tier): entry.hops for entry in found.state.wire_log.entries()}
     assert hops["gradients", "node"] == hops["gradients", "gcd"] == 2 * MODULES * 3
     warned = [line for line in lines if "each crosses all tiers" in line]

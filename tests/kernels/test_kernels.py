@@ -148,7 +148,7 @@ def test_codec_none_keeps_every_bit(target: tuple[Any, torch.device]) -> None:
 def test_a_workgroup_has_many_rows_of_small_shards(target: tuple[Any, torch.device], rotation: int) -> None:
     """Shards of three blocks or less, of more rows than one workgroup takes, with sums that start from what is there."""
     fmt = RecordFormat.of("int8", 128, rotation)
-    sizes, chunks = ((2, 150), (1, 64, 301)) if emulated(target) else ((4, 700), (1, 64, 128, 16, 301))
+    sizes, chunks = ((2, 70), (1, 64, 301)) if emulated(target) else ((4, 700), (1, 64, 128, 16, 301))
     assert_agrees(target, Case(chunks, sizes, (1, sizes[0]), sizes[0], fmt, torch.bfloat16, short=5, seed=rotation))
 
 
@@ -180,7 +180,7 @@ def test_awkward_buckets(target: tuple[Any, torch.device], name: str) -> None:
 @pytest.mark.parametrize("count", [1, 1_000_003])
 def test_lengths_up_to_millions(target: tuple[Any, torch.device], count: int) -> None:
     if emulated(target):
-        count = min(count, 60_003)  # 15 workgroups, the last one with a block of 99 elements
+        count = min(count, 20_003)  # 5 workgroups, the last one with a block of 35 elements
     for codec, unaligned in (("int8", False), ("int4", True), ("int2", True)):
         fmt = RecordFormat.of(codec, 128)
         assert_agrees(target, Case((count,), (1,), (1,), 1, fmt, torch.bfloat16, unaligned=unaligned))
@@ -281,7 +281,7 @@ def test_threads_share_the_work() -> None:
     fmt = RecordFormat.of("int4", 128)
     # 256 Ki elements are worth a thread: the two rows of sums have 4 of them, the four rows to encode 9.
     case = Case((350_001, 0, 33, 250_000), (2, 2), (1, 2), 2, fmt, torch.float32)
-    for threads in (2, 3, 7):
+    for threads in (2, 7):
         torch.set_num_threads(threads)
         assert_agrees((backend, CPU), case)
 
