@@ -3,7 +3,7 @@
 # again if training has saved but not finished. A job script sources it after the environment file of its machine.
 #
 # Arguments: those of `hzero train`. Variables of the script, which pass as in `sbatch --export=HZERO_RESTARTS=5 ...`:
-#   HZERO_CHECK      0: no check of the nodes before training
+#   HZERO_CHECK      0: no check of keys and nodes before training
 #   HZERO_RESTARTS   how often the job may be started again (20)
 # shellcheck source=slurm/ranks.sh
 source "$SLURM_SUBMIT_DIR/slurm/ranks.sh"
@@ -41,6 +41,12 @@ prepare_nodes
 
 # ---- before training ----------------------------------------------------------------------------------------------------
 if [ "${HZERO_CHECK:-1}" != 0 ]; then
+  # A misspelt key is found here in a second, before all nodes start.
+  refused=$(timeout 60 "${python[@]}" -c 'import sys; from hzero.experiment import compose; from hzero.validation import ConfigError
+try: compose(sys.argv[1:])
+except ConfigError as error: print("hzero: error:", error)' "launcher.world_size=$((nodes * SLURM_NTASKS_PER_NODE))" "$@" 2>/dev/null |
+    grep -m1 '^hzero: error: ')
+  [ -z "$refused" ] || fail 2 "$refused"
   say "checking $nodes nodes"
   # The signal before the time limit would end the check, which then looks like a failure.
   # shellcheck disable=SC2016

@@ -30,7 +30,7 @@ SCHEMES = {
 WARMUP = 3
 #: Relative differences up to which a prediction counts as confirmed: times, rates and peaks of memory; bytes; losses in bfloat16.
 TIME, BYTES, LOSS = 0.15, 0.01, 0.01
-ENDINGS = {"0": "done", "124": "**killed** by its limit", "137": "**killed** by its limit"}
+KILLED = "**killed** by its limit"
 
 
 class Folder:
@@ -52,6 +52,14 @@ class Folder:
         self.links: dict[Any, TierRate] = {}
         with contextlib.suppress(ConfigError):  # no such file, or a part of one
             self.links = read_links(path / "links.json").tiers
+
+    def end(self, part: str) -> str:
+        """How a part ended: ``done``, `KILLED`, or its status. A killed part has used its time; 137 alone may be a rank's."""
+        if part not in self.parts:
+            return "not started"
+        status, seconds, limit = self.parts[part]
+        killed = status in ("124", "137") and int(seconds) >= int(limit)
+        return "done" if status == "0" else KILLED if killed else f"**status {status}**"
 
     def _text(self, name: str) -> str:
         file = self.path / name
@@ -151,8 +159,9 @@ def predictions(run: Folder) -> Iterator[tuple[str, bool | None, str]]:
                 worst <= LOSS,
                 f"at most {worst:.2%} in {len(pairs)} steps",
             )
-    if (status := run.parts.get("lanes", [""])[0]) in ENDINGS:
-        yield "Order `lanes` does not hang", status == "0", f"{len(run.rows['lanes'])} steps"
+    # A part that failed has not shown whether the order hangs.
+    if (end := run.end("lanes")) in ("done", KILLED):
+        yield "Order `lanes` does not hang", end == "done", f"{len(run.rows['lanes'])} steps"
 
 
 def page(run: Folder) -> str:
@@ -162,7 +171,7 @@ def page(run: Folder) -> str:
     sections = [f"# First run: {about}", "Keys: " + " ".join(f"`{key}`" for key in run._text("keys.txt").splitlines())]
     rows = []
     for name, (status, seconds, limit) in run.parts.items():
-        end = ENDINGS.get(status, f"**status {status}**")
+        end = run.end(name)
         if name in ("doctor", "faults") and status in ("1", "2"):  # its verdict
             end = "done, see below"
         rows.append((name, end, seconds, limit))

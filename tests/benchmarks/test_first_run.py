@@ -142,7 +142,9 @@ def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
     wires = [{"tier": "node", "role": "weights", "codec": "int8", "received": 2.2 * BYTES["topo"]}]
     _write(run / "topo/summary.json", {"grid": {"node": 2}, "bytes_per_step": wires})
     (run / "logs/kernels.err").write_text("kernels.py: encode int8, kernel, bf16: not bit-equal to the reference\n")
-    rows = (run / "parts.tsv").read_text().replace("kernels\t0", "kernels\t1").replace("lanes\t0", "lanes\t124")
+    rows = (
+        (run / "parts.tsv").read_text().replace("kernels\t0", "kernels\t1").replace("lanes\t0\t30", "lanes\t124\t180")
+    )
     (run / "parts.tsv").write_text(rows)
     refuted = [what for what, good, _ in predictions(Folder(run)) if good is False]
     assert refuted == [
@@ -152,6 +154,10 @@ def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
         "hzero `topo`: loss of ZeRO-3 (README: in float32)",
         "Order `lanes` does not hang",
     ]
+    # Ranks that a failure ended have not hung.
+    (run / "parts.tsv").write_text(rows.replace("lanes\t124\t180", "lanes\t137\t34"))
+    assert "Order `lanes` does not hang" not in [what for what, *_ in predictions(Folder(run))]
+    assert "| lanes | **status 137** | 34 | 180 |" in page(Folder(run))
 
 
 @pytest.mark.parametrize(("gradients", "good"), [(2.0, True), (2.2, False)])

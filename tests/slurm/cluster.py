@@ -188,6 +188,8 @@ def running(folder: Path, nodes: int = 2, cpus: int = 8, max_minutes: int = 120)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"cluster: FOLDER: found {len(sys.argv) - 1} arguments; expected a new folder")
     place = Path(sys.argv[1])
     if place.exists():
         sys.exit(f"cluster: FOLDER: found {place}; expected a new folder")

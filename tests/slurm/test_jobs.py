@@ -115,16 +115,21 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
 
 @LONG
 def test_the_nodes_are_checked_before_training(jobs: _Jobs) -> None:
-    """The doctor finds nothing that keeps training from working; training then refuses the key."""
+    """The doctor finds nothing that keeps training from working; training then refuses the file. A key is refused before."""
     with tempfile.TemporaryDirectory() as folder, forking.python(Path(folder)) as program:
-        number = jobs.send("checked", "zero=tpo", HZERO_CHECK="1", HZERO_PYTHON=str(program))
-        jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the key is refused")
-    assert "checking 2 nodes" in jobs.log("checked", number) and "did you mean 'topo'?" in jobs.log("checked", number)
+        more = {"HZERO_CHECK": "1", "HZERO_PYTHON": str(program)}
+        refused = jobs.send("refused", "zero=tpo", **more)
+        number = jobs.send("checked", *KEYS, "data.path=none.txt", **more)
+        jobs.until(lambda: "did you mean 'topo'?" in jobs.log("refused", refused), "refused", "the key is refused")
+        jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the file is refused")
+    assert "checking 2 nodes" in jobs.log("checked", number) and "none.txt" in jobs.log("checked", number)
+    assert "checking" not in jobs.log("refused", refused)
 
 
 #: `python` without the time that Python takes. It says what it is asked, and ends with the status in the file ``go``, or upon a
 #: signal as a trainer that has saved.
 PYTHON = """#!/bin/sh
+[ "$1" != -c ] || exit 0
 echo "$SLURM_PROCID $*" >> "$CALLS"
 [ "$3" = train ] || exit "${DOCTOR:-0}"
 trap 'exit 75' TERM USR1
