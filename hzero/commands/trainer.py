@@ -144,7 +144,7 @@ def check(experiment: Experiment) -> None:
         filled = integration.HfTrainerDeepSpeedConfig(experiment.deepspeed_config())
         filled.trainer_config_process(arguments)
         filled.trainer_config_finalize(arguments, model, arguments.max_steps)
-        read = check_written(filled.config, experiment.data_parallel.world_size)
+        read = check_written(filled.config, experiment.data_parallel.world_size, "deepspeed")
         for error in ignored(read, "deepspeed"):
             raise error
         build(read)

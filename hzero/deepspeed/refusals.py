@@ -164,7 +164,7 @@ def check_engine(engine: DeepSpeedEngine) -> None:
         raise ConfigError("optimizer: found Muon of the script; expected optimizer.type Muon in the configuration")
 
 
-def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:
+def check_written(config: Mapping[str, Any], ranks: int | None = None, where: str = "") -> DeepSpeedConfig:
     """Reads and checks a configuration before ranks exist. `hzero.autoload` checks the block when DeepSpeed reads it.
 
     Values "auto" are omitted, since a client will replace them. Without ``ranks``, ``train_batch_size`` is also omitted.
@@ -172,6 +172,7 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
     Args:
         config: The configuration, as the user has written it.
         ranks: Number of ranks that will share a batch. None: not known.
+        where: Key of the configuration, for messages.
 
     Returns:
         The configuration, as DeepSpeed has read it.
@@ -200,7 +201,8 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
             raise
         (key,), models = first["loc"], {model.__name__: model for model in DeepSpeedConfigModel.__subclasses__()}
         known = [field.alias or name for name, field in models[error.title].model_fields.items()]
-        raise one_of(next(block for block, of in without.items() if key in of), key, known, "key") from None
+        block = next(block for block, of in without.items() if key in of)
+        raise one_of(f"{where}.{block}".strip("."), key, known, "key") from None
 
 
 class _Asked(dict[str, Any]):

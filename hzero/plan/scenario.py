@@ -322,7 +322,7 @@ def _check_as_run(experiment: Experiment, job: Job) -> None:
         from hzero.deepspeed import autoep, refusals
     with library_errors("deepspeed"):
         bf16 = {**written["bf16"], "enabled": job.itemsize == 2 and experiment["train"]["dtype"] != "fp16"}
-        read = refusals.check_written({**written, "bf16": bf16}, experiment.data_parallel.world_size)
+        read = refusals.check_written({**written, "bf16": bf16}, experiment.data_parallel.world_size, "deepspeed")
         for error in refusals.ignored(read, "deepspeed"):
             raise error
     if ranks > 1 and read.hzero_block is not None:
