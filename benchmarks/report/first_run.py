@@ -112,7 +112,7 @@ class Folder:
 
 def predictions(run: Folder) -> Iterator[tuple[str, bool | None, str]]:
     """What README and plan predict, whether the run confirms it (None: not measured), and what it found."""
-    ended = run.parts.get("kernels", [""])[0] == "0"
+    ended = run.end("kernels") == "done"
     differs = "not bit-equal" in run._text("logs/kernels.err")
     yield "The kernels give the bits of plain torch", True if ended else False if differs else None, ""
     for name in SCHEMES:

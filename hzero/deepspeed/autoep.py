@@ -45,8 +45,8 @@ def parts(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> list[tup
     if expert is None:
         return []
     with agreed():
-        world.of_ranks(ranks := ranks_of(expert.ds_process_group), "expert_parallel.autoep_size")
-        owners = Owners.of_ranks(ranks, world, dist.get_rank())
+        ranks = ranks_of(expert.ds_process_group)
+        owners = Owners.of_ranks(ranks, world, dist.get_rank(), "expert_parallel.autoep_size")
         plan = ShardPlan.of_part(config, owners.grid, owners.rank, "experts")
     return [(plan, owners)]
 

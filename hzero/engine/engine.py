@@ -60,15 +60,15 @@ class Owners:
         return replace(cls.of_ranks(ranks_of(group), world, dist.get_rank()), group=group)
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[int], world: Grid, rank: int) -> Owners:
-        """Returns the owners for some ranks of the world.
+    def of_ranks(cls, ranks: Sequence[int], world: Grid, rank: int, key: str = "topology") -> Owners:
+        """Returns the owners for some ranks of the world. ``key`` is as in `Grid.of_ranks`.
 
         Raises:
             ConfigError: The ranks are the whole world in another order, so that rank r would not own shard r. Or they do not
                 fill the tiers evenly.
         """
         if len(ranks) < world.world_size:
-            return cls(world.of_ranks(ranks), ranks.index(rank), tuple(ranks), world)
+            return cls(world.of_ranks(ranks, key), ranks.index(rank), tuple(ranks), world)
         place = next((place for place, one in enumerate(ranks) if place != one), None)
         if place is not None:
             raise ConfigError(
