@@ -189,7 +189,7 @@ class Communicator:
         name = role or "collectives"
         if not whole:
             name += f" {zlib.crc32(repr(ranks).encode()):08x}"
-        self._name = name = unused_name(name, lanes.failures, group, ranks)
+        self._name = name = unused_name(name, lanes.failures, group, ranks, {"communicator": settings.model_dump()})
         if wrong := [use for use in uses if use not in USES]:
             raise one_of("communicator: uses", wrong[0], USES)
         # In the order of USES, whatever the order of `uses`: all ranks make the groups in one order.

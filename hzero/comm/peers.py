@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import traceback
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -19,6 +20,8 @@ from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeo
 from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError, PeerError, PlainError, some
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -109,38 +112,59 @@ def wires_of(
     return TorchWires(group, timeout, streams.collective if strict else None, in_pairs=streams is None)  # type: ignore[union-attr]
 
 
-def unused_name(name: str, failures: int, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
+def unused_name(
+    name: str, failures: int, group: dist.ProcessGroup | None, ranks: Sequence[int], settings: Mapping[str, Any]
+) -> str:
     """Returns a name for new lanes that is not reused after a failure: it ends with the largest failure count of a rank.
 
     If one rank failed alone, its peers may have started a hop that it has not. On the same lane, its next hop would be paired
-    with that one. The ranks also compare their payload formats here, before the first message. Collective over the ranks.
+    with that one. The ranks also compare their payload formats and settings here, before the first message: with other settings,
+    messages of equal size can have another meaning. Collective over the ranks.
 
     Args:
         name: Prefix of the name.
         failures: Number of failed chains on this rank.
         group: Process group of the ranks.
         ranks: World ranks.
+        settings: The user's settings of the lanes by key, also nested.
 
     Raises:
-        ConfigError: A rank has another payload format.
+        ConfigError: A rank has another payload format or other settings.
         HopError: A rank does not respond.
     """
-    every = [(failures, PAYLOAD_FORMAT)] * len(ranks)
-    try:
-        dist.all_gather_object(every, (failures, PAYLOAD_FORMAT), group=group)
+    own = {"payload format: install the same hzero on all ranks": str(PAYLOAD_FORMAT), **dict(_flat("", settings))}
+    try:  # first few bytes, since there may be many ranks
+        every = _of_every_rank((failures, hashlib.sha256(repr(own).encode()).digest()), group)
+        if len({digest for _, digest in every}) > 1:
+            _refuse_difference(ranks, _of_every_rank(own, group))
     except RuntimeError as error:
         peers = some([str(rank) for rank in ranks], 8)
         what = f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: "
         raise MissingPeerError.of(what, error) from error
-    (_, expected), *_ = every
-    others = {rank: number for rank, (_, number) in zip(ranks, every) if number != expected}
-    if others:
-        found = some([f"{number} on rank {rank}" for rank, number in others.items()], 8)
-        raise ConfigError(
-            f"payload format: found {found}; expected {expected}, as on rank {ranks[0]}: install the same hzero on all ranks"
-        )
     most = max(every)[0]
     return f"{name} #{most}" if most else name
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        name = f"{prefix}.{key}".removeprefix(".")
+        yield from _flat(name, value) if isinstance(value, Mapping) else [(name, repr(value))]
+
+
+def _of_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    every = [value] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
+def _refuse_difference(ranks: Sequence[int], every: Sequence[Mapping[str, str]]) -> None:
+    """Raises `ConfigError` with the first key whose values differ; the same on all ranks."""
+    for key in dict.fromkeys(key for one in every for key in one):
+        expected, *_ = values = [one.get(key, "none") for one in every]
+        if found := [f"{value} on rank {rank}" for value, rank in zip(values, ranks) if value != expected]:
+            key, _, advice = key.partition(": ")
+            end = f": {advice}" if advice else ""
+            raise ConfigError(f"{key}: found {some(found, 8)}; expected {expected}, as on rank {ranks[0]}{end}")
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------

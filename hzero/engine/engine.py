@@ -189,7 +189,8 @@ class Engine(Traffic):
     ) -> None:
         super().__init__(config, module, device, accelerator)
         self.plan, self.owners, self.group = plan, owners, group
-        name = unused_name(STAGE, self.lanes.failures, owners.group, owners.ranks)
+        settings = {"hzero": config.model_dump(exclude={"written"})}
+        name = unused_name(STAGE, self.lanes.failures, owners.group, owners.ranks, settings)
         roles, peers = dict[tuple[str, str], str](), dict[Lane, Peers]()
         for one, of_it in ((plan, owners), *parts):
             first = name.replace(STAGE, one.channel)  # the rest is the number of failures

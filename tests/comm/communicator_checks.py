@@ -301,8 +301,8 @@ def check_tensors_without_elements_and_without_dimensions() -> None:
     assert got.shape == () and float(got) == pytest.approx(2.0 * WORLD, rel=0.1) and not got.requires_grad
 
 
-def check_ranks_with_another_payload_format_are_named_before_any_message() -> None:
-    """As with another installation of hzero: the formats may have the same sizes, so wrong numbers would arrive."""
+def check_ranks_with_other_formats_or_settings_are_named_before_any_message() -> None:
+    """As with another installation of hzero: messages may have the same sizes, so wrong numbers would arrive."""
     rank, outer = dist.get_rank(), [1, WORLD - 1]
     own = mock.patch.object(peers, "PAYLOAD_FORMAT", 99 if rank in outer else peers.PAYLOAD_FORMAT)
     found = (
@@ -310,6 +310,9 @@ def check_ranks_with_another_payload_format_are_named_before_any_message() -> No
     )
     with own, pytest.raises(ConfigError, match=f"payload format: found {found}"):
         _communicator(SOME[0], codecs="int8")
+    found = f"communicator.codecs.gcd.rotation: found 64 on rank 1, 64 on rank {WORLD - 1}; expected 128, as on rank 0$"
+    with pytest.raises(ConfigError, match=found):
+        _communicator(SOME[0], codecs={"gcd": {"codec": "int8", "rotation": 64 if rank in outer else 128}})
     total = _communicator(SOME[0]).all_reduce(torch.ones(3))
     assert total.tolist() == [float(WORLD)] * 3
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import deepspeed
 import pytest
+import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.deepspeed.versions import check_deepspeed
@@ -63,6 +64,8 @@ def check_unsupported_features_are_refused_by_name() -> None:
     _expect_refusal(ds_config(block_of("topo", shard={"except": {"*dowm*": {"weights": "world"}}})), says + nearest)
     says = "hzero.shard.except.*norm*.gradients: found 'hive', which this machine does not have"
     _expect_refusal(ds_config(block_of("topo", shard={"except": {"*norm*": {"gradients": "hive"}}})), says)
+    says = "hzero.error_feedback: found ('node',) on rank 2; expected (), as on rank 0"
+    _expect_refusal(ds_config(block_of("topo", error_feedback=["node"] if dist.get_rank() == 2 else [])), says)
 
 
 def check_other_versions_of_deepspeed_are_refused() -> None:

@@ -221,6 +221,11 @@ def check_refusals() -> None:
         (sharded, {"codecs": {"weights": "mpc"}}, "found 'mpc', whose messages have no fixed size"),
         (sharded, {"codecs": {"except": {"*nothing*": "none"}}}, "matches no parameter"),
         (sharded, {"topology": {"gpus_per_node": 3}}, "expected a multiple"),
+        (
+            sharded,
+            {"checksum": dist.get_rank() == 1},
+            "hzero.checksum: found True on rank 1; expected False, as on rank 0",
+        ),
     ]
     for make, words, message in cases:
         with pytest.raises(ConfigError, match=message):
