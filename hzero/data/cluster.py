@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Status
+from distributed import Client, Scheduler, SchedulerPlugin, Status
 
 from hzero.launch import die_with_parent, rank_variables
 from hzero.validation import ConfigError, of_all_ranks
@@ -38,24 +38,25 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     ranks = int(variables.get("WORLD_SIZE", 1))
     if ranks == 1:
         # Port 0: a busy port of the dashboard is no reason for a warning.
-        local = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
-        with local, Client(local) as client:
+        with Client(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as client:
             yield client
         return
     if "mpi4py.MPI" not in sys.modules:  # which would not survive it
         _go_on_in_a_child(variables["RANK"])
     from dask_mpi import initialize
 
-    from hzero.data.mpi import WORLD
+    from hzero.data.mpi import HOST, WORLD
 
     if WORLD.size != ranks or ranks < 3 or workers not in (None, ranks - 2):
         found = f"found {ranks} ranks of the launcher and {WORLD.size} of MPI for {workers or 'all'} workers"
         raise of_all_ranks(ConfigError(f"{found}; expected one rank for each worker and two more (srun: see --mpi)"))
-    # As LocalCluster does: otherwise every rank prints its steps.
-    logging.getLogger("distributed").setLevel(logging.WARNING)
+    # Errors reach the client. Dask also logs as errors, with tracebacks, connections that the end of a cluster closes.
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
     # dask-mpi makes the client of the second rank. Here it is rank 0, which reports errors at once.
     order = WORLD.Split(key=(1, 0, *range(2, ranks))[WORLD.rank])
-    if not initialize(protocol="mpi", comm=order, dashboard=False, dashboard_address=":0", exit=False):
+    options = {"exit": False, "dashboard": False, "dashboard_address": ":0"}
+    name = {"name": f"rank {WORLD.rank} on {HOST}"}
+    if not initialize(protocol="mpi", comm=order, worker_options=name, **options):
         raise SystemExit(0)
     with Client() as client:
         try:
@@ -71,9 +72,8 @@ def _go_on_in_a_child(rank: str) -> None:
     if child := os.fork():
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code < 0 and code != -signal.SIGTERM:  # which launchers send
-            print(
-                f"hzero: rank {rank} on {socket.gethostname()} was ended by signal {-code}", file=sys.stderr, flush=True
-            )
+            end = f"rank {rank} on {socket.gethostname()} was ended by signal {-code}"
+            print(f"hzero: {end}", file=sys.stderr, flush=True)
             time.sleep(1.0)  # until the launcher has the message
         os._exit(code % 256)
     die_with_parent()
@@ -82,9 +82,14 @@ def _go_on_in_a_child(rank: str) -> None:
 class _Deaths(SchedulerPlugin):
     """Ends the job when a worker is gone: MPI would wait for its rank at the end, and a rank cannot be started again."""
 
+    async def start(self, scheduler: Scheduler) -> None:
+        self.names = {address: worker.name for address, worker in scheduler.workers.items()}
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        self.names[worker] = scheduler.workers[worker].name
+
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         if scheduler.status == Status.running:
-            from hzero.data.mpi import end_job, parsed
+            from hzero.data.mpi import end_job
 
-            host, rank, _port = parsed(worker)
-            end_job(f"rank {rank} on {host} is gone")
+            end_job(f"{self.names[worker]} is gone")
