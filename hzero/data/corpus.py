@@ -104,9 +104,8 @@ def _trained(files: dict[str, list[int]], vocab: int, output: Path, say: Callabl
         found = Tokenizer.from_str(read_json(output / shards.IDENTITY)["tokenizer.json"])
     else:
         say(f"training a tokenizer of {vocab:,} tokens (once; kept in {output})")
-        texts = (
-            text for _, chunk in shards.chunks(files, _SHARD_BYTES) for text, *_ in shards.read(*chunk, _SHARD_BYTES)
-        )
+        cut = (chunk for _, chunk in shards.chunks(files, _SHARD_BYTES))
+        texts = (text for chunk in cut for text, *_ in shards.read(*chunk, _SHARD_BYTES))
         made = ByteLevelBPETokenizer()
         made.train_from_iterator(texts, vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END])
         found = made._tokenizer
@@ -126,6 +125,7 @@ def read_tokenizer(folder: Path, key: str, vocab: int | None = None) -> Any:
     if not found.is_fast:
         raise ConfigError(f"{key}: found {type(found).__name__} in {str(folder)!r}; expected a tokenizer.json")
     if vocab is not None and len(found) > vocab:
-        tokens = f"{len(found):,} tokens in the tokenizer of {str(folder)!r}"
-        raise ConfigError(f"{key}: found {tokens}; expected at most the model's {vocab:,}")
+        raise ConfigError(
+            f"{key}: found {len(found):,} tokens in {str(folder)!r}; expected at most the model's {vocab:,}"
+        )
     return found

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from datasets import load_from_disk
 from distributed import Client, as_completed
@@ -70,23 +69,6 @@ def settings_of(overrides: Sequence[str]) -> Settings:
     return validated(Settings, composed("prepare", [f"++{override}" for override in overrides]), "")
 
 
-def begin(settings: Settings) -> tuple[dict[Path, list[tuple[Path, int]]], Any]:
-    """Checks the input and makes the folder of the output. Returns what `shards.begin` does, and the tokenizer.
-
-    Raises:
-        ConfigError: The input cannot be read, or the output belongs to another job.
-    """
-    data = settings.data
-    source, output = (expanded(path).resolve() for path in (data.path, data.output))
-    if output == source or source in output.parents:
-        raise ConfigError(f"data.output: found {data.output!r} inside data.path; expected another folder")
-    tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
-    files, length = shards.files_of(str(source)), settings.model.seq_length
-    return shards.begin(files, output, tokenizer, length, data.shard_bytes, data.format), tokenizer
-
-
 def prepare(settings: Settings, client: Client) -> None:
     """Prepares a corpus on the workers of a Dask client.
 
@@ -94,32 +76,34 @@ def prepare(settings: Settings, client: Client) -> None:
         ConfigError: The input cannot be read, the output cannot be written or belongs to another job, or a shard ends its
             workers.
     """
-    (work, tokenizer), length = begin(settings), settings.model.seq_length
-    output, total = next(iter(work)).parent, len(work)
+    data, length = settings.data, settings.model.seq_length
+    source, output = (expanded(path).resolve() for path in (data.path, data.output))
+    if output == source or source in output.parents:
+        raise ConfigError(f"data.output: found {data.output!r} inside data.path; expected another folder")
+    tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
+    job = output, tokenizer, length, data.shard_bytes, data.format
+    work = shards.begin(shards.files_of(str(source)), *job)
     with open(output / shards.LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"data.output: found another run that writes {str(output)!r}; expected one") from None
-        except OSError:  # a file system without locks
-            pass
+        except OSError as error:  # others: a file system without locks
+            if isinstance(error, BlockingIOError):
+                raise ConfigError(f"data.output: found another run that writes {str(output)!r}; expected one") from None
         missing = [file for file in work if not file.is_file()]
         tasks = client.map(shards.write, missing, [work[file] for file in missing], pure=False)
-        bar = tqdm(as_completed(tasks), "shards", total, initial=total - len(missing), unit="", mininterval=1)
+        bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="", mininterval=1)
         with library_errors("data.output: cannot write the shards"), bar:
             written = [task.result() for task in bar]
-        begin(settings)  # raises if a file has changed meanwhile
+        shards.begin(shards.files_of(str(source)), *job)  # raises if a file has changed meanwhile
         for left in output.glob(".*.partial"):  # of workers that were killed
             left.unlink(missing_ok=True)
         shards.complete(output, work, tokenizer)
     documents, tokens, empty = (sum(one[at] for one in written) for at in range(3))
-    _say(f"{documents:,} documents, {tokens:,} tokens, {len(missing):,} of {total:,} shards written in {output}")
+    line = f"{documents:,} documents, {tokens:,} tokens, {len(missing):,} of {len(work):,} shards written in {output}"
     if empty:
-        first = min(first for *_, first in written if first)
-        _say(f"{empty:,} empty texts are left out, such as that at {first}")
-    if settings.data.format == "arrow" and not len(load_from_disk(str(output))):
-        raise ConfigError(f"data.path: {settings.data.path!r} is too short for model.seq_length {length}")
-
-
-def _say(line: str) -> None:
+        line += f"; {empty:,} empty texts are left out, such as that at {min(first for *_, first in written if first)}"
     print(printable(line), flush=True)
+    if data.format == "arrow" and not len(load_from_disk(str(output))):
+        raise ConfigError(f"data.path: {data.path!r} is too short for model.seq_length {length}")

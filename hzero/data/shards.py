@@ -15,7 +15,6 @@ import struct
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,7 @@ def begin(
     output.mkdir(parents=True, exist_ok=True)
     with replacing(output / IDENTITY) as file:
         json.dump(identity, file, indent=1)
-    cut = [[chunk for _, chunk in shard] for _, shard in groupby(chunks(files, limit), itemgetter(0))]
+    cut = [[chunk for _, chunk in shard] for _, shard in groupby(chunks(files, limit), lambda one: one[0])]
     suffix = {"arrow": ".arrow", "megatron": ".idx"}[kind]
     return {output / f"tokens-{at:05}-of-{len(cut):05}{suffix}": shard for at, shard in enumerate(cut)}
 
@@ -138,11 +137,11 @@ def begin(
 def complete(output: Path, files: Iterable[Path], tokenizer: Any) -> None:
     """Makes a data set of shards, which ``datasets`` reads; Megatron reads them as they are."""
     tokenizer.save_pretrained(output / "tokenizer")
-    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
-    state |= {"_format_kwargs": {}, "_output_all_columns": False}
+    empty = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    names = [{"filename": file.name} for file in files if file.suffix == ".arrow"]
+    state: dict[str, Any] = {**empty, "_format_kwargs": {}, "_output_all_columns": False, "_data_files": names}
     state["_fingerprint"] = hash_of((output / IDENTITY).read_text())
-    state["_data_files"] = [{"filename": file.name} for file in files if file.suffix == ".arrow"]
-    for name, content in {"dataset_info.json": {}, STATE: state}.items() if state["_data_files"] else ():
+    for name, content in {"dataset_info.json": {}, STATE: state}.items() if names else ():
         with replacing(output / name) as written:
             json.dump(content, written, indent=1)
 
@@ -173,10 +172,10 @@ def read(file: Path, begin: int, limit: int) -> Iterator[tuple[str, bool, tuple[
         yield from ((text, True, (file, group)) for group, text in _rows(file, begin, limit))
     elif _kind(file) == "json":
         lines = ((at, line) for at, line in _lines(file, begin, limit) if line.strip())
-        yield from ((_of_json(file, at, line), True, (file, at)) for at, line in lines)
+        yield from ((_text_of(file, at, line), True, (file, at)) for at, line in lines)
     elif block := list(_lines(file, begin, limit)):
-        at, text = block[0][0], b"".join(line for _, line in block)
-        yield _decoded(file, at, text), at + len(text) >= size, (file, at)
+        (first, _), (last, line) = block[0], block[-1]
+        yield "".join(_text_of(file, *one) for one in block), last + len(line) >= size, (file, first)
 
 
 def _rows(file: Path, begin: int, limit: int) -> Iterator[tuple[int, str]]:
@@ -209,23 +208,22 @@ def _lines(path: Path, begin: int, limit: int) -> Iterator[tuple[int, bytes]]:
             at += len(line)
 
 
-def _decoded(file: Path, at: int, text: bytes) -> str:
+def _text_of(file: Path, at: int, line: bytes) -> str:
+    """The text of a line, which is an object in a file of JSON."""
+    expected = {"json": "a JSON object with a string at the key 'text'", "text": "UTF-8 without zero bytes"}[
+        _kind(file)
+    ]
     try:
-        if b"\0" in text:  # no file of text has it, but it is UTF-8
-            raise UnicodeDecodeError("", text, text.index(0), 0, "")
-        return text.decode() if at else text.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise _bad(file, at + error.start, f"found byte {text[error.start]:#04x}; expected UTF-8") from None
-
-
-def _of_json(file: Path, at: int, line: bytes) -> str:
-    try:
-        text = json.loads(line)["text"]
-        text = "" if text is None else text
-        text.encode()  # half a surrogate pair is valid JSON, but no text
+        text = line.decode("utf-8" if at else "utf-8-sig")
+        if _kind(file) == "json":
+            text = json.loads(text)["text"]
+            text = "" if text is None else text
+            text.encode()  # half a surrogate pair is valid JSON, but no text
+        elif "\0" in text:
+            raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        expected = "expected a JSON object with a string at the key 'text'"
-        raise _bad(file, at, f"found {reprlib.repr(line.decode(errors='replace'))}; {expected}") from None
+        found = reprlib.repr(line.decode(errors="backslashreplace"))
+        raise _bad(file, at, f"found {found}; expected {expected}") from None
     return str(text)
 
 
