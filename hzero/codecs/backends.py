@@ -123,31 +123,32 @@ class KernelBackend:
 
     def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
         """Encodes a bucket. The kernels for codecs without a reference module support no ``adds``."""
-        if not self._has(fmt) or (adds and not fmt.traits.reference):
+        if not self._has(fmt, rows) or (adds and not fmt.traits.reference):
             return reference.encoder(rows, fmt, dtype, adds)
         fields = {"": (), "base": ("residual",), "residuals": ("residual", "left")}[adds]
         return Launch(self.launcher, "encode", rows, fmt, dtype, ("data", "numel", *fields), adds=adds)
 
     def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
         """Decodes a message into tensors in shard order, or sums its pieces in float32 in their order. Can add to the tensors."""
-        if not self._has(fmt) or not (fmt.traits.fixed if sums else fmt.traits.codes or not add):
+        if not self._has(fmt, rows) or not (fmt.traits.fixed if sums else fmt.traits.codes or not add):
             return reference.decoder(rows, fmt, dtype, add, sums)
         fields = ("data", "residual") if add else ("data",)
         return Launch(self.launcher, "decode_sum" if sums else "decode", rows, fmt, dtype, fields).decode
 
     def recoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
         """Sums and encodes in one kernel if both formats have the same blocks or elements."""
-        if not (self._has(fmt) and self._has(out) and (fmt.alike(out) or (fmt == out and not fmt.traits.reference))):
+        like = fmt.alike(out) or (fmt == out and not fmt.traits.reference)
+        if not (like and self._has(fmt, rows) and self._has(out, summed)):
             return reference.recoder(rows, fmt, dtype, summed, out)
         return Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, summed=summed).recode
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
         """Checksums of bytes outside a codec kernel: a library function on CPU, the reference on devices."""
-        sums: torch.Tensor = getattr(self.launcher, "checksums", reference.checksums)(parts)
-        return sums
+        return getattr(self.launcher, "checksums", reference.checksums)(parts)  # type: ignore[no-any-return]
 
-    def _has(self, fmt: RecordFormat) -> bool:
-        return fmt.traits.compiled == "all" or (fmt.traits.compiled == "cpu" and not self.launcher.on_device)
+    def _has(self, fmt: RecordFormat, rows: Rows) -> bool:
+        """Whether kernels exist. Those for processors alone compute no checksums."""
+        return fmt.traits.compiled in (("all",) if self.launcher.on_device or rows.parts else ("all", "cpu"))
 
 
 def _kernel(operator: str, fmt: RecordFormat, dtype: torch.dtype, out: RecordFormat | None) -> str:

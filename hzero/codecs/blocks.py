@@ -105,8 +105,7 @@ def rotated(rows: torch.Tensor, fmt: RecordFormat, factor: float = 1.0) -> torch
 
 def noise_key(seed: int) -> int:
     """Returns the unsigned 32-bit key for a seed."""
-    key: int = mixed(mixed((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD))
-    return key
+    return int(mixed(mixed((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD)))
 
 
 def _noise(like: torch.Tensor, seed: int, first_column: int) -> torch.Tensor:

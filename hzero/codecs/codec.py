@@ -80,7 +80,7 @@ class Codec(NamedTuple):
         """Prepares to decode messages of one layout, or to sum their pieces.
 
         Args:
-            rows: Rows of the messages, as encoded. For a sum, each peer's message is a piece.
+            rows: Rows of the messages, as encoded. For a sum, each peer's message is a piece, with a checksum or none.
             dtype: Dtype to decode to; for codec ``none``, the encoded dtype. Sums are float32.
             device: Device of the messages.
             add: Whether decoded values are added, in float32, to the values in the output tensors. Each sum is rounded once.
@@ -89,6 +89,7 @@ class Codec(NamedTuple):
 
         Raises:
             TypeError: The dtype cannot be decoded.
+            ValueError: Parts of a sum have several pieces.
         """
         return _decoder(self.format, rows, dtype, add, backends.of(device), sums)
 
@@ -104,6 +105,7 @@ class Codec(NamedTuple):
 
         Raises:
             TypeError: The dtype cannot be decoded.
+            ValueError: Parts of the messages have several pieces.
         """
         return _recoder(self.format, rows, dtype, to.format, summed, backends.of(device))
 
@@ -174,9 +176,9 @@ class Encoder:
             TypeError: A dtype or device does not fit.
             ValueError: A size does not fit.
         """
-        device, numels = source[0].device, [tensor.numel() for tensor in source]
         if len(source) != len(self._most):
             raise ValueError(f"source: found {len(source)} tensors for {len(self._most)} chunks")
+        device, numels = source[0].device, [tensor.numel() for tensor in source]
         _check_tensors("source", source, self._dtype, device, numels)
         for index, (numel, most) in enumerate(zip(numels, self._most)):
             if numel > most:
@@ -208,7 +210,7 @@ class Decoder:
     ) -> None:
         _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not add and not sums)
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
-        self._dtype, self._read = torch.float32 if sums else dtype, _reader(fmt, rows, dtype)
+        self._dtype, self._read = torch.float32 if sums else dtype, _reader(fmt, rows, dtype, sums)
         self.bytes = rows.message_bytes(fmt, dtype.itemsize)
         self._run = backend.decoder(rows, fmt, dtype, add, sums)
 
@@ -251,7 +253,7 @@ class Recoder:
     ) -> None:
         _check_dtype(dtype, fmt)
         coded = dtype if out.traits.plain else torch.float32
-        self.bytes, self._read = summed.message_bytes(out, coded.itemsize), _reader(fmt, rows, dtype)
+        self.bytes, self._read = summed.message_bytes(out, coded.itemsize), _reader(fmt, rows, dtype, True)
         self._run = backend.recoder(rows, fmt, dtype, summed, out)
         if self._run is None:
             decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
@@ -292,8 +294,7 @@ _recoder = functools.lru_cache(maxsize=4096)(Recoder)
 
 def checksums(parts: torch.Tensor) -> torch.Tensor:
     """Checksums of bytes (docs/payload_format.md): int64 ``[parts]`` for uint8 ``[parts, bytes]`` with contiguous rows."""
-    sums: torch.Tensor = backends.of(parts.device).checksums(parts)
-    return sums
+    return backends.of(parts.device).checksums(parts)  # type: ignore[no-any-return]
 
 
 # ---- checks: kernels read and write any address, so arguments are checked here ------------------------------------------
@@ -337,8 +338,10 @@ def _check_payload(payload: torch.Tensor, size: int, what: str) -> None:
         raise ValueError(f"payload: found {payload.numel()} bytes; expected {size}: {what}")
 
 
-def _reader(fmt: RecordFormat, rows: Rows, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _reader(fmt: RecordFormat, rows: Rows, dtype: torch.dtype, sums: bool) -> Callable[..., torch.Tensor]:
     """Returns a call that checks a message and its checksums, and returns the message, or a copy at an aligned address."""
+    if sums and rows.parts not in (0, rows.outer):  # kernels step from one piece to the next, over its checksum
+        raise ValueError(f"parts: found {rows.parts}; expected {rows.outer}, one for each piece of a sum, or 0")
     size, parts = rows.message_bytes(fmt, dtype.itemsize), [rows.parts] if rows.parts else []
     what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
 

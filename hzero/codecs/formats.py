@@ -192,10 +192,6 @@ def _mpc_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...
     return (MPC_HEADER + fmt.blocks(numel) * MPC_CHUNK // 8 + 4 * words if numel else 0,)
 
 
-def _no_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
-    return 0.0, absmax
-
-
 def _bf16_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     mantissa, exponent = math.frexp(absmax)
     rounded = math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8)
@@ -283,7 +279,7 @@ class Traits:
     """
 
     regions: Callable[[RecordFormat, int, int], tuple[int, ...]]
-    error: Callable[[RecordFormat, float], tuple[float, float]] = _no_error
+    error: Callable[[RecordFormat, float], tuple[float, float]] = lambda fmt, absmax: (0.0, absmax)
     reference: str = ""
     compiled: Literal["", "cpu", "all"] = ""
     widens: bool = False
@@ -429,7 +425,7 @@ class Rows(NamedTuple):
             left //= ahead
         if left != 1:
             raise ValueError(f"outer: found {outer}, which does not divide rows of {list(sizes)}")
-        if parts and outer % parts:
+        if parts < 0 or (parts and outer % parts):
             raise ValueError(f"parts: found {parts}; expected a divisor of the {outer} pieces, or 0")
         return cls(tuple(chunks), tuple(size for size, _ in axes), tuple(stride for _, stride in axes), outer, parts)
 

@@ -247,6 +247,13 @@ def decode_checked(*sums: torch.Tensor) -> object:
     return INT8.decoder(Rows.of([10], [4], outer=4, parts=2), F, message.device)(message, None, *sums)
 
 
+def sum_in_parts(to: Codec | None) -> object:
+    """Two pieces share a checksum: kernels would write behind the checksums."""
+    message, rows = INT8.encode([X], [10], sizes=[4], outer=4, parts=2), Rows.of([10], [4], outer=4, parts=2)
+    run = INT8.recoder(rows, F, X.device, to, Rows.of([10], [1])) if to else INT8.decoder(rows, F, X.device, sums=True)
+    return run(message, None, *([0] if to else []), torch.zeros(2, dtype=torch.int64))
+
+
 def on_cpu(kind: str, **how: Any) -> Callable[..., object]:
     return getattr(INT8, kind)(Rows.of([10], [4], outer=4), F, torch.device("cpu"), **how)
 
@@ -268,11 +275,15 @@ def transcode(peers: int) -> object:
         (lambda: encode([X.view(8, 5).t()]), ValueError, r"source\[0\]: found strides \(1, 5\); expected a contiguous"),
         (lambda: encode(chunks=[9]), ValueError, r"source\[0\]: found 40 elements; expected at most 36: 4 shards of 9"),
         (lambda: encode(chunks=[10, 10]), ValueError, "source: found 1 tensors for 2 chunks"),
+        (lambda: INT8.encoder(Rows.of([10], [1]), F, X.device)([]), ValueError, "source: found 0 tensors for 1 chunks"),
         (lambda: encode(outer=3), ValueError, r"outer: found 3, which does not divide rows of \[4\]"),
         (lambda: decode_checked(), ValueError, r"checksums: found \[\] elements; expected \[2\]"),
         (lambda: decode_checked(torch.zeros(1, dtype=torch.int64)), ValueError, r"checksums: found \[1\] elements; exp"),
         (lambda: decode_checked(torch.zeros(2, dtype=torch.int32)), TypeError, r"checksums\[0\]: found torch.int32"),
         (lambda: encode(outer=4, parts=3), ValueError, "parts: found 3; expected a divisor of the 4 pieces, or 0"),
+        (lambda: encode(outer=4, parts=-1), ValueError, "parts: found -1; expected a divisor of the 4 pieces, or 0"),
+        (lambda: sum_in_parts(INT8), ValueError, "parts: found 2; expected 4, one for each piece of a sum, or 0"),
+        (lambda: sum_in_parts(None), ValueError, "parts: found 2; expected 4, one for each piece of a sum, or 0"),
         (lambda: encode(sizes=[2, 3], strides=[1, 2], outer=3), ValueError, r"outer: found 3, .* divide rows of \[2, 3\]"),
         (lambda: encode(sizes=[4, 0]), ValueError, r"sizes: found \[4, 0\]"),
         (lambda: encode(sizes=[2, 2], strides=[1]), ValueError, r"strides: found \[1\], which miss or repeat shards"),

@@ -341,6 +341,8 @@ def test_a_graph_captures_the_calls() -> None:
         ("int2", 64, 0, False),
         ("none", 0, 0, False),
         ("bf16", 0, 0, False),
+        ("zfp", 0, 0, False),
+        ("mpc", 0, 0, False),
     ],
 )
 def test_checksums_are_of_the_bytes_behind_which_they_are(
