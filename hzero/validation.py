@@ -281,7 +281,8 @@ def some(items: Sequence[str], most: int, separator: str = ", ") -> str:
 
 def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The possible value most similar to ``value``; None if none is similar."""
-    return next(iter(difflib.get_close_matches(str(value), list(possible), n=1, cutoff=cutoff)), None)
+    names, tried = list(possible), (str(value), str(value).lower())  # most names are lower-case
+    return next((near[0] for one in tried if (near := difflib.get_close_matches(one, names, 1, cutoff))), None)
 
 
 def did_you_mean(value: Any, possible: Iterable[str]) -> str:
@@ -400,7 +401,8 @@ def validated(model: type[M], values: Any, where: str) -> M:
     except OverflowError as error:
         raise ConfigError(f"{where.rstrip(':')}: a number is too large ({error})".lstrip(": ")) from None
     found, cause = first.get("input"), first.get("ctx", {}).get("error")
-    keys, message = [where, *first["loc"]], f"found {reprlib.repr(found)}; {first['msg'][0].lower()}{first['msg'][1:]}"
+    wanted = first["msg"].replace("Input should be", "expected", 1)
+    keys, message = [where, *first["loc"]], f"found {reprlib.repr(found)}; {wanted[0].lower()}{wanted[1:]}"
     if isinstance(cause, ValueError):
         message = str(cause)
         if message.startswith("."):

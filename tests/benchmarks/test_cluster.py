@@ -33,7 +33,7 @@ from tests.ranks import ROOT, run_python
         ("run --rates 1,2 -- true", "--rates: found '1,2'"),
         ("run --rates 1,2,fast -- true", "--rates.node: found 'fast'"),
         ("run --rates nan,1,1 -- true", "--rates.gcd: found nan"),
-        ("run --rates 1,0,1 -- true", "--rates.gpu: found 0.0; input should be greater than or equal to 0.1"),
+        ("run --rates 1,0,1 -- true", "--rates.gpu: found 0.0; expected greater than or equal to 0.1"),
         ("run --rates 1,1,1e6 -- true", "--rates.node: found 1000000.0"),
         ("run", "run: no COMMAND"),
         ("down -- true", "down takes no --"),

@@ -80,7 +80,7 @@ def test_a_signal_that_has_ended_the_ranks_ends_the_command(tmp_path: Path, monk
         ("suite=mian", "suite: found 'mian'; expected"),
         ("suite=one schemes=[topo,tpoo]", "schemes: found 'tpoo'; expected"),
         ("suite=one schemes=[topo,topo]", "schemes: topo is named 2 times"),
-        ("suite=one rounds=0", "rounds: found 0; input should be greater than or equal to 1"),
+        ("suite=one rounds=0", "rounds: found 0; expected greater than or equal to 1"),
         ("suite=one model=gpt_neox_4mm", "model: found 'gpt_neox_4mm'; expected"),
         ("suite=one model.num_heads=3", "model.config: The hidden size is not divisible"),
         ("suite=one model.foo=1", "model: found key 'foo'"),

@@ -345,7 +345,7 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; expected at most the 9,408 of frontier-2026"),
         (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "found with --against, which sets it itself; expected the nodes"),
         (["--against", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: found 'no/where.png'; expected a file"),
-        (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; input should be a valid number"),
+        (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; expected a valid number"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
         ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
         ([*FRONTIER, "nodes=2", "--out", "x"], "--out: found without --against"),

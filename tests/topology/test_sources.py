@@ -297,7 +297,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ("devices: 1025", "devices: found 1025"),
         ("kind: a", "devices: missing; expected their number"),
         ("buses: ['c1:00.0', 'C1:00.0']", "PCI bus id 0000:c1:00.0 occurs twice"),
-        ("buses: [01:00.0]", "buses.0: found 60.0; input should be a valid string"),
+        ("buses: [01:00.0]", "buses.0: found 60.0; expected a valid string"),
         ("devices: 2\nbuses: ['c1:00.0']", "buses: found 1; expected one for each of 2 devices"),
         ("devices: 2\npackages: [[0, 1], [2]]", "packages [[0, 1], [2]] do not hold each of the devices 0, 1 once"),
         ("devices: 2\nlinks: [{pairs: [[0, 2]]}]", "link 0-2: expected two of the devices 0, 1"),
