@@ -164,6 +164,8 @@ def main() -> None:
     print("|---" * 7 + "|")
     for name, chunk in ((name, chunk) for name in own for chunk in (ALIGNED, UNALIGNED)):
         for found, when in reversed([*zip(others, ("", ", before"))]):
+            if name not in found:  # a codec that the other checkout lacks
+                continue
             kinds = found[name][str(chunk)]
             share = kinds["v"] / 64 / ISSUE / (moved(name) / MEMORY)
             counted = " | ".join(f"{kinds[kind]:.2f}" for kind in ("v", "s", "memory"))

@@ -18,9 +18,9 @@ from hzero.codecs.launchers import AXES, TENSORS
 from hzero.codecs.reference import checksums, trailers
 from hzero.config import CodecConfig
 from tests.codecs.samples import FLOATS, numbers, same
-from tests.kernels import costs, launches, records
+from tests.kernels import costs, launches, messages, records
 from tests.kernels.cases import KINDS, REFERENCE, Calls, Case, compared, disagreements, random_case
-from tests.kernels.emulated import LIBRARY, EmulatedKernels
+from tests.kernels.emulated import KERNELS, LIBRARY, EmulatedKernels
 from tests.ranks import LONG, run_python
 
 CPU = torch.device("cpu")
@@ -200,6 +200,8 @@ def test_unaligned_shards_are_moved_16_bytes_at_a_time() -> None:
         (costs, "--against /nowhere | found '/nowhere'; expected a checkout of hzero"),
         (launches, "--width -1 | found '-1'; expected more than 0"),
         (launches, "topo topp | presets: found 'topp'; expected .* (did you mean 'topo'?)"),
+        (messages, "lean --nodes 0 | found '0'; expected more than 0"),
+        (messages, "lena | presets: found 'lena'; expected .* (did you mean 'lean'?)"),
         (records, "all | unrecognized arguments: all"),
     ],
 )
@@ -211,6 +213,29 @@ def test_commands_that_count_refuse_nonsense(
     with pytest.raises(SystemExit, match="2"):
         command.main()
     assert re.search(re.escape(says).replace(r"\.\*", ".*"), capsys.readouterr().err)
+
+
+def test_a_checkout_without_a_codec_is_compared_in_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {
+        str(chunk): {"v": 1.0, "s": 2.0, "memory": 3.0, "16 bytes": 1.0} for chunk in (costs.ALIGNED, costs.UNALIGNED)
+    }
+    monkeypatch.setattr(costs, "HIPCC", __file__)
+    monkeypatch.setattr(costs, "instructions", lambda *_: {"encode int8": counts, "encode int2": counts})
+    monkeypatch.setattr(costs, "before", lambda *_: {"encode int8": counts})
+    monkeypatch.setattr(costs, "accesses", lambda _: iter(()))
+    monkeypatch.setattr("sys.argv", ["costs", "--against", str(KERNELS.parent)])
+    costs.main()
+    rows = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if " 43,696 " in line]
+    assert rows == ["| encode int8, before", "| encode int8", "| encode int2"]
+
+
+def test_parts_between_nodes_reach_the_least_size_where_there_are_many_peers() -> None:
+    for preset, nodes in itertools.product(("topo", "lossless"), (48, 384, 1176, 9408)):
+        *_, (phase, _, peers, part, layers) = messages.parts(preset, nodes)
+        assert phase == "outermost" and peers >= 15
+        assert layers * part >= 1 << 16 > (layers - 1) * part, (preset, nodes)
 
 
 def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device]) -> None:
