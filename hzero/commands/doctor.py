@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import inspect
 import itertools
 import json
 import math
@@ -606,8 +605,10 @@ def build(config: Any) -> None:
         ConfigError: DeepSpeed has no such optimizer or scheduler, or a value has a wrong type.
     """
     from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DtypeEnum
+    from deepspeed.runtime.config import DtypeEnum
     from torch import optim, zeros
+
+    from hzero.deepspeed.refusals import classes_of, optimizer_class
 
     # DeepSpeed accepts any value of these keys, and fails when it uses one.
     for key, default in vars(type(config)({"train_micro_batch_size_per_gpu": 1})).items():
@@ -618,26 +619,16 @@ def build(config: Any) -> None:
     for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         if (found := getattr(config, key, None)) not in (None, *types):
             raise one_of(f"data_types.{key}", found, types)
-    adam = {"adam": optim.AdamW, "adamw": optim.AdamW}
-    optimizers = {**dict.fromkeys(DEEPSPEED_OPTIMIZERS), **adam, **_classes(optim)}
+    kind = optimizer_class(config)
     schedulers = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
-    schedulers |= _classes(optim.lr_scheduler)
-    name, schedule = config.optimizer_name or "AdamW", config.scheduler_name
-    if name not in optimizers:
-        raise one_of("optimizer.type", name, optimizers)
-    if schedule is not None and schedule not in schedulers:
+    schedulers |= classes_of(optim.lr_scheduler)
+    if (schedule := config.scheduler_name) is not None and schedule not in schedulers:
         raise one_of("scheduler.type", schedule, schedulers)
-    given, kind = config.optimizer_params or {}, optimizers[name]
+    given = config.optimizer_params or {}
     kept = {key: value for key, value in given.items() if value != "auto" and key not in _OF_KERNELS}
     made = kind([zeros(1)], **kept) if kind is not None else optim.AdamW([zeros(1)])
     if schedule is not None and "auto" not in (given := config.scheduler_params or {}).values():
         schedulers[schedule](made, **given)
-
-
-def _classes(module: Any) -> dict[str, Any]:
-    """The classes that a module or its submodules define, by name."""
-    found = vars(module).items()
-    return {name: one for name, one in found if inspect.isclass(one) and one.__module__.startswith(module.__name__)}
 
 
 def autoload_off() -> str:

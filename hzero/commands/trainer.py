@@ -26,9 +26,10 @@ from hzero.commands import summary
 from hzero.commands.doctor import build
 from hzero.data.corpus import Corpus
 from hzero.deepspeed.checkpoint import save_together
-from hzero.deepspeed.refusals import check_written, ignored
+from hzero.deepspeed.refusals import check_written
 from hzero.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED
+from hzero.plan.scenario import check_as_run
 from hzero.terminal import size_text
 from hzero.validation import ConfigError, from_rank_0, library_errors, one_of, printable, some
 
@@ -140,13 +141,12 @@ def check(experiment: Experiment) -> None:
             trainer = Trainer(model, arguments, batch_of, train_dataset=text, eval_dataset=text)
             trainer.get_train_dataloader()
             trainer.create_optimizer_and_scheduler(arguments.max_steps)
+    check_as_run(experiment, experiment.itemsize)
     with library_errors("deepspeed"):
         filled = integration.HfTrainerDeepSpeedConfig(experiment.deepspeed_config())
         filled.trainer_config_process(arguments)
         filled.trainer_config_finalize(arguments, model, arguments.max_steps)
         read = check_written(filled.config, experiment.data_parallel.world_size, "deepspeed")
-        for error in ignored(read, "deepspeed"):
-            raise error
         build(read)
     if experiment.tensor > 1 and read.tensor_parallel_config.get_partition_config_object() is None:
         from deepspeed.module_inject.tp_plan_converter import TPPlanConverter

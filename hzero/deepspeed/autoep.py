@@ -55,10 +55,14 @@ def codes_tokens(config: HZeroConfig, group: Grid) -> bool:
     """Returns whether a codec applies to the tokens that a group of ranks exchanges.
 
     Raises:
-        ConfigError: The codec has no fixed size, or the block has checksums too.
+        ConfigError: The codec has no fixed size, or the block has checksums too. The user has written codecs for other tiers
+            only.
     """
     codecs = {f"codecs.expert.{tier}": config.codecs.expert[tier] for tier in group.crossed}
     if all(codec.traits.plain for codec in codecs.values()):
+        if "expert" in config.written_dimensions:
+            found = f"none on the tiers that groups of {group.world_size} ranks cross ({', '.join(group.crossed)})"
+            raise ConfigError(f"{KEY}.codecs.expert: found {found}; expected a codec on one of them")
         return False
     refused = [f"{key}: found {codec.codec!r}" for key, codec in codecs.items() if not codec.traits.fixed]
     if refused := ["checksum: found True"] * config.checksum + refused:

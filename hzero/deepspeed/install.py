@@ -108,8 +108,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
 
 def _make_loader(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedEngine.deepspeed_io``. Gives the ranks of a sequence group the same samples."""
-    config = engine._config.hzero_block
-    if config is None or config.sequence is None:
+    if (config := engine._config.hzero_block) is None or config.sequence is None:
         return stock(engine, *args, **kwargs)
     places = {"dp_world_size": dist.get_world_size(), "global_rank": dist.get_rank()}
     with attributes(*((engine, key, place // config.sequence.parallel) for key, place in places.items())):
@@ -126,8 +125,7 @@ def _zero_grad(stock: Any, engine: DeepSpeedEngine) -> None:
 def _make_checkpoint_engine(stock: Any, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine._configure_checkpointing``. With the key ``checkpoint``, `CheckpointFiles` writes and reads."""
     stock(engine, *args, **kwargs)
-    config = engine._config.hzero_block
-    if config is not None and config.checkpoint is not None:
+    if (config := engine._config.hzero_block) is not None and config.checkpoint is not None:
         from hzero.deepspeed.checkpoint import CheckpointFiles
 
         with on_all_ranks():
@@ -240,8 +238,7 @@ def exact_weights(engine: Any) -> Iterator[None]:
     exact. All ranks must enter and exit together, outside of a forward or backward. With pipeline stages the weights are sent
     once more without codecs, and a second copy needs memory until the context ends.
     """
-    found = state(engine)
-    if found is None:
+    if (found := state(engine)) is None:
         yield
         return
     with engine.optimizer.exact() if isinstance(found, PipelineState) else found.exact():

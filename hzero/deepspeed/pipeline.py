@@ -233,8 +233,7 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     def _fill(self, index: int, row: torch.Tensor, start: int) -> None:
         """Copies gradients into ``row``, from element ``start`` of the flat group. Without a gradient, zeros remain."""
         for param, offset, first, last in self._parts(index, start, row.numel()):
-            gradient = self.get_gradient_for_reduction(param)
-            if gradient is not None:
+            if (gradient := self.get_gradient_for_reduction(param)) is not None:
                 row[first - start : last - start] = gradient.reshape(-1)[first - offset : last - offset]
 
     def step(self, closure: Any = None) -> None:
@@ -325,8 +324,7 @@ class HZeroPipelineEngine(PipelineEngine):
     def _exec_reduce_tied_grads(self) -> None:
         """Reduces gradients of tied weights as stock does, but from ZeRO-1. With bfloat16 they are not in ``weight.grad``."""
         for weight, group in self.module.get_tied_weights_and_groups():
-            gradient = self.optimizer.get_gradient_for_reduction(weight)
-            if gradient is not None:
+            if (gradient := self.optimizer.get_gradient_for_reduction(weight)) is not None:
                 comm.all_reduce(gradient, group=group)
 
     def train_batch(self, data_iter: Any = None) -> Any:
@@ -374,8 +372,7 @@ def check_module(module: Any, mpu: Any, config: HZeroConfig, grid: Grid) -> None
     for number, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(module.stage_owner(number))
-    shared = next((key for key, owners in stages.items() if len(owners) > 1), None)
-    if shared is not None:
+    if (shared := next((key for key, owners in stages.items() if len(owners) > 1), None)) is not None:
         raise ConfigError(
             f"{found} weights that are tied over stages ({shared}), whose copies would diverge; {expected} weights that are "
             "not tied"

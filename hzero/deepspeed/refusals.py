@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -84,6 +85,7 @@ def check_config(config: DeepSpeedConfig) -> None:
     """
     block, stage, muon = config.hzero_block, int(config.zero_config.stage), config.optimizer_name == "muon"
     experts = getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
+    optimizer_class(config)
     # Requirements of this machine.
     declared_grid(block.topology, f"{KEY}.topology")
     if block.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
@@ -130,6 +132,25 @@ def check_config(config: DeepSpeedConfig) -> None:
             f"{KEY}.{unused[0]}: has no effect with pipeline stages; expected {', '.join(_OF_PIPELINES)}; codecs for "
             "gradients, pipeline, optimizer and the model's dimensions"
         )
+
+
+def optimizer_class(config: DeepSpeedConfig) -> Any:
+    """Returns torch's class of the optimizer that a configuration names; None if DeepSpeed has another class for it.
+
+    Raises:
+        ConfigError: Neither DeepSpeed nor torch has such an optimizer.
+    """
+    adam = dict.fromkeys(("adam", "adamw"), torch.optim.AdamW)
+    optimizers = {**dict.fromkeys(DEEPSPEED_OPTIMIZERS), **adam, **classes_of(torch.optim)}
+    if (name := config.optimizer_name or "AdamW") not in optimizers:
+        raise one_of("optimizer.type", name, optimizers)
+    return optimizers[name]
+
+
+def classes_of(module: Any) -> dict[str, Any]:
+    """Returns the classes that a module or its submodules define, by name."""
+    found = vars(module).items()
+    return {name: one for name, one in found if inspect.isclass(one) and one.__module__.startswith(module.__name__)}
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:
@@ -195,6 +216,8 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None, where: st
 
     try:
         return Config(without)
+    except ConfigError as error:
+        raise ConfigError(f"{'' if str(error).startswith(KEY) else where}.{error}".lstrip(".")) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] != "extra_forbidden" or len(first["loc"]) > 1:

@@ -548,8 +548,7 @@ class Units:
         Prefetched units that are not used yet remain. Handles cannot decide this, since ranks wait for them in different orders.
         Modules without a unit drop nothing.
         """
-        now = self.of.get(module)
-        if now is not None:
+        if (now := self.of.get(module)) is not None:
             self._place = now.members[-1].key if now.members else self._place
             self._drop(unit for unit in self._gathered if unit is not now and unit.used)
 

@@ -301,9 +301,8 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
         profile = with_links(profile, measured, links)
     job = Job.of(experiment, profile)
     if experiment["deepspeed"] != composed("train", ())["deepspeed"]:  # DeepSpeed takes long to import
-        _check_as_run(experiment, job)
-    batch = own.get("global_batch")
-    if batch is not None and not re.fullmatch(r"[1-9]\d{0,11}", batch):
+        check_as_run(experiment, job.itemsize)
+    if (batch := own.get("global_batch")) is not None and not re.fullmatch(r"[1-9]\d{0,11}", batch):
         raise ConfigError(f"global_batch: found {batch!r}; expected a number of sequences")
     memory = _bytes_of(own["memory"]) if "memory" in own else None
     if memory is None and isinstance(profile, Profile):
@@ -311,9 +310,17 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     return Scenario(experiment, job, grid, measured, profile, memory, quality, int(batch) if batch else None, kept)
 
 
-def _check_as_run(experiment: Experiment, job: Job) -> None:
-    """Refuses keys of DeepSpeed and experts that a run refuses."""
-    ranks, experts = experiment.experts, job.model.experts if job.model.expert_layers else 0
+def check_as_run(experiment: Experiment, itemsize: int) -> None:
+    """Refuses keys of DeepSpeed, and experts, that a run refuses or ignores. Messages have the keys that the user has written.
+
+    Args:
+        experiment: The trainer's configuration.
+        itemsize: Bytes of a weight.
+
+    Raises:
+        ConfigError: See `hzero.deepspeed.refusals` and `hzero.deepspeed.autoep.codes_tokens`.
+    """
+    ranks, experts = experiment.experts, experiment.architecture.experts
     if ranks > 1 and (not experts or experts % ranks):
         key = "deepspeed.expert_parallel.autoep_size"
         raise ConfigError(f"{key}: found {ranks} for a model with {experts} experts in a layer; expected a divisor")
@@ -321,7 +328,7 @@ def _check_as_run(experiment: Experiment, job: Job) -> None:
     with quiet():
         from hzero.deepspeed import autoep, refusals
     with library_errors("deepspeed"):
-        bf16 = {**written["bf16"], "enabled": job.itemsize == 2 and experiment["train"]["dtype"] != "fp16"}
+        bf16 = {**written["bf16"], "enabled": itemsize == 2 and experiment["train"]["dtype"] != "fp16"}
         read = refusals.check_written({**written, "bf16": bf16}, experiment.data_parallel.world_size, "deepspeed")
         for error in refusals.ignored(read, "deepspeed"):
             raise error
@@ -372,7 +379,6 @@ def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:
 
 def _bytes_of(text: str) -> int:
     """Parses a size such as ``64GB``. Returns bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)?", text)
-    if found is None:
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)?", text)) is None:
         raise ConfigError(f"memory: found {text!r}; expected GB as in memory=64GB")
     return int(float(found[1]) * (2**30 if found[2] == "GiB" else 1e9))

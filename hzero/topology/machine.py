@@ -190,8 +190,7 @@ def bus_id(text: str, where: str = "") -> str:
     Raises:
         ConfigError: The text is not a PCI bus id.
     """
-    found = _BUS.fullmatch(text.strip())
-    if found is None:
+    if (found := _BUS.fullmatch(text.strip())) is None:
         place = f"{where}: " if where else ""
         raise ConfigError(f"{place}found {text[:40]!r}; expected a PCI bus id such as 0000:c1:00.0")
     domain, bus, slot, function = found.groups()

@@ -216,8 +216,7 @@ def _properties(path: Path) -> dict[str, int] | None:
         return None
     values: dict[str, int] = {}
     for place, line in enumerate(content.decode("ascii", "replace").splitlines(), start=1):
-        found = _LINE.fullmatch(line.strip())
-        if found is None or found[1] in values:
+        if (found := _LINE.fullmatch(line.strip())) is None or found[1] in values:
             raise ConfigError(f"{path}:{place}: found {line[:40]!r}; expected a name, once, and a number from 0")
         values[found[1]] = int(found[2])
     return values or None

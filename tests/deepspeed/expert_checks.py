@@ -146,6 +146,9 @@ def check_tokens_that_cannot_be_sent_are_refused_at_start() -> None:
         with pytest.raises(ConfigError, match=f"hzero.{found} with coded tokens; expected codecs of fixed size"):
             _engine(block, EXPERT)
         _forget_groups()
+    with pytest.raises(ConfigError, match=r"hzero.codecs.expert: found none on the tiers .* of 2 ranks cross \(gcd\)"):
+        _engine(block_of("lossless", codecs={"expert": {"node": "int8"}}), EXPERT)
+    _forget_groups()
 
 
 def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:

@@ -50,6 +50,10 @@ def check_unsupported_features_are_refused_by_name() -> None:
     ]
     for changes, name in cases:
         _expect_refusal({**copy.deepcopy(ds_config(block_of("topo"))), **changes}, name)
+    says = _expect_refusal(
+        ds_config(block_of("topo"), optimizer={"type": "Muoon"}), "optimizer.type: found 'Muoon'; expected"
+    )
+    assert says.endswith("(did you mean 'Muon'?)")
     _expect_refusal(ds_config({"preset": "topo", "topology": {**TOPOLOGY, "nodes": 3}}), "nodes")
     _expect_refusal(ds_config(block_of("tpoo")), "topo")
     _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")

@@ -407,9 +407,11 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     refused = {
         "deepspeed.expert_parallel.autoepsize=2": "found key 'autoepsize'; expected async_split_plan",
         "deepspeed.expert_parallel.comm_backend=deepep": "expert_parallel.comm_backend: found deepep",
+        "deepspeed.optimizer={type: Muoon}": "deepspeed.optimizer.type: found 'Muoon'; expected adagrad, adam, adamw",
         "deepspeed.optimizer={type: Muon}": "expert_parallel.enabled: found True; expected false with Muon",
         "zero.codecs.expert.gcd=mpc": "hzero.codecs.expert.gcd: found 'mpc' with coded tokens",
         "zero.checksum=true": "hzero.checksum: found True with coded tokens",
+        "zero.codecs.expert={gpu: none, node: int8}": "found none on the tiers that groups of 8 ranks cross (gcd, gpu)",
         "model=gpt_neox_1m": "autoep_size: found 8 for a model with 0 experts in a layer",
     }
     for key, message in refused.items():  # as a run refuses them

@@ -184,14 +184,14 @@ REFUSED = {
     "trainer.auto_find_batch_size=true": "trainer.auto_find_batch_size: found True; expected the groups",
     "trainer.fsdp=full_shard": "trainer.fsdp: found 'full_shard'; expected the groups",
     "deepspeed.train_batch_size=99": "deepspeed.train_batch_size: found 99; expected None",
-    "deepspeed.optimizer.type=adan": "optimizer.type: found 'adan'; expected .*did you mean 'adam'",
+    "deepspeed.optimizer.type=adan": "deepspeed.optimizer.type: found 'adan'; expected .*did you mean 'adam'",
     "deepspeed.stepz_per_print=3": "deepspeed: found key 'stepz_per_print'; expected .*did you mean 'steps_per_print'",
-    "deepspeed.zero_optimization.nosuch=3": "zero_optimization: found key 'nosuch'; expected",
+    "deepspeed.zero_optimization.nosuch=3": "deepspeed.zero_optimization: found key 'nosuch'; expected",
     "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: found 2; expected 3",
     "data.path=nowhere": "data.path: found no such file or folder: 'nowhere'",
     "data.path=pipe": "data.path: found no regular file in 'pipe'",
     "data.path=short.txt": "data.path: 'short.txt' is too short: found [01] blocks",
-    "data.path=binary.txt": "data.path: binary.txt:1: found byte 0xff; expected UTF-8",
+    "data.path=binary.txt": "data.path: binary.txt:1: found .*; expected UTF-8",
     "data.path=.": "data.path: found json and text in '.'",
     "data.path=chat.jsonl": "data.path: chat.jsonl:1: found '{\"messages.*; expected a JSON object with",
     "data.cache_dir=book.txt": "data.cache_dir: cannot write .*book.txt",
@@ -210,6 +210,11 @@ REFUSED = {
     "model=hf model.config={model_type:mixtral,vocab_size:1024,hidden_size:32,intermediate_size:32,num_hidden_layers:1,"
     "num_attention_heads:2,num_key_value_heads:2} topology.gcds_per_gpu=2 deepspeed.tensor_parallel.autotp_size=2": (
         r"deepspeed.tensor_parallel.partition_config: HuggingFace tp_plan .*\['moe_tp_experts', 'packed_colwise'\]"
+    ),
+    "model=hf model.config={model_type:mixtral,vocab_size:1024,hidden_size:32,intermediate_size:32,num_hidden_layers:1,"
+    "num_attention_heads:2,num_key_value_heads:2,num_local_experts:3} topology.gcds_per_gpu=2 "
+    "deepspeed.expert_parallel={enabled:true,autoep_size:2}": (
+        "deepspeed.expert_parallel.autoep_size: found 2 for a model with 3 experts in a layer; expected a divisor"
     ),
 }
 
