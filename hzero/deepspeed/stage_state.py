@@ -517,18 +517,21 @@ class Units:
     def widened(self, wanted: Iterable[Managed]) -> list[list[Managed]]:
         """Returns the parameters to gather for a request, by message. They include the other parameters of their units.
 
-        A message ends with a unit once it has `_MESSAGE_NUMEL` elements, so a large layer waits only for its message. The
-        messages that are needed next are first.
+        A message ends with a unit once it has `_MESSAGE_NUMEL` elements, so a large layer waits only for its message. It also
+        ends before a unit that is still gathered, since units after that one are needed later. The messages that are needed
+        next are first.
         """
         found = {managed.key: managed for managed in wanted if managed.whole is None}
         for unit in {managed.unit for managed in found.values()} - {None}:
             for other in unit.members:  # type: ignore[union-attr]
                 if other.whole is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                     found[other.key] = other
+        kept = [unit.members[0].key for unit in self._gathered if unit.members]
         messages: list[list[Managed]] = []
         filled = 0
         for key in sorted(found):
-            if not messages or (filled >= _MESSAGE_NUMEL and found[key].unit is not messages[-1][-1].unit):
+            full = filled >= _MESSAGE_NUMEL or any(messages[-1][-1].key < one < key for one in kept if messages)
+            if not messages or (full and found[key].unit is not messages[-1][-1].unit):
                 messages.append([])
                 filled = 0
             messages[-1].append(found[key])
