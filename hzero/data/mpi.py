@@ -7,7 +7,8 @@ closed, after what nobody has read is received.
 
 A message is a head and its frames. Short frames are in the head. Each other frame follows as a message of MPI, from the memory
 into which Dask serialised and into the memory from which Dask deserialises, both of which may be a GPU's. MPI makes progress
-only during its calls, so both ends poll until it has moved the frames.
+only during its calls, so both ends poll until it has moved the frames, and every process now and then, since MPI may call a
+message sent that it has only copied.
 
 Use any Dask launcher that starts processes as ranks, such as dask-mpi with ``protocol="mpi"``. Messages travel on
 ``MPI.COMM_WORLD``, since making another communicator would need all ranks at once.
@@ -31,6 +32,7 @@ from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 from mpi4py import MPI
+from tornado.ioloop import PeriodicCallback
 from tornado.iostream import IOStream, StreamClosedError
 
 HOST, WORLD = MPI.Get_processor_name(), MPI.COMM_WORLD
@@ -38,12 +40,13 @@ HOST, WORLD = MPI.Get_processor_name(), MPI.COMM_WORLD
 TAGS = itertools.cycle(range(16384, int(WORLD.Get_attr(MPI.TAG_UB) or 32767)))
 #: Bytes of a frame that is in a head, which MPIs send at once, and of a part of a frame, which every MPI can count.
 SHORT, LONGEST = 1 << 12, 1 << 30
-#: Seconds for which frames are polled without a pause, and the longest pause.
+#: Seconds for which frames are polled without a pause, and the longest pause between calls of MPI.
 BUSY_S, PAUSE_S = 0.05, 0.01
 #: Seconds after which a closed connection's peer sends no more, and that the end of the process waits for messages.
 LINGER_S, FLUSH_S = 1.0, 10.0
 
 _comms: weakref.WeakValueDictionary[int, MpiComm] = weakref.WeakValueDictionary()  # by tag
+_loops: weakref.WeakSet[Any] = weakref.WeakSet()  # which let MPI make progress
 _under_way: list[list[MPI.Request]] = []  # MPI still reads or writes their frames
 
 
@@ -83,8 +86,7 @@ async def _done(requests: list[MPI.Request], closed: Callable[[], bool] = lambda
     _under_way.append(requests)
     # Calls of MPI are few, since each lets another thread run, which may keep Python's lock for milliseconds.
     while not (done := MPI.Request.Testall(requests)) and not closed():
-        late = time.monotonic() - began - BUSY_S
-        await asyncio.sleep(min(max(late / 4, 0.0), PAUSE_S))
+        await asyncio.sleep(min(max(time.monotonic() - began - BUSY_S, 0.0) / 4, PAUSE_S))
     if done and requests in _under_way:
         _under_way.remove(requests)
 
@@ -114,6 +116,9 @@ class MpiComm(TCP):
     def __init__(self, stream: IOStream, *arguments: Any) -> None:
         super().__init__(stream, *arguments)
         self.loop = stream.io_loop
+        if self.loop not in _loops:
+            _loops.add(self.loop)
+            PeriodicCallback(WORLD.Iprobe, 1000 * PAUSE_S).start()  # type: ignore[arg-type]
         self.tag = next(tag for tag in TAGS if tag not in _comms)
         _discard(self.tag)
         _comms[self.tag] = self
@@ -157,8 +162,7 @@ class MpiComm(TCP):
                 await asyncio.sleep(0)
             head = message.recv()
             frames = [_room(*one) if isinstance(one, tuple) else one for one in head]
-            if requests := [WORLD.Irecv(part, rank, self.tag) for part in _parts(frames, head)]:
-                await _done(requests)
+            await _done([WORLD.Irecv(part, rank, self.tag) for part in _parts(frames, head)])
         except BaseException as error:
             self.abort()  # as Dask's other comms do: the next message would be unknown
             if isinstance(error, StreamClosedError):

@@ -32,10 +32,8 @@ IDENTITY, LOCK, STATE = "prepare.json", ".lock", "state.json"
 FILE = "data.path: "
 #: Kinds of files by the ends of their names; others are plain text. JSON is one object on each line.
 _KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-#: Texts that one call of the tokenizer encodes, and rows of a record batch.
-_BATCH, _ROWS = 256, 1000
-#: Bytes that are counted at once.
-_BLOCK = 1 << 24
+#: Texts that one call of the tokenizer encodes, rows of a record batch, and bytes whose lines are counted at once.
+_BATCH, _ROWS, _BLOCK = 256, 1000, 1 << 24
 
 
 def files_of(path: str | None, limit: int | None = None) -> dict[str, list[int]]:
