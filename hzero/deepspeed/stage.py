@@ -192,7 +192,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         Before the boundary this method waits for nothing, so reductions overlap with the next forward.
         """
         super().independent_gradient_partition_epilogue()
-        self.hzero.units.end(again=not versions.at_boundary(self))
+        self.hzero.units.end()
         self.hzero.lanes.before_others()
         if versions.at_boundary(self):
             self._cross_boundary()

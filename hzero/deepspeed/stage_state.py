@@ -112,10 +112,14 @@ class Managed(Parameter):
     def drop(self) -> None:
         """Drops the gathered parameter, since its shards have changed."""
         self.whole = None
+        if self.unit is not None:
+            self.unit.waiting.discard(self)
 
     def gone(self) -> None:
         """Notes that DeepSpeed has partitioned the parameter."""
         self.inexact = False
+        if self.unit is not None:
+            self.unit.out.discard(self)
 
 
 def managed_of(params: Iterable[ZeroParameter]) -> list[Managed]:
@@ -202,7 +206,7 @@ class StageState(Engine):
         # These functions refer to the units only, so that a copy of the model does not copy the engine.
         self._hooks = [
             # It must run before DeepSpeed's hook, which prefetches.
-            module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.begin()), prepend=True),
+            module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop()), prepend=True),
             module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
         ]
         if config.exact_evaluation and any(one.route.lossy for one in managed):  # codec `none` is exact anyway
@@ -358,6 +362,7 @@ class StageState(Engine):
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
                 managed.drop()
                 self.weights.mark_edited(managed)
+        self.units.request(wanted)
         for together in self.units.widened(wanted):
             for brought, wait in self.weights.unshard(together):
                 gathering = Gathering(wait, self.lanes.streams is not None)
@@ -480,17 +485,29 @@ class Unit:
     Attributes:
         layer: As given.
         members: As given.
+        waiting: Gathered parameters that DeepSpeed has not requested yet.
+        out: Parameters that DeepSpeed has.
         used: Whether DeepSpeed has had a parameter since the unit was gathered.
     """
 
     def __init__(self, layer: torch.nn.Module, members: list[Managed]) -> None:
         self.layer, self.members = layer, members
+        self.waiting: set[Managed] = set()
+        self.out: set[Managed] = set()
         self.used = False
+
+    def give(self, managed: Managed) -> None:
+        """Notes that DeepSpeed has received a parameter."""
+        self.used = True
+        self.waiting.discard(managed)
+        self.out.add(managed)
 
     def drop(self) -> None:
         """Drops all gathered parameters. Those in use by DeepSpeed remain until it releases them."""
         for managed in self.members:
             managed.whole = None
+        self.waiting.clear()
+        self.out.clear()
         self.used = False
 
 
@@ -504,7 +521,6 @@ class Units:
 
     def __init__(self) -> None:
         self._gathered: dict[Unit, None] = {}
-        self._again = False  # see `end`
         self._place = -1  # last key of the unit in use; -1 before a forward
         self.of: dict[torch.nn.Module, Unit] = {}
         self.held: set[torch.nn.Module] = set()
@@ -517,21 +533,18 @@ class Units:
     def widened(self, wanted: Iterable[Managed]) -> list[list[Managed]]:
         """Returns the parameters to gather for a request, by message. They include the other parameters of their units.
 
-        A message ends with a unit once it has `_MESSAGE_NUMEL` elements, so a large layer waits only for its message. It also
-        ends before a unit that is still gathered, since units after that one are needed later. The messages that are needed
-        next are first.
+        A message ends with a unit once it has `_MESSAGE_NUMEL` elements, so a large layer waits only for its message. The
+        messages that are needed next are first.
         """
         found = {managed.key: managed for managed in wanted if managed.whole is None}
         for unit in {managed.unit for managed in found.values()} - {None}:
             for other in unit.members:  # type: ignore[union-attr]
                 if other.whole is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                     found[other.key] = other
-        kept = [unit.members[0].key for unit in self._gathered if unit.members]
         messages: list[list[Managed]] = []
         filled = 0
         for key in sorted(found):
-            full = filled >= _MESSAGE_NUMEL or any(messages[-1][-1].key < one < key for one in kept if messages)
-            if not messages or (full and found[key].unit is not messages[-1][-1].unit):
+            if not messages or (filled >= _MESSAGE_NUMEL and found[key].unit is not messages[-1][-1].unit):
                 messages.append([])
                 filled = 0
             messages[-1].append(found[key])
@@ -543,35 +556,33 @@ class Units:
         """Notes that a gather of a parameter has started."""
         if managed.unit is not None:
             self._gathered[managed.unit] = None
+            managed.unit.waiting.add(managed)
+
+    def request(self, requested: Collection[Managed]) -> None:
+        """Drops units that are complete, if DeepSpeed requests parameters of other units.
+
+        The last layer of a forward thus remains for its backward, if the modules after it have no unit.
+        """
+        now = {managed.unit for managed in requested} - {None}
+        if now:
+            others = [unit for unit in self._gathered if unit not in now]
+            self._drop(unit for unit in others if unit.used and not unit.waiting and not unit.out)
 
     def use(self, module: torch.nn.Module) -> None:
         """Drops the other units before a module with a unit is used.
 
         This includes incomplete units, of which a forward has skipped a module or DeepSpeed has kept one for its next use.
         Prefetched units that are not used yet remain. Handles cannot decide this, since ranks wait for them in different orders.
-        Modules without a unit drop nothing.
         """
         if (now := self.of.get(module)) is not None:
             self._place = now.members[-1].key if now.members else self._place
             self._drop(unit for unit in self._gathered if unit is not now and unit.used)
 
-    def begin(self) -> None:
-        """Drops all units before a forward, except the one that `end` has kept for it."""
-        if not self._again:
-            self.drop()
-        self._again = False
-
-    def end(self, *, again: bool = False) -> None:
-        """Drops the units that have been used, at the end of a forward or backward.
-
-        With ``again``, the next forward reads the same weights. The last unit of the backward then remains, as if it had been
-        prefetched, and the others are dropped.
-        """
+    def end(self) -> None:
+        """Drops the units that have been used, at the end of a forward or backward."""
         self.held.clear()
-        self._place, self._again = -1, again
-        self._drop(unit for unit in self._gathered if unit.used != again)
-        for unit in self._gathered:
-            unit.used = False
+        self._place = -1
+        self._drop(unit for unit in self._gathered if unit.used)
 
     def drop(self) -> None:
         """Drops all units."""
@@ -703,7 +714,7 @@ class GatherHandle:
                 param.data = flat[: param.ds_numel].view(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 if one.unit is not None and one.whole is part:
-                    one.unit.used = True
+                    one.unit.give(one)
         self._parts = []  # frees the tensors
 
 
