@@ -552,9 +552,8 @@ def _counted(config: Any) -> Architecture:
     # A token visits only some of the experts.
     of_experts = {name: param.numel() for name, param in built.named_parameters() if ".experts." in name}
     counts = (getattr(text, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    of = (
-        next(filter(None, counts), 0) if of_experts else 0
-    )  # some configurations have a number for layers without experts
+    # Some configurations have a number for layers without experts.
+    of = next(filter(None, counts), 0) if of_experts else 0
     return Architecture(
         numels=tuple(param.numel() for param in ordered),
         idle=sum(of_experts.values()) * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0,
