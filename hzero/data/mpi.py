@@ -20,6 +20,7 @@ import asyncio
 import atexit
 import itertools
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ LINGER_S, FLUSH_S = 1.0, 10.0
 _comms: weakref.WeakValueDictionary[int, MpiComm] = weakref.WeakValueDictionary()  # by tag
 _loops: weakref.WeakSet[Any] = weakref.WeakSet()  # which let MPI make progress
 _under_way: list[list[MPI.Request]] = []  # MPI still reads or writes their frames
+_lock = threading.Lock()  # loops of several threads must not test the same requests at once
 
 
 def end_job(why: str) -> None:
@@ -77,18 +79,26 @@ def _discard(tag: int) -> None:
     status = MPI.Status()
     while tag not in _comms and (message := WORLD.improbe(MPI.ANY_SOURCE, tag, status)):
         message.Recv(host_array(status.Get_count(MPI.BYTE)))
-    _under_way[:] = itertools.filterfalse(MPI.Request.Testall, _under_way)
+    with _lock:
+        _under_way[:] = itertools.filterfalse(MPI.Request.Testall, _under_way)
 
 
 async def _done(requests: list[MPI.Request], closed: Callable[[], bool] = lambda: False) -> None:
     """Waits until MPI has done all requests, or the connection is closed."""
     began = time.monotonic()
-    _under_way.append(requests)
+    with _lock:
+        _under_way.append(requests)
     # Calls of MPI are few, since each lets another thread run, which may keep Python's lock for milliseconds.
-    while not (done := MPI.Request.Testall(requests)) and not closed():
+    while not _tested(requests) and not closed():
         await asyncio.sleep(min(max(time.monotonic() - began - BUSY_S, 0.0) / 4, PAUSE_S))
-    if done and requests in _under_way:
-        _under_way.remove(requests)
+
+
+def _tested(requests: list[MPI.Request]) -> bool:
+    """Returns whether MPI has done all requests, and then forgets them."""
+    with _lock:
+        if (done := MPI.Request.Testall(requests)) and requests in _under_way:
+            _under_way.remove(requests)
+        return bool(done)
 
 
 def _described(frame: Any) -> bytearray | tuple[bool, int]:
@@ -165,7 +175,7 @@ class MpiComm(TCP):
             await _done([WORLD.Irecv(part, rank, self.tag) for part in _parts(frames, head)])
         except BaseException as error:
             self.abort()  # as Dask's other comms do: the next message would be unknown
-            if isinstance(error, StreamClosedError):
+            if isinstance(error, (StreamClosedError, MPI.Exception)):  # of MPI: the peer is gone
                 raise CommClosedError(f"{self.peer_address} has closed the connection") from None
             raise
         return await from_frames(frames, self.deserialize, deserializers, self.allow_offload)

@@ -13,6 +13,7 @@ import os
 import reprlib
 import struct
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, islice
 from pathlib import Path
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from hzero.files import expanded, replacing
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, library_errors
 
 #: Files of a folder: what it is made of, what a run locks, and what `datasets` reads, which is written last.
 IDENTITY, LOCK, STATE = "prepare.json", ".lock", "state.json"
@@ -134,7 +135,12 @@ def begin(
 
 def complete(output: Path, files: Iterable[Path], tokenizer: Any) -> None:
     """Makes a data set of shards, which ``datasets`` reads; Megatron reads them as they are."""
-    tokenizer.save_pretrained(output / "tokenizer")
+    if not (made := output / "tokenizer").exists():
+        # Whole or not at all. The library writes in place.
+        with tempfile.TemporaryDirectory(prefix=".tokenizer.", dir=output) as folder:
+            with library_errors(f"{made}: cannot be written"):
+                tokenizer.save_pretrained(f"{folder}/whole")
+            os.rename(f"{folder}/whole", made)
     empty = dict.fromkeys(("_format_columns", "_format_type", "_split"))
     names = [{"filename": file.name} for file in files if file.suffix == ".arrow"]
     state: dict[str, Any] = {**empty, "_format_kwargs": {}, "_output_all_columns": False, "_data_files": names}

@@ -156,6 +156,21 @@ def files_of_at_most(client: Client, size: int) -> Iterator[None]:
         client.run(resource.setrlimit, resource.RLIMIT_FSIZE, before)
 
 
+class _Full:
+    """A tokenizer whose folder fills the disk, with the error of ``tokenizers``."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")
+
+
+def test_a_disk_that_the_tokenizer_fills_has_no_half_of_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer: cannot be written: No space left on device"):
+        shards.complete(tmp_path, [], _Full())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_one_error_and_the_next_start_completes(
     place: Path, one: dict[str, str], client: Client
 ) -> None:
