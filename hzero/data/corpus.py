@@ -125,5 +125,6 @@ def read_tokenizer(folder: Path, key: str, vocab: int | None = None) -> Any:
     if not found.is_fast:
         raise ConfigError(f"{key}: found {type(found).__name__} in {str(folder)!r}; expected a tokenizer.json")
     if vocab is not None and len(found) > vocab:
-        raise ConfigError(f"{key}: found {len(found):,} tokens in {folder}; expected at most the model's {vocab:,}")
+        tokens = f"{len(found):,} tokens in the tokenizer of {str(folder)!r}"
+        raise ConfigError(f"{key}: found {tokens}; expected at most the model's {vocab:,}")
     return found

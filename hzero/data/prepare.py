@@ -88,9 +88,10 @@ def prepare(settings: Settings, client: Client) -> None:
     with open(output / shards.LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # others: a file system without locks
-            if isinstance(error, BlockingIOError):
-                raise ConfigError(f"data.output: found another run that writes {str(output)!r}; expected one") from None
+        except BlockingIOError:
+            raise ConfigError(f"data.output: found another run that writes {str(output)!r}; expected one") from None
+        except OSError:  # a file system without locks
+            pass
         missing = [file for file in work if not file.is_file()]
         tasks = client.map(shards.write, missing, [work[file] for file in missing], pure=False)
         bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="", mininterval=1)

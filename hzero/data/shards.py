@@ -176,10 +176,10 @@ def read(file: Path, begin: int, limit: int) -> Iterator[tuple[str, bool, tuple[
         yield from ((text, True, (file, group)) for group, text in _rows(file, begin, limit))
     elif _kind(file) == "json":
         lines = ((at, line) for at, line in _lines(file, begin, limit) if line.strip())
-        yield from ((_text_of(file, at, line), True, (file, at)) for at, line in lines)
+        yield from ((_of_json(file, at, line), True, (file, at)) for at, line in lines)
     elif block := list(_lines(file, begin, limit)):
-        (first, _), (last, line) = block[0], block[-1]
-        yield "".join(_text_of(file, *one) for one in block), last + len(line) >= size, (file, first)
+        at, text = block[0][0], b"".join(line for _, line in block)
+        yield _decoded(file, at, text), at + len(text) >= size, (file, at)
 
 
 def _rows(file: Path, begin: int, limit: int) -> Iterator[tuple[int, str]]:
@@ -212,22 +212,23 @@ def _lines(path: Path, begin: int, limit: int) -> Iterator[tuple[int, bytes]]:
             at += len(line)
 
 
-def _text_of(file: Path, at: int, line: bytes) -> str:
-    """The text of a line, which is an object in a file of JSON."""
-    expected = {"json": "a JSON object with a string at the key 'text'", "text": "UTF-8 without zero bytes"}[
-        _kind(file)
-    ]
+def _decoded(file: Path, at: int, text: bytes) -> str:
     try:
-        text = line.decode("utf-8" if at else "utf-8-sig")
-        if _kind(file) == "json":
-            text = json.loads(text)["text"]
-            text = "" if text is None else text
-            text.encode()  # half a surrogate pair is valid JSON, but no text
-        elif "\0" in text:
-            raise ValueError
+        if b"\0" in text:  # no file of text has it, but it is UTF-8
+            raise UnicodeDecodeError("", text, text.index(0), 0, "")
+        return text.decode() if at else text.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise _bad(file, at + error.start, f"found byte {text[error.start]:#04x}; expected UTF-8") from None
+
+
+def _of_json(file: Path, at: int, line: bytes) -> str:
+    try:
+        text = json.loads(line)["text"]
+        text = "" if text is None else text
+        text.encode()  # half a surrogate pair is valid JSON, but no text
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        found = reprlib.repr(line.decode(errors="backslashreplace"))
-        raise _bad(file, at, f"found {found}; expected {expected}") from None
+        expected = "expected a JSON object with a string at the key 'text'"
+        raise _bad(file, at, f"found {reprlib.repr(line.decode(errors='replace'))}; {expected}") from None
     return str(text)
 
 
