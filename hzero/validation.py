@@ -142,11 +142,16 @@ def agreed() -> Iterator[None]:
 
 def first_of_ranks(problem: str | None) -> str | None:
     """The problem of the lowest rank that has one, the same on all ranks; None if no rank has one. Collective."""
+    return next(filter(None, of_every_rank(problem)), None)
+
+
+def of_every_rank(value: T, group: Any = None) -> list[T]:
+    """The values of all ranks of a process group, in rank order; None is the world. They must be picklable. Collective."""
     import torch.distributed as dist
 
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, problem)
-    return next(filter(None, every), None)
+    every = [value] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
 
 
 def of_file(error: OSError) -> ConfigError:

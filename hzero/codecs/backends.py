@@ -144,10 +144,11 @@ class KernelBackend:
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
         """Checksums of bytes outside a codec kernel: a library function on CPU, the reference on devices."""
-        return getattr(self.launcher, "checksums", reference.checksums)(parts)  # type: ignore[no-any-return]
+        sums: torch.Tensor = getattr(self.launcher, "checksums", reference.checksums)(parts)
+        return sums
 
     def _has(self, fmt: RecordFormat, rows: Rows) -> bool:
-        """Whether kernels exist. Those for processors alone compute no checksums."""
+        """Returns whether there are kernels for a format. Kernels that only CPUs have compute no checksums."""
         return fmt.traits.compiled in (("all",) if self.launcher.on_device or rows.parts else ("all", "cpu"))
 
 

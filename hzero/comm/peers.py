@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,9 +19,10 @@ from hzero.comm.watchdog import LaneHops, shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
-from hzero.validation import ConfigError, PeerError, PlainError, some
+from hzero.validation import ConfigError, PeerError, PlainError, of_every_rank, some
 
-T = TypeVar("T")
+#: Key of the payload format among the settings that ranks compare.
+_FORMAT = "payload format"
 
 
 @dataclass
@@ -132,11 +133,11 @@ def unused_name(
         ConfigError: A rank has another payload format or other settings.
         HopError: A rank does not respond.
     """
-    own = {"payload format: install the same hzero on all ranks": str(PAYLOAD_FORMAT), **dict(_flat("", settings))}
+    own = {_FORMAT: str(PAYLOAD_FORMAT), **dict(_flat("", settings))}
     try:  # first few bytes, since there may be many ranks
-        every = _of_every_rank((failures, hashlib.sha256(repr(own).encode()).digest()), group)
+        every = of_every_rank((failures, hashlib.sha256(repr(own).encode()).digest()), group)
         if len({digest for _, digest in every}) > 1:
-            _refuse_difference(ranks, _of_every_rank(own, group))
+            _refuse_difference(ranks, of_every_rank(own, group))
     except RuntimeError as error:
         peers = some([str(rank) for rank in ranks], 8)
         what = f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: "
@@ -151,20 +152,13 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from _flat(name, value) if isinstance(value, Mapping) else [(name, repr(value))]
 
 
-def _of_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    every = [value] * dist.get_world_size(group)
-    dist.all_gather_object(every, value, group=group)
-    return every
-
-
 def _refuse_difference(ranks: Sequence[int], every: Sequence[Mapping[str, str]]) -> None:
     """Raises `ConfigError` with the first key whose values differ; the same on all ranks."""
     for key in dict.fromkeys(key for one in every for key in one):
         expected, *_ = values = [one.get(key, "none") for one in every]
         if found := [f"{value} on rank {rank}" for value, rank in zip(values, ranks) if value != expected]:
-            key, _, advice = key.partition(": ")
-            end = f": {advice}" if advice else ""
-            raise ConfigError(f"{key}: found {some(found, 8)}; expected {expected}, as on rank {ranks[0]}{end}")
+            advice = ": install the same hzero on all ranks" if key == _FORMAT else ""
+            raise ConfigError(f"{key}: found {some(found, 8)}; expected {expected}, as on rank {ranks[0]}{advice}")
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------

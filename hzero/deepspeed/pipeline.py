@@ -31,7 +31,7 @@ from hzero.engine.engine import Owners, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
 from hzero.sequence.host import one_ahead
 from hzero.topology import Grid
-from hzero.validation import ConfigError, first_of_ranks, is_rank_0, on_all_ranks
+from hzero.validation import ConfigError, first_of_ranks, is_rank_0, of_every_rank, on_all_ranks
 
 logger = logging.getLogger("hzero")
 
@@ -392,8 +392,7 @@ def _unlike(module: torch.nn.Module, group: Any) -> str | None:
         name: (tuple(param.shape), None if is_model_parallel_parameter(param) else _digest(param))
         for name, param in module.named_parameters()
     }
-    every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(every, here, group=group)
+    every = of_every_rank(here, group)
     names = dict.fromkeys(name for each in every for name in each)
     return next((name for name in names if len({each.get(name) for each in every}) > 1), None)
 

@@ -31,7 +31,7 @@ from hzero.comm.communicator import Communicator
 from hzero.config import SequenceConfig
 from hzero.sequence.attention import Attention, in_chunks
 from hzero.sequence.host import HostMemory
-from hzero.validation import ConfigError, attributes, of_all_ranks
+from hzero.validation import ConfigError, attributes, of_all_ranks, of_every_rank
 
 #: The label of a token that does not count, as in transformers.
 NO_LABEL = -100
@@ -135,8 +135,7 @@ class ChunkedModel:
         if problem is None and labels is not None:
             read = torch.cat([batch["input_ids"].flatten(), labels.flatten()]).cpu().numpy().data
             own = int((labels[:, 1:] != NO_LABEL).sum()), zlib.crc32(read)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (problem, own))
+        every = of_every_rank((problem, own))
         problems, batches = [one for one, _ in every if one is not None], [one for _, one in every]
         parallel = self._settings.parallel
         groups = [set(batches[at : at + parallel]) for at in range(0, len(batches), parallel)]

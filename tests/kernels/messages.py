@@ -2,7 +2,7 @@
 
     python -m tests.kernels.messages [PRESET ...] [--nodes 48 384 9408]
 
-A part of the boundary's outermost tier waits for those of other layers until together they reach ``boundary_message_bytes``.
+At the boundary, a layer's part waits for the parts of other layers until together they have ``boundary_message_bytes``.
 """
 
 from __future__ import annotations
