@@ -164,7 +164,7 @@ def _engine(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: 
 
 
 def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dict[str, Any]) -> tuple[Any, ...]:
-    """Losses, norms and evaluations of some steps; bytes that are left after them; hops of weights inside a package."""
+    """Losses, norms and evaluations of some steps; bytes of values and messages that are left; hops inside a package."""
     engine = _engine(build, block, zero, MICRO)
     losses, norms = [], []
     for step in range(STEPS):
@@ -189,16 +189,20 @@ def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dic
         state.settle()
         hops = sum(one.hops for one in state.wire_log.entries() if (one.role, one.tier) == ("weights", "gcd"))
     assert all(param.ds_status == ZeroParamStatus.NOT_AVAILABLE for param in engine.module.parameters())
+    values, messages = _live_bytes()
     # Parameters that no forward uses have resident payloads too if they are gathered with others.
-    left = _live_bytes() - (state.memory()["resident weights"] if state is not None else 0)
+    messages -= state.memory()["resident weights"] if state is not None else 0
     engine.destroy()
-    return means, norms, left, hops
+    return means, norms, values, messages, hops
 
 
-def _live_bytes() -> int:
-    """Bytes of tensors that have been made since the last ``gc.freeze``."""
+def _live_bytes() -> tuple[int, int]:
+    """Bytes of values, and of messages (uint8), in tensors that have been made since the last ``gc.freeze``."""
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    bytes_of = {one.untyped_storage().data_ptr() for one in tensors if one.dtype is torch.uint8}
+    messages = sum(storages[address] for address in bytes_of)
+    return sum(storages.values()) - messages, messages
 
 
 @functools.cache
@@ -226,10 +230,14 @@ def _compare(
             _run(build, {"preset": "topo", "unit": unit}, NOTHING_AHEAD) for unit in ("module", "layer")
         )
         assert by_layer[:2] == by_module[:2]
-        # Resident payloads that were laid together may still lie in both places, and small buffers of messages that
-        # overlapped are kept; a whole layer has 27,284.
-        assert by_layer[2] <= by_module[2] + 26_000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
-        found = {"module": by_module[3], "layer": by_layer[3]}
+        # A flag or a count more may live on some rank; a whole layer has 27,284 bytes.
+        assert by_layer[2] < by_module[2] + 1_000, (
+            f"{by_layer[2]:,} bytes of values are left, {by_module[2]:,} by module"
+        )
+        # Resident payloads that were laid together may still lie in both places. Buffers of up to 16 KiB are kept, as
+        # many as were in use at once, so a busy machine keeps more. Payloads left by each gather would be 700 kB.
+        assert by_layer[3] <= by_module[3] + 8 * 16_384, f"{by_layer[3]:,} bytes of messages are left"
+        found = {"module": by_module[4], "layer": by_layer[4]}
     return found
 
 
@@ -342,7 +350,7 @@ def check_a_layer_is_no_larger_than_the_limit() -> None:
             with torch.no_grad():
                 engine(_tokens(0, 0))
                 for part in engine.module.layers[1].modules():  # where the first layer would still be if it were kept
-                    part.register_forward_hook(lambda *_, sizes=sizes: sizes.append(_live_bytes()))
+                    part.register_forward_hook(lambda *_, sizes=sizes: sizes.append(sum(_live_bytes())))
                 peaks = []
                 for _ in range(3):  # the thread of a lane may let go of a message late
                     sizes.clear()
