@@ -1,7 +1,5 @@
 """The text of `hzero train` as token ids in files that `datasets` maps, with a tokenizer of ``tokenizers``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +79,10 @@ def _tokenised(experiment: Experiment, tokenizer: Any, say: Callable[[str], None
     data, length, vocab = experiment["data"], experiment["model"]["seq_length"], experiment.architecture.vocab_size
     files = shards.files_of(data["path"], data["max_bytes"])
     cache = expanded(data["cache_dir"] or cache_folder()).absolute()
-    with refusing("data.cache_dir", cache):
-        cache.mkdir(parents=True, exist_ok=True)
     given = tokenizer.backend_tokenizer.to_str() if tokenizer else vocab
     output = cache / f"tokens-{shards.hash_of([files, given, length])}"
+    with refusing("data.cache_dir", cache):
+        output.mkdir(parents=True, exist_ok=True)
     if not (output / shards.STATE).is_file():
         tokenizer = tokenizer or _trained(files, vocab, output, say)
         work = shards.begin(files, output, tokenizer, length, _SHARD_BYTES, "arrow")

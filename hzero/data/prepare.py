@@ -9,8 +9,6 @@ Examples:
 The keys are in conf/prepare.yaml. The same command completes a job that was interrupted. docs/corpus.md has more.
 """
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Sequence
 from typing import Literal
@@ -83,8 +81,8 @@ def prepare(settings: Settings, client: Client) -> None:
     tokenizer = read_tokenizer(expanded(settings.tokenizer), "tokenizer")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
-    job = output, tokenizer, length, data.shard_bytes, data.format
-    work = shards.begin(shards.files_of(str(source)), *job)
+    files, job = shards.files_of(str(source)), (output, tokenizer, length, data.shard_bytes, data.format)
+    output.mkdir(parents=True, exist_ok=True)
     with open(output / shards.LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,6 +90,7 @@ def prepare(settings: Settings, client: Client) -> None:
             raise ConfigError(f"data.output: found another run that writes {str(output)!r}; expected one") from None
         except OSError:  # a file system without locks
             pass
+        work = shards.begin(files, *job)
         missing = [file for file in work if not file.is_file()]
         tasks = client.map(shards.write, missing, [work[file] for file in missing], pure=False)
         bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="", mininterval=1)

@@ -4,8 +4,6 @@ A shard depends only on the input and the settings, not on the worker that write
 transformers, since they start on every core of a machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -28,7 +26,7 @@ from hzero.files import expanded, replacing
 from hzero.validation import ConfigError, library_errors
 
 #: Files of a folder: what it is made of, what a run locks, and what `datasets` reads, which is written last.
-IDENTITY, LOCK, STATE = "prepare.json", ".lock", "state.json"
+IDENTITY, LOCK, STATE = "prepare.json", ".prepare.json.lock", "state.json"
 #: Begins the name of a file in the identity.
 FILE = "data.path: "
 #: Kinds of files by the ends of their names; others are plain text. JSON is one object on each line.
@@ -96,11 +94,11 @@ def hash_of(value: Any) -> str:
 def begin(
     files: dict[str, list[int]], output: Path, tokenizer: Any, length: int, limit: int, kind: str
 ) -> dict[Path, list[tuple[Path, int]]]:
-    """Makes the folder of token ids, or checks that it belongs to the same input and settings.
+    """Gives an empty folder to these token ids, or checks that it belongs to the same input and settings.
 
     Args:
         files: What `files_of` returns.
-        output: Folder of the token ids.
+        output: Folder of the token ids, which exists.
         tokenizer: A fast tokenizer of transformers.
         length: Tokens of a sequence.
         limit: Bytes of text in a shard, and of the longest line.
@@ -123,9 +121,9 @@ def begin(
             if (found := identity.get(name)) != (wanted := before.get(name)):
                 expected = f"expected {reprlib.repr(wanted)}, as for {output}, or another data.output"
                 raise ConfigError(f"{name}: found {reprlib.repr(found)}; {expected}")
-    elif output.is_dir() and any(not one.name.startswith(f".{IDENTITY}") for one in output.iterdir()):
+    elif any(not one.name.startswith(f".{IDENTITY}") for one in output.iterdir()):
+        (output / LOCK).unlink(missing_ok=True)
         raise ConfigError(f"data.output: found other files in {str(output)!r}; expected an empty folder")
-    output.mkdir(parents=True, exist_ok=True)
     with replacing(output / IDENTITY) as file:
         json.dump(identity, file, indent=1)
     cut = [[chunk for _, chunk in shard] for _, shard in groupby(chunks(files, limit), lambda one: one[0])]

@@ -306,7 +306,8 @@ def test_files_of_others_stay(place: Path, client: Client, tmp_path: Path) -> No
     (tmp_path / ".thesis.partial").touch()
     with pytest.raises(ConfigError, match="found other files in"):
         prepare(settings_of(words(place, "", f"data.output={tmp_path}")), client)
-    assert (tmp_path / ".mine.partial" / "x").exists() and (tmp_path / ".thesis.partial").exists()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".mine.partial", ".thesis.partial"]
+    assert (tmp_path / ".mine.partial" / "x").exists()
 
 
 def test_two_runs_do_not_write_one_folder(place: Path, client: Client) -> None:
@@ -318,6 +319,12 @@ def test_two_runs_do_not_write_one_folder(place: Path, client: Client) -> None:
         with pytest.raises(ConfigError, match=r"^data.output: found another run that writes"):
             prepare(settings_of(words(place, "locked")), client)
     assert partial.exists()
+    (place / "new").mkdir()
+    with open(place / "new" / shards.LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"^data.output: found another run that writes"):
+            prepare(settings_of(words(place, "new")), client)
+    assert not (place / "new" / shards.IDENTITY).exists()  # the other run has not chosen its settings yet
 
 
 def test_parquet_and_text_give_the_same_ids(place: Path, one: dict[str, str], client: Client, tmp_path: Path) -> None:
