@@ -1,7 +1,5 @@
 """A Dask cluster: processes of this host, or the ranks of this job under mpiexec and srun."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -55,8 +53,7 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     # dask-mpi makes the client of the second rank. Here it is rank 0, which reports errors at once.
     order = WORLD.Split(key=(1, 0, *range(2, ranks))[WORLD.rank])
     options = {"exit": False, "dashboard": False, "dashboard_address": ":0"}
-    name = {"name": f"rank {WORLD.rank} on {HOST}"}
-    if not initialize(protocol="mpi", comm=order, worker_options=name, **options):
+    if not initialize(protocol="mpi", comm=order, worker_options={"name": f"rank {WORLD.rank} on {HOST}"}, **options):
         raise SystemExit(0)
     with Client() as client:
         try:
@@ -82,11 +79,10 @@ def _go_on_in_a_child(rank: str) -> None:
 class _Deaths(SchedulerPlugin):
     """Ends the job when a worker is gone: MPI would wait for its rank at the end, and a rank cannot be started again."""
 
-    async def start(self, scheduler: Scheduler) -> None:
-        self.names = {address: worker.name for address, worker in scheduler.workers.items()}
+    async def start(self, scheduler: Scheduler, worker: str = "") -> None:
+        self.names = {address: one.name for address, one in scheduler.workers.items()}
 
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        self.names[worker] = scheduler.workers[worker].name
+    add_worker = start
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         if scheduler.status == Status.running:

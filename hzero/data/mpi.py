@@ -1,9 +1,10 @@
 """Dask's messages over MPI: addresses ``mpi://HOST:PORT`` for clusters whose processes are ranks of one MPI job.
 
-A connection is one of Dask's over TCP, on which only the handshake travels, and then one byte for each message, the bell. So
-Dask listens, connects, closes and notices dead peers as usual, and a process that waits sleeps in the kernel, since no call of
-MPI does. In the handshake each end names its rank and the tag of the messages to it. A tag is used again when its connection is
-closed, after what nobody has read is received.
+A connection is one of Dask's over TCP, on which only the handshake travels, and then for each message the bell, the size of its
+head. So Dask listens, connects and closes as usual, and a process that waits sleeps in the kernel, since no call of MPI does. If
+a peer dies, the system closes its end over TCP, which soon ends the calls that wait for its messages over MPI. In the handshake
+each end names its rank and the tag of the messages to it. A tag is used again when its connection is closed, after what nobody
+has read is received. Ranks of different MPI jobs must not connect: nothing tells their ranks apart.
 
 A message is a head and its frames. Short frames are in the head. Each other frame follows as a message of MPI, from the memory
 into which Dask serialised and into the memory from which Dask deserialises, both of which may be a GPU's. MPI makes progress
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from distributed.comm.core import CommClosedError
@@ -36,14 +37,16 @@ from mpi4py import MPI
 from tornado.ioloop import PeriodicCallback
 from tornado.iostream import IOStream, StreamClosedError
 
+from hzero.validation import ConfigError
+
 HOST, WORLD = MPI.Get_processor_name(), MPI.COMM_WORLD
-#: The tags of messages, in turn: large ones, since programs use small ones. Every MPI has 32,767.
-TAGS = itertools.cycle(range(16384, int(WORLD.Get_attr(MPI.TAG_UB) or 32767)))
+#: The tags of messages, in turn: large ones, since programs use small ones. Every MPI has 32,767, so at least `MOST` of them.
+TAGS, MOST = itertools.cycle(range(16384, int(WORLD.Get_attr(MPI.TAG_UB) or 32767))), 16383
 #: Bytes of a frame that is in a head, which MPIs send at once, and of a part of a frame, which every MPI can count.
 SHORT, LONGEST = 1 << 12, 1 << 30
 #: Seconds for which frames are polled without a pause, and the longest pause between calls of MPI.
 BUSY_S, PAUSE_S = 0.05, 0.01
-#: Seconds after which a closed connection's peer sends no more, and that the end of the process waits for messages.
+#: Seconds after which nothing more of a closed connection's messages travels, and that the end of the process waits for messages.
 LINGER_S, FLUSH_S = 1.0, 10.0
 
 _comms: weakref.WeakValueDictionary[int, MpiComm] = weakref.WeakValueDictionary()  # by tag
@@ -83,14 +86,18 @@ def _discard(tag: int) -> None:
         _under_way[:] = itertools.filterfalse(MPI.Request.Testall, _under_way)
 
 
-async def _done(requests: list[MPI.Request], closed: Callable[[], bool] = lambda: False) -> None:
-    """Waits until MPI has done all requests, or the connection is closed."""
-    began = time.monotonic()
+async def _done(requests: list[MPI.Request], comm: TCP) -> None:
+    """Waits until MPI has done all requests. Raises `CommClosedError` if the connection has been closed for `LINGER_S`."""
+    began = now = opened = time.monotonic()
     with _lock:
         _under_way.append(requests)
     # Calls of MPI are few, since each lets another thread run, which may keep Python's lock for milliseconds.
-    while not _tested(requests) and not closed():
-        await asyncio.sleep(min(max(time.monotonic() - began - BUSY_S, 0.0) / 4, PAUSE_S))
+    while not _tested(requests):
+        if now - opened > LINGER_S:
+            raise CommClosedError(f"{comm.peer_address} has closed the connection")
+        await asyncio.sleep(min(max(now - began - BUSY_S, 0.0) / 4, PAUSE_S))
+        now = time.monotonic()
+        opened = opened if comm.closed() else now
 
 
 def _tested(requests: list[MPI.Request]) -> bool:
@@ -125,11 +132,14 @@ class MpiComm(TCP):
 
     def __init__(self, stream: IOStream, *arguments: Any) -> None:
         super().__init__(stream, *arguments)
-        self.loop = stream.io_loop
+        self.bells, self.loop = stream, stream.io_loop
         if self.loop not in _loops:
             _loops.add(self.loop)
             PeriodicCallback(WORLD.Iprobe, 1000 * PAUSE_S).start()  # type: ignore[arg-type]
-        self.tag = next(tag for tag in TAGS if tag not in _comms)
+        self.tag = next((tag for tag in itertools.islice(TAGS, MOST) if tag not in _comms), -1)
+        if self.tag < 0:
+            self.abort()
+            raise ConfigError(f"{self.peer_address}: found {MOST:,} connections of this process; expected fewer")
         _discard(self.tag)
         _comms[self.tag] = self
 
@@ -150,29 +160,26 @@ class MpiComm(TCP):
         # Not in shards: parts of a frame would have to be joined by a copy.
         options = {"serializers": serializers, "on_error": on_error, "frame_split_size": sys.maxsize}
         frames = await to_frames(msg, self.allow_offload, context=context, **options)
-        if self.stream is None or self.stream.closed():
+        if self.bells.closed():
             raise CommClosedError(f"{self.peer_address} has closed the connection")
         (rank, tag), head = self.remote_info["mpi"], [_described(frame) for frame in frames]
-        requests = [WORLD.isend(head, rank, tag)]
-        requests += [WORLD.Isend(part, rank, tag) for part in _parts(frames, head)]
-        self.stream.write(b"\0")
-        await _done(requests, self.closed)
+        packed = MPI.pickle.dumps(head)
+        requests = [WORLD.Isend(part, rank, tag) for part in (packed, *_parts(frames, head))]
+        self.bells.write(len(packed).to_bytes(8, "little"))
+        await _done(requests, self)
         return sum(map(nbytes, frames))
 
     async def read(self, deserializers: Any = None) -> Any:
-        """Waits for the next message. Raises `CommClosedError` if the connection is closed."""
+        """Waits for the next message. Raises `CommClosedError` if the connection is closed, or closes before all has come."""
         if "mpi" not in self.remote_info:
             return await super().read(deserializers)
-        if self.stream is None:
-            raise CommClosedError(f"{self.peer_address}: the connection is closed")
         rank, _ = self.remote_info["mpi"]
         try:
-            await self.stream.read_bytes(1)
-            while (message := WORLD.improbe(rank, self.tag)) is None:  # the bell was faster
-                await asyncio.sleep(0)
-            head = message.recv()
+            packed = host_array(int.from_bytes(await self.bells.read_bytes(8), "little"))
+            await _done([WORLD.Irecv(packed, rank, self.tag)], self)
+            head = MPI.pickle.loads(packed)
             frames = [_room(*one) if isinstance(one, tuple) else one for one in head]
-            await _done([WORLD.Irecv(part, rank, self.tag) for part in _parts(frames, head)])
+            await _done([WORLD.Irecv(part, rank, self.tag) for part in _parts(frames, head)], self)
         except BaseException as error:
             self.abort()  # as Dask's other comms do: the next message would be unknown
             if isinstance(error, (StreamClosedError, MPI.Exception)):  # of MPI: the peer is gone
@@ -182,7 +189,8 @@ class MpiComm(TCP):
 
     def abort(self) -> None:
         """Closes the connection. What has not been read is lost."""
-        if _comms.pop(self.tag, None):
+        # After the end of the loop, the tag's next connection discards what has not been read.
+        if _comms.pop(self.tag, None) and not self.loop.asyncio_loop.is_closed():  # type: ignore[attr-defined]
             self.loop.call_later(LINGER_S, _discard, self.tag)
         super().abort()
 

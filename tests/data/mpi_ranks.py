@@ -29,13 +29,17 @@ from mpi4py.run import set_abort_status
 
 from hzero.comm import mpi_wires
 from hzero.data import mpi
+from hzero.validation import ConfigError
 
 WORLD = mpi.WORLD
 LARGE = np.arange(100_000_000, dtype=np.uint8)
 
 
 async def echo(comm: Comm) -> None:
-    """Serves a connection: ``sum`` is answered with the sum, ``wait`` never, ``close`` by closing, the rest with itself."""
+    """Serves a connection.
+
+    ``sum`` is answered with the sum, ``wait`` never, ``close`` by closing, ``ring`` by half a message, the rest with itself.
+    """
     with contextlib.suppress(CommClosedError):
         while True:
             message = await comm.read()
@@ -47,6 +51,11 @@ async def echo(comm: Comm) -> None:
                 answer = [int(array.sum(dtype=np.int64)) for array in arrays], tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
                 await comm.write(answer)
+            elif message == "ring":  # and close before the message is sent, like a process that dies
+                await comm.stream.write((100).to_bytes(8, "little"))
+                late = bytes(100), *comm.remote_info["mpi"]  # so that MPI need not wait for it until the end
+                asyncio.get_running_loop().call_later(1.5 * mpi.LINGER_S, WORLD.Send, *late)
+                break
             elif message != "wait":
                 await comm.write({"back": [to_serialize(one) for one in message["there"]]})
     await comm.close()
@@ -143,6 +152,32 @@ async def check_closing(address: str) -> None:
                 assert comm.closed()  # as with Dask's other comms
         async with connected(address) as comm:
             assert (await answered(comm, np.full(9000, 3)))[0][-1] == 3
+
+
+async def check_half_a_message(address: str) -> None:
+    """A peer that dies while it sends ends the read."""
+    async with connected(address) as comm:
+        await comm.write("ring")
+        try:
+            await wait_for(comm.read(), 20)
+            raise AssertionError("read what was not sent")
+        except CommClosedError:
+            assert comm.closed()
+    await asyncio.sleep(mpi.LINGER_S)
+
+
+async def check_all_tags_taken(address: str) -> None:
+    tags, mpi.TAGS = mpi.TAGS, itertools.cycle(range(32_060, 32_063))
+    most, mpi.MOST = mpi.MOST, 3
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(3):
+            await stack.enter_async_context(connected(address))
+        try:
+            await connect(address, timeout=20)
+            raise AssertionError("a connection without a tag")
+        except ConfigError as error:
+            assert "found 3 connections of this process; expected fewer" in str(error), error
+    mpi.TAGS, mpi.MOST = tags, most
 
 
 async def check_errors(address: str) -> None:
@@ -251,6 +286,14 @@ async def checks() -> None:
     listener.stop()
 
 
+async def opened() -> Comm:
+    """A connection of this process to itself, whose other end is closed."""
+    async with listen("mpi://", lambda comm: comm.close()) as listener:
+        comm = await connect(listener.contact_address, timeout=20)
+        await asyncio.sleep(0.1)
+    return comm
+
+
 def cluster_checks() -> None:
     from hzero.data.cluster import cluster
 
@@ -279,6 +322,9 @@ def main() -> None:
     faulthandler.dump_traceback_later(110)
     try:
         asyncio.run(checks())
+        comm = asyncio.run(opened())
+        comm.abort()  # after the end of its loop
+        print("ok aborted", flush=True)
         if WORLD.size > 1:
             cluster_checks()
     except Exception as error:
