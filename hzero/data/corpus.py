@@ -15,7 +15,7 @@ END = "<|endoftext|>"
 #: Files of which a model's folder has one if it has a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 #: Bytes of text in a shard.
-_SHARD_BYTES = 64_000_000
+_LIMIT = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
     tokenizer = read_tokenizer(folder / "tokenizer", "data.path", vocab)
     if own is not None and own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"data.path: found token ids of another tokenizer in {source!r}; expected the model's")
-    width = blocks.features["input_ids"].length
-    if width != length:
+    if (width := blocks.features["input_ids"].length) != length:
         raise ConfigError(f"model.seq_length: found {length}; expected {width}, as in {source!r}")
     batch = experiment["train"]["micro_batch"] * experiment.replicas
     kept = min(int(len(blocks) * data["eval_share"]), experiment["train"]["eval_batches"] * batch)
@@ -85,7 +84,7 @@ def _tokenised(experiment: Experiment, tokenizer: Any, say: Callable[[str], None
         output.mkdir(parents=True, exist_ok=True)
     if not (output / shards.STATE).is_file():
         tokenizer = tokenizer or _trained(files, vocab, output, say)
-        work = shards.begin(files, output, tokenizer, length, _SHARD_BYTES, "arrow")
+        work = shards.begin(files, output, tokenizer, length, _LIMIT, "arrow")
         for file, chunks in work.items():
             if not file.is_file():
                 shards.write(file, chunks)
@@ -102,8 +101,7 @@ def _trained(files: dict[str, list[int]], vocab: int, output: Path, say: Callabl
         found = Tokenizer.from_str(read_json(output / shards.IDENTITY)["tokenizer.json"])
     else:
         say(f"training a tokenizer of {vocab:,} tokens (once; kept in {output})")
-        cut = (chunk for _, chunk in shards.chunks(files, _SHARD_BYTES))
-        texts = (text for chunk in cut for text, *_ in shards.read(*chunk, _SHARD_BYTES))
+        texts = (text for _, chunk in shards.chunks(files, _LIMIT) for text, *_ in shards.read(*chunk, _LIMIT))
         made = ByteLevelBPETokenizer()
         made.train_from_iterator(texts, vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END])
         found = made._tokenizer

@@ -4,7 +4,7 @@ A connection is one of Dask's over TCP, on which only the handshake travels, and
 head. So Dask listens, connects and closes as usual, and a process that waits sleeps in the kernel, since no call of MPI does. If
 a peer dies, the system closes its end over TCP, which soon ends the calls that wait for its messages over MPI. In the handshake
 each end names its rank and the tag of the messages to it. A tag is used again when its connection is closed, after what nobody
-has read is received. Ranks of different MPI jobs must not connect: nothing tells their ranks apart.
+has read is received. With a process of another job, or one without MPI, whole messages travel over TCP.
 
 A message is a head and its frames. Short frames are in the head. Each other frame follows as a message of MPI, from the memory
 into which Dask serialised and into the memory from which Dask deserialises, both of which may be a GPU's. MPI makes progress
@@ -15,11 +15,10 @@ Use any Dask launcher that starts processes as ranks, such as dask-mpi with ``pr
 ``MPI.COMM_WORLD``, since making another communicator would need all ranks at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import itertools
+import os
 import sys
 import threading
 import time
@@ -40,6 +39,8 @@ from tornado.iostream import IOStream, StreamClosedError
 from hzero.validation import ConfigError
 
 HOST, WORLD = MPI.Get_processor_name(), MPI.COMM_WORLD
+#: Tells MPI jobs apart: the number of ranks, the process if it is alone, and the names of Slurm and PALS. Hydra has none.
+JOB = repr([WORLD.size, WORLD.size > 1 or os.getpid(), *map(os.getenv, ("SLURM_JOBID", "SLURM_STEPID", "PALS_APID"))])
 #: The tags of messages, in turn: large ones, since programs use small ones. Every MPI has 32,767, so at least `MOST` of them.
 TAGS, MOST = itertools.cycle(range(16384, int(WORLD.Get_attr(MPI.TAG_UB) or 32767))), 16383
 #: Bytes of a frame that is in a head, which MPIs send at once, and of a part of a frame, which every MPI can count.
@@ -49,7 +50,7 @@ BUSY_S, PAUSE_S = 0.05, 0.01
 #: Seconds after which nothing more of a closed connection's messages travels, and that the end of the process waits for messages.
 LINGER_S, FLUSH_S = 1.0, 10.0
 
-_comms: weakref.WeakValueDictionary[int, MpiComm] = weakref.WeakValueDictionary()  # by tag
+_comms: weakref.WeakValueDictionary[int, "MpiComm"] = weakref.WeakValueDictionary()  # by tag
 _loops: weakref.WeakSet[Any] = weakref.WeakSet()  # which let MPI make progress
 _under_way: list[list[MPI.Request]] = []  # MPI still reads or writes their frames
 _lock = threading.Lock()  # loops of several threads must not test the same requests at once
@@ -145,11 +146,11 @@ class MpiComm(TCP):
 
     def handshake_info(self) -> dict[str, Any]:
         """What the other end gets to know of this one."""
-        return {**super().handshake_info(), "mpi": (WORLD.rank, self.tag)}
+        return {**super().handshake_info(), JOB: (WORLD.rank, self.tag)}
 
     async def write(self, msg: Any, serializers: Any = None, on_error: str = "message") -> int:
         """Sends a message. Returns its bytes when they may be changed."""
-        if "mpi" not in self.remote_info:  # the handshake
+        if JOB not in self.remote_info:  # the handshake, or another job
             return int(await super().write(msg, serializers, on_error))
         if serializers is None and "cupy" in sys.modules:
             from hzero.comm.mpi_wires import gpu_aware  # imports torch
@@ -162,7 +163,7 @@ class MpiComm(TCP):
         frames = await to_frames(msg, self.allow_offload, context=context, **options)
         if self.bells.closed():
             raise CommClosedError(f"{self.peer_address} has closed the connection")
-        (rank, tag), head = self.remote_info["mpi"], [_described(frame) for frame in frames]
+        (rank, tag), head = self.remote_info[JOB], [_described(frame) for frame in frames]
         packed = MPI.pickle.dumps(head)
         requests = [WORLD.Isend(part, rank, tag) for part in (packed, *_parts(frames, head))]
         self.bells.write(len(packed).to_bytes(8, "little"))
@@ -171,9 +172,9 @@ class MpiComm(TCP):
 
     async def read(self, deserializers: Any = None) -> Any:
         """Waits for the next message. Raises `CommClosedError` if the connection is closed, or closes before all has come."""
-        if "mpi" not in self.remote_info:
+        if JOB not in self.remote_info:
             return await super().read(deserializers)
-        rank, _ = self.remote_info["mpi"]
+        rank, _ = self.remote_info[JOB]
         try:
             packed = host_array(int.from_bytes(await self.bells.read_bytes(8), "little"))
             await _done([WORLD.Irecv(packed, rank, self.tag)], self)

@@ -53,7 +53,7 @@ async def echo(comm: Comm) -> None:
                 await comm.write(answer)
             elif message == "ring":  # and close before the message is sent, like a process that dies
                 await comm.stream.write((100).to_bytes(8, "little"))
-                late = bytes(100), *comm.remote_info["mpi"]  # so that MPI need not wait for it until the end
+                late = bytes(100), *comm.remote_info[mpi.JOB]  # so that MPI need not wait for it until the end
                 asyncio.get_running_loop().call_later(1.5 * mpi.LINGER_S, WORLD.Send, *late)
                 break
             elif message != "wait":
@@ -178,6 +178,16 @@ async def check_all_tags_taken(address: str) -> None:
         except ConfigError as error:
             assert "found 3 connections of this process; expected fewer" in str(error), error
     mpi.TAGS, mpi.MOST = tags, most
+
+
+async def check_another_job(address: str) -> None:
+    """Its ranks have the same numbers, so nothing may travel over MPI."""
+    if WORLD.size > 1:  # otherwise the other end would be of the other job too
+        job, mpi.JOB = mpi.JOB, "another"
+        async with connected(address) as comm:
+            array = np.arange(3_000_001)
+            assert "another" not in comm.remote_info and np.array_equal(*await answered(comm, array), array)
+        mpi.JOB = job
 
 
 async def check_errors(address: str) -> None:
