@@ -115,9 +115,11 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         raise ConfigError(f"{os.fspath(path)}: byte {error.start} is not UTF-8") from None
 
 
-def read_json(path: str | os.PathLike[str], parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+def read_json(
+    path: str | os.PathLike[str], parse: Callable[[str], Any] = json.loads, limit: int = MAX_BYTES
+) -> dict[str, Any]:
     """Reads the object in a JSON file. Raises `ConfigError` as `read_text` does, or with the position of invalid JSON."""
-    text = read_text(path)
+    text = read_text(path, limit)
     try:
         found = parse(text)
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -282,10 +283,13 @@ def _leave(status: int) -> NoReturn:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that is currently free, and that Linux gives to no connection by itself."""
+    # Others could take a port of the range of connections before this machine's ranks listen there.
+    for port in [*random.SystemRandom().sample(range(16_384, 32_768), 100), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise PlainError("found no free TCP port")
 
 
 def die_with_parent() -> None:

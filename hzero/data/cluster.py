@@ -39,8 +39,8 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
         with Client(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as client:
             yield client
         return
-    if "mpi4py.MPI" not in sys.modules:  # which would not survive it
-        _go_on_in_a_child(variables["RANK"])
+    if "mpi4py.MPI" not in sys.modules:  # MPI would not survive a fork
+        _go_on_in_a_child(f"rank {variables['RANK']} on {socket.gethostname()}")
     from dask_mpi import initialize
 
     from hzero.data.mpi import HOST, WORLD
@@ -64,13 +64,12 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
             client.shutdown()
 
 
-def _go_on_in_a_child(rank: str) -> None:
+def _go_on_in_a_child(name: str) -> None:
     """Leaves the work to a child, whose death this process can name before the launcher ends the other ranks."""
     if child := os.fork():
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code < 0 and code != -signal.SIGTERM:  # which launchers send
-            end = f"rank {rank} on {socket.gethostname()} was ended by signal {-code}"
-            print(f"hzero: {end}", file=sys.stderr, flush=True)
+            print(f"hzero: {name} was ended by signal {-code}", file=sys.stderr, flush=True)
             time.sleep(1.0)  # until the launcher has the message
         os._exit(code % 256)
     die_with_parent()

@@ -39,8 +39,8 @@ from tornado.iostream import IOStream, StreamClosedError
 from hzero.validation import ConfigError
 
 HOST, WORLD = MPI.Get_processor_name(), MPI.COMM_WORLD
-#: Tells MPI jobs apart: the number of ranks, the process if it is alone, and Slurm's and PALS's names. MPICH's mpiexec has none.
-JOB = repr([WORLD.size, WORLD.size > 1 or os.getpid(), *map(os.getenv, ("SLURM_JOBID", "SLURM_STEPID", "PALS_APID"))])
+#: Tells MPI jobs apart: the number of ranks, which is not enough for one, and the names of Slurm and PALS.
+JOB = repr([WORLD.size, WORLD.size > 1 or os.urandom(8), *map(os.getenv, ("SLURM_JOBID", "SLURM_STEPID", "PALS_APID"))])
 #: The tags of messages, in turn: large ones, since programs use small ones. Every MPI has 32,767, so at least `MOST` of them.
 TAGS, MOST = itertools.cycle(range(16384, int(WORLD.Get_attr(MPI.TAG_UB) or 32767))), 16383
 #: Bytes of a frame that is in a head, which MPIs send at once, and of a part of a frame, which every MPI can count.

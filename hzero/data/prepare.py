@@ -91,13 +91,14 @@ def prepare(settings: Settings, client: Client) -> None:
         except OSError:  # a file system without locks
             pass
         work = shards.begin(files, *job)
-        missing = [file for file in work if not file.is_file()]
+        suffixes = shards.SUFFIXES[data.format]
+        missing = [file for file in work if not all(file.with_suffix(one).is_file() for one in suffixes)]
         tasks = client.map(shards.write, missing, [work[file] for file in missing], pure=False)
         bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="", mininterval=1)
         with library_errors("data.output: cannot write the shards"), bar:
             written = [task.result() for task in bar]
         shards.begin(shards.files_of(str(source)), *job)  # raises if a file has changed meanwhile
-        for left in output.glob(".*.partial"):  # of workers that were killed
+        for left in output.glob(".tokens-*.partial"):  # of workers that were killed
             left.unlink(missing_ok=True)
         shards.complete(output, work, tokenizer)
     documents, tokens, empty = (sum(one[at] for one in written) for at in range(3))

@@ -22,11 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from hzero.files import expanded, replacing
+from hzero.files import expanded, read_json, replacing
 from hzero.validation import ConfigError, library_errors
 
 #: Files of a folder: what it is made of, what a run locks, and what `datasets` reads, which is written last.
 IDENTITY, LOCK, STATE = "prepare.json", ".prepare.json.lock", "state.json"
+#: Ends of the names of a shard's files, by format.
+SUFFIXES = {"arrow": (".arrow",), "megatron": (".idx", ".bin")}
 #: Begins the name of a file in the identity.
 FILE = "data.path: "
 #: Kinds of files by the ends of their names; others are plain text. JSON is one object on each line.
@@ -116,7 +118,7 @@ def begin(
     identity = {"data.format": kind, "data.shard_bytes": limit, "model.seq_length": length, "eos_token_id": end}
     identity |= {"tokenizer": hash_of(text), **files, "tokenizer.json": text}
     if (output / IDENTITY).is_file():
-        before = json.loads((output / IDENTITY).read_bytes())
+        before = read_json(output / IDENTITY, limit=1 << 32)
         for name in {**before, **identity}:
             if (found := identity.get(name)) != (wanted := before.get(name)):
                 expected = f"expected {reprlib.repr(wanted)}, as for {output}, or another data.output"
@@ -127,8 +129,7 @@ def begin(
     with replacing(output / IDENTITY) as file:
         json.dump(identity, file, indent=1)
     cut = [[chunk for _, chunk in shard] for _, shard in groupby(chunks(files, limit), lambda one: one[0])]
-    suffix = {"arrow": ".arrow", "megatron": ".idx"}[kind]
-    return {output / f"tokens-{at:05}-of-{len(cut):05}{suffix}": shard for at, shard in enumerate(cut)}
+    return {output / f"tokens-{at:05}-of-{len(cut):05}{SUFFIXES[kind][0]}": shard for at, shard in enumerate(cut)}
 
 
 def complete(output: Path, files: Iterable[Path], tokenizer: Any) -> None:
@@ -168,7 +169,7 @@ def read(file: Path, begin: int, limit: int) -> Iterator[tuple[str, bool, tuple[
         ConfigError: A text cannot be read. The message has file and line.
     """
     size = file.stat().st_size
-    if not size:
+    if not size and _kind(file) != "parquet":
         yield "", True, (file, 0)
     elif _kind(file) == "parquet":
         yield from ((text, True, (file, group)) for group, text in _rows(file, begin, limit))

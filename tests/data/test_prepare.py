@@ -200,11 +200,13 @@ def test_finished_shards_are_not_written_again(
     for file in (folder / "state.json", files[2], files[4]):
         file.unlink()
     (folder / ".tokens-00003.arrow.0123.partial").write_text("of a worker that was killed")
+    (folder / ".thesis.partial").touch()
     before = {file: file.stat().st_mtime_ns for file in files if file.exists()}
     capsys.readouterr()
     prepare(settings_of(words(place, "again")), client)
     assert f"2 of {len(files)} shards written in" in capsys.readouterr().out
     changed = [number for number, file in enumerate(files) if file.stat().st_mtime_ns != before.get(file)]
+    (folder / ".thesis.partial").unlink()  # is not this command's, so it has stayed
     assert changed == [2, 4] and content(folder) == one
     files[1].unlink()  # of a complete data set
     prepare(settings_of(words(place, "again")), client)
@@ -251,6 +253,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         b"PAR1",
         "a.parquet, row group 0: found Parquet file size is 4 bytes.*; expected Parquet with strings",
     ),
+    "empty Parquet": ("a.parquet", b"", "a.parquet, row group 0: found Parquet file size is 0 bytes"),
     "two kinds": ("a.txt", b"a", "found json and text in"),
     "nothing": (".hidden", b"a", "found no regular file"),
 }
@@ -308,6 +311,11 @@ def test_files_of_others_stay(place: Path, client: Client, tmp_path: Path) -> No
         prepare(settings_of(words(place, "", f"data.output={tmp_path}")), client)
     assert sorted(file.name for file in tmp_path.iterdir()) == [".mine.partial", ".thesis.partial"]
     assert (tmp_path / ".mine.partial" / "x").exists()
+    (place / "theirs").mkdir()
+    (place / "theirs" / shards.IDENTITY).write_text("[1]")
+    with pytest.raises(ConfigError, match=r"prepare.json: found \[1\]; expected a JSON object"):
+        prepare(settings_of(words(place, "theirs")), client)
+    assert (place / "theirs" / shards.IDENTITY).read_text() == "[1]"
 
 
 def test_two_runs_do_not_write_one_folder(place: Path, client: Client) -> None:
@@ -374,6 +382,7 @@ def test_megatron_reads_the_documents(place: Path, client: Client) -> None:
     assert len(shards) > 5
     assert [document for shard in shards for document in _megatron(shard)] == documents(place)
     shards[1].unlink()  # written after its token ids
+    shards[2].with_suffix(".bin").unlink()
     prepare(settings_of(given), client)
     assert content(place / "megatron") == whole
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
