@@ -169,10 +169,10 @@ def read(file: Path, begin: int, limit: int) -> Iterator[tuple[str, bool, tuple[
         ConfigError: A text cannot be read. The message has file and line.
     """
     size = file.stat().st_size
-    if not size and _kind(file) != "parquet":
-        yield "", True, (file, 0)
-    elif _kind(file) == "parquet":
+    if _kind(file) == "parquet":
         yield from ((text, True, (file, group)) for group, text in _rows(file, begin, limit))
+    elif not size:
+        yield "", True, (file, 0)
     elif _kind(file) == "json":
         lines = ((at, line) for at, line in _lines(file, begin, limit) if line.strip())
         yield from ((_of_json(file, at, line), True, (file, at)) for at, line in lines)
