@@ -1,6 +1,6 @@
 """FSDP2's HSDP over the node on an experiment of `hzero train`: the same weights, batches, optimizer and schedule, as a peer.
 
-srun ... python slurm/hsdp.py experiment=paper_10b train.steps=30 run.dir=FOLDER
+srun ... python slurm/hsdp.py experiment=paper_10b train.steps=20 run.dir=FOLDER
 """
 
 import json
