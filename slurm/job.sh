@@ -29,7 +29,7 @@ fi
 # `scancel` sends SIGTERM, of which bash learns when the step has ended: the job is not started again then. Ranks that save at once
 # may end before the signal comes here; the job is then no longer running for Slurm.
 cancelled=
-trap 'cancelled=1' TERM
+trap 'cancelled="ended by scancel or the time limit"' TERM
 # A step with all ranks, whose output is one file per node.
 all_ranks() {
   local name=$1
@@ -41,9 +41,12 @@ prepare_nodes
 
 # ---- before training ----------------------------------------------------------------------------------------------------
 if [ "${HZERO_CHECK:-1}" != 0 ]; then
-  # A misspelt key is found here in a second, before all nodes start.
-  refused=$(timeout 60 "${python[@]}" -c 'import sys; from hzero.experiment import compose; from hzero.validation import ConfigError
-try: compose(sys.argv[1:])
+  # A misspelt key, or a data.path that does not exist, is found here in seconds, before all nodes start.
+  refused=$(timeout 60 "${python[@]}" -c 'import sys; from hzero.data.shards import files_of; from hzero.experiment import compose
+from hzero.files import expanded; from hzero.validation import ConfigError
+try:
+    path = compose(sys.argv[1:])["data"]["path"]
+    if path and not expanded(path).exists(): files_of(path)
 except ConfigError as error: print("hzero: error:", error)' "launcher.world_size=$((nodes * SLURM_NTASKS_PER_NODE))" "$@" 2>/dev/null |
     grep -m1 '^hzero: error: ')
   [ -z "$refused" ] || fail 2 "$refused"
@@ -54,7 +57,10 @@ except ConfigError as error: print("hzero: error:", error)' "launcher.world_size
   case $? in
   0) ;;
   1) say "hzero doctor warns; see $logs" ;;
-  *) fail 1 "hzero doctor: training cannot work here; see $logs" ;;
+  *)
+    [ -z "$cancelled" ] || fail 1 "$cancelled; see $logs"
+    fail 1 "hzero doctor: training cannot work here; see $logs"
+    ;;
   esac
 fi
 
@@ -70,7 +76,7 @@ case $status in
   [ -z "$(find "$run" -name complete.json -newer "$logs/began" -print -quit)" ] || again="failed with status $status"
   ;;
 esac
-[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != COMPLETING ] || cancelled=1
+[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != COMPLETING ] || cancelled="ended by scancel or the time limit"
 if [ -n "$again" ] && [ -z "$cancelled" ] && [ "$restart" -lt "${HZERO_RESTARTS:-20}" ]; then
   say "$again; the job is started again"
   # It ends this script, unless the site does not allow it.
@@ -80,6 +86,7 @@ case $status in
 0) say finished ;;
 75) say "saved; the same command resumes the run" ;;
 *)
+  [ -z "$cancelled" ] || fail "$status" "$cancelled; see $logs"
   # The refused input, or known faults and their remedies.
   if [ "$status" = 2 ]; then grep -hm1 'hzero: error: ' "$logs"/train-0-*.log; else
     timeout 60 "${python[@]}" -m hzero doctor --log "$logs"/*.log

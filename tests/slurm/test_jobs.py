@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -114,16 +116,23 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
 
 
 @LONG
-def test_the_nodes_are_checked_before_training(jobs: _Jobs) -> None:
-    """The doctor finds nothing that keeps training from working; training then refuses the file. A key is refused before."""
+def test_the_nodes_are_checked_before_training(jobs: _Jobs, tmp_path: Path) -> None:
+    """The doctor finds nothing that keeps training from working; training then refuses the folder, which is empty.
+
+    A misspelt key and a path that does not exist are refused before.
+    """
+    (tmp_path / "empty").mkdir()
     with tempfile.TemporaryDirectory() as folder, forking.python(Path(folder)) as program:
         more = {"HZERO_CHECK": "1", "HZERO_PYTHON": str(program)}
         refused = jobs.send("refused", "zero=tpo", **more)
-        number = jobs.send("checked", *KEYS, "data.path=none.txt", **more)
+        missing = jobs.send("missing", *KEYS, "data.path=none.txt", **more)
+        number = jobs.send("checked", *KEYS, "data.path=empty", **more)
         jobs.until(lambda: "did you mean 'topo'?" in jobs.log("refused", refused), "refused", "the key is refused")
-        jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the file is refused")
-    assert "checking 2 nodes" in jobs.log("checked", number) and "none.txt" in jobs.log("checked", number)
-    assert "checking" not in jobs.log("refused", refused)
+        says = "data.path: found no such file or folder: 'none.txt'; expected only text"
+        jobs.until(lambda: says in jobs.log("missing", missing), "missing", "the path is refused")
+        jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the folder is refused")
+    assert "checking 2 nodes" in jobs.log("checked", number) and "no regular file" in jobs.log("checked", number)
+    assert "checking" not in jobs.log("refused", refused) + jobs.log("missing", missing)
 
 
 #: `python` without the time that Python takes. It says what it is asked, and ends with the status in the file ``go``, or upon a
@@ -132,7 +141,7 @@ PYTHON = """#!/bin/sh
 [ "$1" != -c ] || exit 0
 echo "$SLURM_PROCID $*" >> "$CALLS"
 [ "$3" = train ] || exit "${DOCTOR:-0}"
-trap 'exit 75' TERM USR1
+trap "exit ${ENDS:-75}" TERM USR1
 run=${4#run.dir=}
 [ -z "${SAVES:-}" ] || { mkdir -p "$run/checkpoint-1" && touch "$run/checkpoint-1/complete.json"; }
 touch training
@@ -188,6 +197,26 @@ def test_a_job_that_is_cancelled_saves_and_ends(
     slurm.run("scancel", first)
     jobs.until(lambda: "saved; the same command resumes" in jobs.log("run", first), "run", "it saves")
     assert "started again" not in jobs.log("run", first)
+    (tmp_path / "training").unlink()
+    early = jobs.send("early", **stand_in, ENDS="143")
+    jobs.until((tmp_path / "training").exists, "early", "the job trains")
+    slurm.run("scancel", early)
+    jobs.until(lambda: "ended by scancel" in jobs.log("early", early), "early", "it says who ended it")
+    assert "failed" not in jobs.log("early", early) and not any("--log" in call for call in _calls(tmp_path))
+
+
+@pytest.mark.parametrize("script", ["frontier", "lumi", "slurm_local", "prepare", "first_run"])
+def test_a_script_says_where_it_must_start(script: str, tmp_path: Path) -> None:
+    """In another folder than a checkout's root, and on another machine than that of its modules. Without Slurm."""
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NUM_NODES": "1", "PATH": os.environ["PATH"]}
+    command = ["bash", "--norc", str(ROOT / f"slurm/{script}.sbatch")]
+    there = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert there.returncode == 2 and re.fullmatch("hzero: found no .*; expected .*a checkout's root.*\n", there.stderr)
+    if script != "slurm_local":
+        (tmp_path / "slurm").symlink_to(ROOT / "slurm")
+        here = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+        assert here.returncode == 2 and here.stderr.startswith("hzero: found no command module; expected ")
+        assert here.stderr.count("\n") == 1
 
 
 def test_lumis_script_starts_every_rank_in_the_container(
