@@ -79,8 +79,8 @@ class Preset(NamedTuple):
         dimensions_codec: Codec of activations on every tier, in every parallel dimension.
         optimizer_codec: Codec of the updated weights of pipeline stages on every tier.
         inner_codec: Codec of the gradients inside nodes; None: the codec between nodes.
-        differences_codec: Codec of the differences that refreshes send. The tiers inside the weights' scope then send the
-            copy uncoded. None: refreshes send whole weights.
+        differences_codec: Codec of the differences that refreshes send. The tiers inside the weights' scope keep
+            `weights_codec`. None: refreshes send whole weights.
     """
 
     weights: Scope
@@ -548,7 +548,7 @@ class HZeroConfig(Block):
         if codec is None or "codecs.weights" in self.written:
             return self.codecs.weights
         inside, coarse = tiers_inside(weights), CodecConfig.model_validate(codec)
-        return TierCodecs(**{tier: PLAIN if tier in inside else coarse for tier in TIERS})
+        return TierCodecs(**{tier: self.codecs.weights[tier] if tier in inside else coarse for tier in TIERS})
 
 
 # ---- from a written block to its configuration ------------------------------------------------------------------------------

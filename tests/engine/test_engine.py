@@ -109,7 +109,9 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
 def test_errors_of_differences_do_not_add_up() -> None:
     """Of 40 refreshes in int2: each difference contains the error of the last one. All ranks hold the same bits."""
     groups: dict[Any, Any] = {}
-    ranks = [Rank(rank, {"preset": "lean"}, groups) for rank in range(WORLD)]
+    int2 = {"codec": "int2", "block_size": 64}
+    codecs = {"weights": {"gcd": "none", "gpu": int2, "node": int2}}  # the copies are read as they are
+    ranks = [Rank(rank, {"preset": "lean", "codecs": codecs}, groups) for rank in range(WORLD)]
     codec = Codec.from_config(ranks[0].params[0].route.plan.refresh_hops()[0].codec)
     assert codec.format == RecordFormat.of("int2", 64)
     steps = torch.randn(40, sum(NUMELS), generator=torch.Generator().manual_seed(3)).sinh() * 1e-3  # heavy tails
