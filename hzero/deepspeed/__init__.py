@@ -2,6 +2,5 @@
 
 # ruff: noqa: F401 - imported for others
 from hzero.deepspeed.install import enable, exact_weights, initialize, state
-from hzero.deepspeed.pipeline import PipelineState
 from hzero.deepspeed.stage_state import StageState
 from hzero.engine.guard import DivergenceError, StaleWeightsError

@@ -23,7 +23,6 @@ from deepspeed.utils import nvtx, set_z3_leaf_module
 
 from hzero.block import KEY
 from hzero.deepspeed import autotp
-from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
 from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, order_request, release_all
@@ -81,6 +80,8 @@ def _check(stock: Any, engine: DeepSpeedEngine) -> None:
         else:
             check_mpu(engine.mpu, world)
         if pipeline:
+            from hzero.deepspeed.pipeline import HZeroPipelineEngine
+
             engine.__class__ = HZeroPipelineEngine
     stock(engine)
 
@@ -241,5 +242,5 @@ def exact_weights(engine: Any) -> Iterator[None]:
     if (found := state(engine)) is None:
         yield
         return
-    with engine.optimizer.exact() if isinstance(found, PipelineState) else found.exact():
+    with engine.optimizer.exact() if isinstance(engine, PipelineEngine) else found.exact():
         yield

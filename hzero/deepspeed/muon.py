@@ -15,6 +15,7 @@ import torch
 from hzero.comm import Communicator, for_dimension
 from hzero.config import HZeroConfig
 from hzero.engine.engine import Owners
+from hzero.validation import ConfigError
 
 
 class Matrix(NamedTuple):
@@ -37,12 +38,22 @@ class Orthogonalizer:
     Args:
         config: The block.
         owners: The ranks over which matrices are sharded.
+        module: The model, whose parameters DeepSpeed has partitioned and marked.
 
     Attributes:
         group: The communicator that sends the matrices.
+
+    Raises:
+        ConfigError: Stock's function cannot orthogonalise a parameter.
     """
 
-    def __init__(self, config: HZeroConfig, owners: Owners) -> None:
+    def __init__(self, config: HZeroConfig, owners: Owners, module: torch.nn.Module) -> None:
+        param: Any
+        for name, param in module.named_parameters():
+            # The function would return another shape, and fail on one rank between two collectives.
+            if getattr(param, "use_muon", False) and len(param.ds_shape) == 4:
+                found = f"{name} of shape {list(param.ds_shape)}"
+                raise ConfigError(f"optimizer.type: found muon for {found}; expected no parameter of 4 dimensions")
         self.group: Communicator = for_dimension("optimizer", config, owners.group, grid=owners.world, uses=["sums"])
 
     def update(self, matrices: Iterable[Matrix], beta: float, method: str) -> None:

@@ -16,7 +16,6 @@ from hzero.block import KEY
 from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import versions
-from hzero.deepspeed.muon import Matrix
 from hzero.deepspeed.stage_state import InFlight, Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter
@@ -235,6 +234,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Replaces the gradients of Muon's matrices by their updates before the norm. See `hzero.deepspeed.muon`."""
         if not self.use_muon:
             return
+        from hzero.deepspeed.muon import Matrix
+
         matrices = []
         for number, group in enumerate(self.fp16_groups):
             if not self.sub_groups_using_muon[number]:

@@ -27,7 +27,6 @@ from deepspeed.utils import z3_leaf_module
 from hzero.comm import lasting, shared_lanes
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autoep, autotp
-from hzero.deepspeed.muon import Orthogonalizer
 from hzero.deepspeed.refusals import check_partition
 from hzero.engine.engine import Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
@@ -188,9 +187,11 @@ class StageState(Engine):
         lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
         model = module, config, owners.world
         self._dimensions = [autotp.take_over(*model), autoep.take_over(*model, lanes)]
-        # DeepSpeed marks the parameters that Muon trains.
-        uses_muon = any(getattr(param, "use_muon", False) for param in module.parameters())
-        self.orthogonalizer = Orthogonalizer(config, owners) if uses_muon else None
+        self.orthogonalizer: Any = None
+        if any(getattr(param, "use_muon", False) for param in module.parameters()):  # DeepSpeed marks what Muon trains
+            from hzero.deepspeed.muon import Orthogonalizer
+
+            self.orthogonalizer = Orthogonalizer(config, owners, module)
         self._make_whole = detacher(module)
         managed = managed_parameters(module, routes, codes)
         super().__init__(config, plan, owners, module, managed, bucket_numel, current_device(), device, parts=parts)

@@ -145,6 +145,10 @@ def check_muon_gives_stocks_losses_and_norms() -> None:
     for first in (0, STEPS):
         for got, want, what in zip(found["hzero", first], found["stock", first], ("losses", "norms"), strict=True):
             assert_losses(got, want, TOLERANCE, f"{what} from step {first}")
+    model = _Matrices()
+    model.patch = torch.nn.Conv2d(1, 2, 3)
+    with pytest.raises(ConfigError, match=r"optimizer.type: found muon for patch.weight of shape \[2, 1, 3, 3\]; exp"):
+        engine_of(config, model)
 
 
 class _Matrices(torch.nn.Module):
