@@ -195,9 +195,10 @@ HZ_APART void check(Checked record, uint32_t size, uint32_t begin, uint32_t end,
     __atomic_fetch_add(record.sum, checksum(record.codes, 16, record.place), __ATOMIC_RELAXED);
     return;
   }
-  const uint32_t codes_end = end < blocks ? end * size * BITS / 8 : (uint32_t)(record.scales - record.codes);
-  const uint32_t from = begin * size * BITS / 8, scales = record.place + (uint32_t)(record.scales - record.codes) / 4;
-  uint64_t sum = checksum(record.codes + from, codes_end - from, record.place + from / 4);
+  const uint64_t bits = (uint64_t)size * BITS, codes = record.scales - record.codes;  // 2^32 bits may be passed
+  const uint64_t codes_end = end < blocks ? end * bits / 8 : codes, from = begin * bits / 8;
+  const uint32_t scales = record.place + (uint32_t)(codes / 4);
+  uint64_t sum = checksum(record.codes + from, codes_end - from, record.place + (uint32_t)(from / 4));
   // From whole words: a scale has half of one.
   const uint32_t first = begin / 2 * 2, scales_end = end < blocks ? end : (blocks + 7) / 8 * 8;
   alignas(64) uint16_t halves[batch + 10];

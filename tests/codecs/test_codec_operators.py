@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import backends
-from hzero.codecs.codec import Codec
-from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, Rows
+from hzero.codecs.codec import Codec, checksums
+from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, RecordFormat, Rows
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, decode_onto, decode_sum, decode_sum_encode, numbers, same
+from tests.ranks import LONG
 
 from tests.codecs.samples import encode_difference, encode_feedback  # isort: skip
 
@@ -245,6 +246,17 @@ def decode(payload: torch.Tensor = U, dtype: torch.dtype = F) -> object:
 def decode_checked(*sums: torch.Tensor) -> object:
     message = INT8.encode([X], [10], sizes=[4], outer=4, parts=2)
     return INT8.decoder(Rows.of([10], [4], outer=4, parts=2), F, message.device)(message, None, *sums)
+
+
+@LONG
+def test_checksum_of_a_record_with_more_than_32_bits_of_bits() -> None:
+    """Offsets of its last blocks, in bits, exceed 2**32."""
+    numel = 2**29 + 5000
+    source = torch.zeros(numel, dtype=torch.bfloat16)
+    source[::1000] = 1
+    message = Codec(RecordFormat.of("int8", 128)).encode([source], [numel], sizes=[1], parts=1)
+    parts = message.view(1, -1)
+    assert torch.equal(parts[:, -16:-8].contiguous().view(torch.int64)[:, 0], checksums(parts[:, :-16].contiguous()))
 
 
 def sum_in_parts(to: Codec | None) -> object:
