@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -60,6 +61,18 @@ def check_features() -> None:
         assert_equal(case("spare", "smaller", accumulation=2))
     assert_equal(case("meta", "prefetch", "offload", layout=(1, 2, 2)))
     assert_equal(case(layout=(2, 1, 1), tensor=2, accumulation=2))
+
+
+def check_buckets_that_share_a_message_of_the_boundary() -> None:
+    """Some of a step's buckets, or all of them."""
+    for least in (300, 1 << 24):
+        assert_equal(case("frozen", "checkpointing", accumulation=2), {**LOSSLESS, "boundary_message_bytes": least})
+    runs = [train(case(accumulation=2), {"preset": "topo", "boundary_message_bytes": least}) for least in (0, 1 << 24)]
+    hops = [Counter({(one.role, one.tier): one.hops for one in run.state.wire_log.entries()}) for run in runs]
+    assert runs[0].losses == runs[1].losses
+    assert hops[1]["gradients", "node"] < hops[0]["gradients", "node"]
+    for run in runs:
+        run.state.close()
 
 
 def check_exceptions_of_parameters() -> None:
