@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -518,8 +519,11 @@ def transformers_config(model: dict[str, Any]) -> Any:
             raise ConfigError(f"model.config.{key}: found {value!r}; expected one of transformers, not code of the Hub")
     with library_errors("model.config"):  # an architecture may check its values
         known, config = CONFIG_MAPPING[kind](), CONFIG_MAPPING[kind].from_dict(written)
+    # Without a default, transformers keeps any key. A model reads some of these.
+    source = "".join(file.read_text() for file in Path(inspect.getfile(type(config))).parent.glob("modeling_*.py"))
     for key in model["config"] or {}:
-        if hasattr(config, key) and not hasattr(known, key):  # transformers would keep it, and nothing would read it
+        read = re.search(rf"(config\.|[\"']){re.escape(key)}\b", source)
+        if hasattr(config, key) and not hasattr(known, key) and not read:
             raise one_of("model.config", key, known.to_dict(), "key")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or model["seq_length"]
     if model["seq_length"] > longest:

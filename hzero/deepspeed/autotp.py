@@ -48,7 +48,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Ow
                 f"tensor_parallel.autotp_size: found {size}; expected a divisor of {world.world_size} ranks"
             )
         for first in range(0, world.world_size, size):  # all groups, so that all ranks raise the same error
-            check_tensor_group(range(first, first + size), world)
+            check_tensor_group(range(first, first + size), world, "tensor_parallel.autotp_size")
         owners = Owners.of_ranks(range(0, world.world_size, size), world, 0)
         tiers = world.of_ranks(range(size)).crossed
     coded = [tier for tier in tiers if not block.codecs.tensor[tier].traits.plain]

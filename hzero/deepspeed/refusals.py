@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -67,6 +68,11 @@ _SUPPORTED_IN_PIPELINES = {
     "tensor_parallel.autotp_size": "0 or 1; tensor groups are those of the PipelineModule",
 }
 _SUPPORTED_WITH_SEQUENCES = {"tensor_parallel.autotp_size": "0 or 1", "sequence_parallel_size": "1"}
+#: Stock keeps masters in bfloat16 only with moments in bfloat16, or on the host.
+_BF16_STATES = (
+    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+    "zero_optimization.offload_optimizer.device",
+)
 #: Keys of the block that have an effect with pipeline stages. The others configure the shards and resident weights of stage 3.
 _OF_PIPELINES = (
     *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
@@ -123,6 +129,16 @@ def check_config(config: DeepSpeedConfig) -> None:
     if experts and (muon or block.sequence is not None or block.checkpoint is not None or block.shard.exceptions):
         also = f"Muon, {KEY}.sequence, {KEY}.checkpoint or {KEY}.shard.except"
         raise ConfigError(f"expert_parallel.enabled: found True; expected false with {also}")
+    if experts and (name := config.expert_parallel_config.preset_model) is not None:
+        from deepspeed.module_inject.auto_ep_config import PRESET_MODELS  # older releases lack it
+
+        if name not in PRESET_MODELS:
+            raise one_of("expert_parallel.preset_model", name, PRESET_MODELS)
+    masters, moments, where = map(partial(_value, values), _BF16_STATES)
+    if masters and not moments and where in (None, "none"):
+        raise ConfigError(
+            f"{_BF16_STATES[1]}: found {moments} with {_BF16_STATES[0]}; expected true, or {_BF16_STATES[2]} cpu"
+        )
     if stage == 1 and muon:
         raise ConfigError("optimizer.type: found muon with pipeline stages; expected another optimizer")
     unused = [key for key in block.written if key.partition(".")[0] not in _OF_PIPELINES]
@@ -329,13 +345,13 @@ def check_mpu(mpu: Any, world: Grid) -> None:
             )
         else:
             tensor = mpu.get_model_parallel_group()
-        check_tensor_group(ranks_of(tensor), world)
+        check_tensor_group(ranks_of(tensor), world, "mpu")
 
 
-def check_tensor_group(ranks: Sequence[int], world: Grid) -> None:
-    """Raises `ConfigError` if a tensor group crosses nodes or does not fill the tiers evenly."""
-    if world.of_ranks(ranks).nodes > 1:
+def check_tensor_group(ranks: Sequence[int], world: Grid, key: str) -> None:
+    """Raises `ConfigError` if a tensor group, made by ``key``, crosses nodes or does not fill the tiers evenly."""
+    if world.of_ranks(ranks, key).nodes > 1:
         raise ConfigError(
-            f"the tensor group of ranks {some(list(map(str, ranks)), 16)} crosses nodes ({world}); expected tensor groups "
-            "inside a node, with the devices of a package first"
+            f"{key}: found a tensor group of ranks {some(list(map(str, ranks)), 16)}, which crosses nodes ({world}); expected "
+            "tensor groups inside a node, with the devices of a package first"
         )

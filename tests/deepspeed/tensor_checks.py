@@ -166,7 +166,7 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
     with tensor_groups(
         2, order=["gcd", "gpu", "node"]
     ) as mpu:  # as if the ranks were numbered otherwise than the block says
-        refused(mpu, r"the tensor group of ranks \d, \d crosses nodes \(2 nodes x 2 GPUs x 2 GCDs\)")
+        refused(mpu, r"mpu: found a tensor group of ranks \d, \d, which crosses nodes \(2 nodes x 2 GPUs x 2 GCDs\)")
     with tensor_groups(2) as mpu:
         mpu.get_pipe_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
         refused(mpu, "mpu: found 2 pipeline stages")

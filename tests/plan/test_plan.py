@@ -407,6 +407,8 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     refused = {
         "deepspeed.expert_parallel.autoepsize=2": "found key 'autoepsize'; expected async_split_plan",
         "deepspeed.expert_parallel.comm_backend=deepep": "expert_parallel.comm_backend: found deepep",
+        "deepspeed.expert_parallel.preset_model=mixtrall": "expert_parallel.preset_model: found 'mixtrall'; expected",
+        "deepspeed.bf16.bf16_master_weights_and_grads=true": "bf16.bf16_optimizer_states: found None with bf16.bf16_master",
         "deepspeed.optimizer={type: Muoon}": "deepspeed.optimizer.type: found 'Muoon'; expected adagrad, adam, adamw",
         "deepspeed.optimizer={type: Muon}": "expert_parallel.enabled: found True; expected false with Muon",
         "zero.codecs.expert.gcd=mpc": "hzero.codecs.expert.gcd: found 'mpc' with coded tokens",
