@@ -260,7 +260,8 @@ class Traits:
         regions: See `RecordFormat.regions`.
         error: Largest error in float32, and the largest magnitude of a decoded element, by format and largest magnitude in the
             block.
-        reference: Module of hzero.codecs that encodes and decodes its records in plain torch; "" if records are the elements.
+        reference: Module of hzero.codecs that encodes and decodes its records in plain torch; "" if records are the elements,
+            in their own type if ``plain``, else in bfloat16.
         compiled: Where compiled code exists: nowhere, in the library for CPUs, or on devices too.
         widens: Whether it encodes float32 only. 16-bit numbers are then converted to float32 before, without loss.
         keeps: Types to which a decoded element is converted without another rounding.

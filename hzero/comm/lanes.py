@@ -1,17 +1,18 @@
 """Lanes: run the hops of all chains, one after the other on each tier.
 
-A lane is a thread on CPU and a stream on an accelerator. It runs the hops of its chains in the order of submission, which is the
-same on all ranks. So all ranks start the collectives of a communicator in the same order.
+A lane is a thread on CPU, and a place on a stream of an accelerator. It runs the hops of its chains in the order of submission,
+which is the same on all ranks. So all ranks start the collectives of a communicator in the same order.
 
 A gather over the lanes ``gpu`` and ``gcd`` on CPU, from the request to the wait. ``resume`` is `Chain._resume`, which runs
 `hzero.comm.runtime.BoundProgram.steps` to its next ``yield``::
 
     thread     call                                           effect
     caller     Weights.unshard > BoundProgram.run > Lanes.submit
-                   resume                                     reads the inputs
+                   resume, if it reads no other chain         reads the inputs, encodes them
                                                               the chain takes a place on both lanes
     lane gpu   Lanes._serve > Lanes._run
-                   resume > Collective.start                  encodes, starts the hop
+                   resume, if it reads other chains           reads their results, encodes them
+                   resume > Collective.start                  starts the hop
                    resume > Pending.end                       waits for the hop
                    Chain._pass                                lane gcd may continue
     lane gcd   Lanes._serve > Lanes._run
@@ -240,9 +241,9 @@ class Lanes:
     have one order on all ranks. A hop runs after the previous hop of its chain, and after the chains that its chain reads. The
     first hop that has not ended can therefore always run, and no rank waits forever.
 
-    On CPU, a chain reads its inputs in `submit`, or on the thread of its first lane if it depends on other chains. Each hop, and
-    the computation before it, runs on the thread of its lane after the chain's previous hop. The lane of the last hop computes
-    the result. If its next hop can start, it starts that one first.
+    On CPU, a chain reads and encodes its inputs in `submit`, or on the thread of its first lane if it depends on other chains,
+    ended or not. Each hop, and the computation between two hops, runs on the thread of a lane after the chain's previous hop.
+    The lane of the last hop computes the result. If its next hop can start, it starts that one first.
 
     On a device, `submit` enqueues the whole chain. The stream of a hop's lane waits for the chain's previous hop. It can thus
     encode the next chain's message while its hop is in flight. Results use other streams.

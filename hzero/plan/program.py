@@ -106,7 +106,6 @@ class Cross:
         codec: Codec of the messages.
         rows: Shards of every tensor in the message of one rank: the part that an all-gather sends, or the whole message of a
             reduction.
-        outer: Pieces of the received message.
         algorithms: Algorithms of an all-gather, by the bytes of the message.
         root: Coordinate of the broadcasting rank. For a send or a receive: rank of the peer.
         uneven: For an all-to-all with parts of different sizes: rows for each rank of the group, and rows from each rank.
@@ -118,7 +117,6 @@ class Cross:
     ranks: int
     codec: CodecConfig
     rows: int
-    outer: int = 1
     algorithms: NodeAllGather = _LIBRARY
     root: int = 0
     uneven: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -297,7 +295,7 @@ def gather_program(
         codec = hop.codec
         algorithms = plan.node_all_gather if hop.tier in NET_TIERS else _LIBRARY
         sent, outer = outer * rows, outer * hop.size
-        steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, outer, algorithms))
+        steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, algorithms))
     if result is None:
         steps.append(Decode(codec, Order.of_hops(plan), outer))
         return Program(tuple(steps))
@@ -331,7 +329,7 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
             steps.append(Encode(held, order, outer, hop.tier if kept else None))
         kind: Kind = "reduce_scatter" if hop.codec.traits.plain else "all_to_all"
         steps += _recoded(held, hop.codec, outer, rows // outer)
-        steps.append(Cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, outer))
+        steps.append(Cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows))
         steps += _recoded(hop.codec, held, outer, rows // outer)
         rows //= hop.size
         order = Order.of_rows(rows)
