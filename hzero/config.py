@@ -453,7 +453,7 @@ class Block(Frozen):
     unit: Literal["layer", "module"] = "layer"
     unit_numel: int = Field(10**9, ge=0)  # as many as DeepSpeed keeps live by default
     error_feedback: TierList = ()
-    refresh_message_bytes: int = Field(0, ge=0)
+    refresh_message_bytes: int = Field(0, ge=0, le=1 << 30)
     boundary_message_bytes: int | None = Field(None, ge=0, le=1 << 24)
     refresh_differences: bool = False
     full_refresh_every: int = Field(1000, ge=1)
@@ -493,9 +493,9 @@ class HZeroConfig(Block):
             limits the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a second limit.
         error_feedback: Tiers whose gradient encoding keeps its error (bfloat16) and adds it in the next step. The error starts at
             zero after a resume.
-        refresh_message_bytes: Minimum bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
-            `stage3_prefetch_bucket_size` elements, which are few bytes per rank on many ranks. `hzero links` prints the size
-            from which latency is less than a tenth of a hop.
+        refresh_message_bytes: Minimum bytes that a rank sends in one refresh message, 0 to 1 GiB. With 0 a message has
+            DeepSpeed's `stage3_prefetch_bucket_size` elements, which are few bytes per rank on many ranks. `hzero links` prints
+            the size from which latency is less than a tenth of a hop.
         boundary_message_bytes: Minimum bytes of a peer's part in a message of the outermost tier at the boundary, 0 to 16 MiB.
             Buckets with smaller parts wait and share a message, since with many peers latency dominates the time of a small
             part. Until then their float32 sums stay in memory. With 0 every bucket has a message. Default: 64 KiB if the tier

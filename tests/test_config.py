@@ -172,6 +172,7 @@ BAD: list[tuple[Any, str]] = [
      "none, where a difference has no fewer bytes; expected bf16, int8, int4, int2, zfp in hzero.codecs.weights"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
     ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
+    ({"refresh_message_bytes": 1 << 31}, "refresh_message_bytes: found 2147483648"),
     ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),
     ({"guard": 5.5}, "guard.discarded_steps: found 5.5; expected a valid integer"),
     ({"block_size": 24}, "block_size: found 24; expected a multiple of 16"),
