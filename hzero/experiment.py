@@ -491,8 +491,13 @@ def _written(model: dict[str, Any]) -> dict[str, Any]:
     """The keys of ``config.json``, overridden by ``model.config``."""
     written: dict[str, Any] = {}
     if model["path"]:
+        if "hidden_size" in model:
+            raise ConfigError(f"model.path: found {model['path']!r} with model={model['name']}; expected model=hf")
         path = Path(model["path"])
-        written = read_json(path / "config.json" if path.is_dir() else path)
+        try:
+            written = read_json(path / "config.json" if path.is_dir() else path)
+        except ConfigError as error:
+            raise ConfigError(f"model.path: {error}; expected a folder with config.json, or such a file") from None
     return {**written, **(model["config"] or {})}
 
 
@@ -507,7 +512,8 @@ def transformers_config(model: dict[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = str(written.get("model_type") or "")
+    if not (kind := str(written.get("model_type") or "")):
+        raise ConfigError("model.path: found neither it nor model_type in model.config; expected one of them")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise one_of("model.config.model_type", kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for key, value in written.items():

@@ -375,7 +375,7 @@ class FsdpState(Engine):
             moved += sum(cross.received * cross.message_bytes(chunks, itemsize) for cross in crossings)
         if moved and speaks(self.group):
             logger.warning(
-                "hzero: several backwards per optimizer step, and each crosses all tiers, with %.1f MB more into each rank; set "
+                "hzero: several backwards per optimizer step, and each crosses all tiers, with %.3g MB more into each rank; set "
                 "accumulation in hzero.fsdp.apply, or call set_is_last_backward(False) before all backwards but the last",
                 moved / 1e6,
             )

@@ -202,6 +202,8 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         "preset": experiment.preset,
         "plan": str(plan),
         "accumulation": job.accumulation,
+        "tokens": job.tokens,
+        "checkpointing": job.checkpointing,
         "itemsize": itemsize,
         "notes": [*plan.adaptations, *plan.notes, *_notes(scenario, plan, traffic)],
         "memory": [{"name": name, **state._asdict()} for name, state in own.states.items()],
@@ -272,7 +274,9 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
 def _show_plan(result: dict[str, Any]) -> None:
     _say(
         f"{result['model']}: {result['parameters']:,} parameters of {result['itemsize']} bytes on {result['world_size']:,} "
-        f"devices; micro-steps per step: {result['accumulation']}\npreset {result['preset']}: {result['plan']}"
+        f"devices; micro-steps per step: {result['accumulation']}, each of {result['tokens']:,} tokens per device, "
+        f"{'with' if result['checkpointing'] else 'without'} activation checkpointing\n"
+        f"preset {result['preset']}: {result['plan']}"
     )
     for note in result["notes"]:
         _say(f"note: {note}")
