@@ -525,16 +525,20 @@ def transformers_config(model: dict[str, Any]) -> Any:
             raise ConfigError(f"model.config.{key}: found {value!r}; expected one of transformers, not code of the Hub")
     with library_errors("model.config"):  # an architecture may check its values
         known, config = CONFIG_MAPPING[kind](), CONFIG_MAPPING[kind].from_dict(written)
-    # Without a default, transformers keeps any key. A model reads some of these.
-    source = "".join(file.read_text() for file in Path(inspect.getfile(type(config))).parent.glob("modeling_*.py"))
     for key in model["config"] or {}:
-        read = re.search(rf"(config\.|[\"']){re.escape(key)}\b", source)
-        if hasattr(config, key) and not hasattr(known, key) and not read:
+        # Without a default, transformers keeps any key. A model reads some of these.
+        if hasattr(config, key) and not hasattr(known, key) and not _reads(config, key):
             raise one_of("model.config", key, known.to_dict(), "key")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or model["seq_length"]
     if model["seq_length"] > longest:
         raise ConfigError(f"model.seq_length: found {model['seq_length']}; expected at most {longest} for this model")
     return config
+
+
+def _reads(config: Any, key: str) -> bool:
+    """Whether the model of a transformers configuration reads a key, by the source of its package."""
+    files = Path(inspect.getfile(type(config))).parent.glob("modeling_*.py")
+    return any(re.search(rf"(config\.|[\"']){re.escape(key)}\b", file.read_text()) for file in files)
 
 
 def _counted(config: Any) -> Architecture:
