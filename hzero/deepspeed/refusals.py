@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -68,11 +67,6 @@ _SUPPORTED_IN_PIPELINES = {
     "tensor_parallel.autotp_size": "0 or 1; tensor groups are those of the PipelineModule",
 }
 _SUPPORTED_WITH_SEQUENCES = {"tensor_parallel.autotp_size": "0 or 1", "sequence_parallel_size": "1"}
-#: Stock keeps masters in bfloat16 only with moments in bfloat16, or on the host.
-_BF16_STATES = (
-    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-    "zero_optimization.offload_optimizer.device",
-)
 #: Keys of the block that have an effect with pipeline stages. The others configure the shards and resident weights of stage 3.
 _OF_PIPELINES = (
     *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
@@ -134,11 +128,11 @@ def check_config(config: DeepSpeedConfig) -> None:
 
         if name not in PRESET_MODELS:
             raise one_of("expert_parallel.preset_model", name, PRESET_MODELS)
-    masters, moments, where = map(partial(_value, values), _BF16_STATES)
-    if masters and not moments and where in (None, "none"):
-        raise ConfigError(
-            f"{_BF16_STATES[1]}: found {moments} with {_BF16_STATES[0]}; expected true, or {_BF16_STATES[2]} cpu"
-        )
+    # Stock keeps masters in bfloat16 only with moments in bfloat16, or on the host.
+    masters, moments = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+    host = f"{PARENT}.offload_optimizer.device"
+    if _value(values, masters) and not (found := _value(values, moments)) and _value(values, host) in (None, "none"):
+        raise ConfigError(f"{moments}: found {found} with {masters}; expected true, or {host} cpu")
     if stage == 1 and muon:
         raise ConfigError("optimizer.type: found muon with pipeline stages; expected another optimizer")
     unused = [key for key in block.written if key.partition(".")[0] not in _OF_PIPELINES]
