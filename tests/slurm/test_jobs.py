@@ -207,7 +207,7 @@ def test_a_job_that_is_cancelled_saves_and_ends(
 
 @pytest.mark.parametrize("script", ["frontier", "lumi", "slurm_local", "prepare", "first_run"])
 def test_a_script_says_where_it_must_start(script: str, tmp_path: Path) -> None:
-    """In another folder than a checkout's root, and on another machine than that of its modules. Without Slurm."""
+    """Outside of a checkout's root, and on a machine without the command `module`. The scripts run in bash, not in Slurm."""
     variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NUM_NODES": "1", "PATH": os.environ["PATH"]}
     command = ["bash", "--norc", str(ROOT / f"slurm/{script}.sbatch")]
     there = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
