@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,10 +207,16 @@ class Suite:
         outputs = [operation(*inputs) for _ in range(OUTPUTS)]
         first, read = tensors(outputs[0]), tensors(inputs[0])
         if variant == "kernel":  # without the checks of a call
-            turns = itertools.cycle((to, *inputs) if kernel.operation == "encode" else (*inputs, to) for to in outputs)
+            writes = "message" if kernel.to else "tensors"
+            turns = itertools.cycle(
+                partial(operation._run, to, *inputs)
+                if kernel.operation == "encode"
+                else partial(operation._run, *inputs, **{writes: to})
+                for to in outputs
+            )
             torch._foreach_zero_(first)
-            operation._run(*next(turns))
-            return lambda: operation._run(*next(turns)), read, first
+            next(turns)()
+            return lambda: next(turns)(), read, first
         kept = deque(outputs[1:], OUTPUTS - 1)  # drops the oldest output after a new one is made
         if variant != "call, new pages":
             return lambda: kept.append(operation(*inputs)), read, first

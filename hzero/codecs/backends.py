@@ -133,14 +133,14 @@ class KernelBackend:
         if not self._has(fmt, rows) or not (fmt.traits.fixed if sums else fmt.traits.codes or not add):
             return reference.decoder(rows, fmt, dtype, add, sums)
         fields = ("data", "residual") if add else ("data",)
-        return Launch(self.launcher, "decode_sum" if sums else "decode", rows, fmt, dtype, fields).decode
+        return Launch(self.launcher, "decode_sum" if sums else "decode", rows, fmt, dtype, fields)
 
     def recoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
         """Sums and encodes in one kernel if both formats have the same blocks or elements."""
         like = fmt.alike(out) or (fmt == out and not fmt.traits.reference)
         if not (like and self._has(fmt, rows) and self._has(out, summed)):
             return reference.recoder(rows, fmt, dtype, summed, out)
-        return Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, summed=summed).recode
+        return Launch(self.launcher, "decode_sum_encode", rows, fmt, dtype, (), out=out, summed=summed)
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
         """Checksums of bytes outside a codec kernel: a library function on CPU, the reference on devices."""
@@ -163,12 +163,10 @@ def _kernel(operator: str, fmt: RecordFormat, dtype: torch.dtype, out: RecordFor
     return f"{operator}_none_{8 * stored.itemsize}" if stored == dtype else f"{operator}_bf16_{NAMES[dtype]}"
 
 
-def _sums_of(message: torch.Tensor | None, rows: Rows | None, *sums: torch.Tensor) -> list[int]:
-    """Address and step of a message's checksums; zeros if it has none. Checksums of a written message start at zero."""
-    if message is None or rows is None or not rows.parts:
-        return [0, 0]
-    found = sums[0] if sums else reference.trailers(message, rows.parts).zero_()[:, 0]
-    return [found.data_ptr(), found.stride(0) * found.element_size()]
+def _checksums_of(message: torch.Tensor, parts: int, sums: torch.Tensor | None = None) -> tuple[int, int]:
+    """Returns the address and the step of a message's checksums. Those in a message to write start at zero."""
+    found = reference.trailers(message, parts).zero_()[:, 0] if sums is None else sums
+    return found.data_ptr(), found.stride(0) * found.element_size()
 
 
 class Launch:
@@ -285,14 +283,6 @@ class Launch:
             first += -(-blocks * lanes // THREADS)
         bucket["workgroups"] = first
 
-    def decode(self, payload: torch.Tensor, tensors: Sequence[torch.Tensor], *checksums: torch.Tensor) -> None:
-        """Decodes or sums a message into tensors, or adds to them."""
-        self(payload, tensors, added=tensors, checksums=checksums)
-
-    def recode(self, payload: torch.Tensor, message: torch.Tensor, seed: int = 0, *checksums: torch.Tensor) -> None:
-        """Sums the pieces of a message and encodes the sums."""
-        self(payload, seed=seed, out_payload=message, checksums=checksums)
-
     def __call__(
         self,
         payload: torch.Tensor,
@@ -300,8 +290,8 @@ class Launch:
         seed: int = 0,
         added: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
-        out_payload: torch.Tensor | None = None,
-        checksums: Sequence[torch.Tensor] = (),
+        message: torch.Tensor | None = None,
+        checksums: torch.Tensor | None = None,
     ) -> None:
         """Launches the kernel.
 
@@ -309,14 +299,23 @@ class Launch:
             payload: uint8 payload to read or write.
             tensors: The source, or the output of decoding; none if a sum is encoded again.
             seed: Seed of stochastic rounding.
-            added: Tensors to add, like ``tensors``. New residuals overwrite them.
+            added: Tensors to add to the source. New residuals overwrite them. Decoding adds to ``tensors``.
             factors: Factors of residuals.
-            out_payload: A second payload, to write.
-            checksums: One tensor, to which the checksums of a read payload are added.
+            message: A second payload, to write.
+            checksums: The checksums of a read payload are added to it.
+
+        Raises:
+            TypeError: The payload is on another kind of device, where its address is of other memory.
         """
-        messages = [payload.data_ptr(), 0 if out_payload is None else out_payload.data_ptr()]
-        messages += _sums_of(payload, self._rows, *checksums) + _sums_of(out_payload, self._summed)
-        addresses = {"data": tensors, "residual": added, "left": added}
+        if payload.device.type != self._launcher.kind:
+            found = f"found {payload.device}; expected {self._launcher.kind}"
+            raise TypeError(f"device: {found}, for which the call was prepared")
+        messages = [payload.data_ptr(), 0 if message is None else message.data_ptr(), 0, 0, 0, 0]
+        if self._rows.parts:
+            messages[2:4] = _checksums_of(payload, self._rows.parts, checksums)
+        if message is not None and self._summed is not None and self._summed.parts:
+            messages[4:6] = _checksums_of(message, self._summed.parts)
+        addresses = {"data": tensors, "residual": added or tensors, "left": added}
         for template, places, some, workgroups in self._buckets:
             words = template.copy()
             values = [*messages]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -210,12 +210,12 @@ class Decoder:
     ) -> None:
         _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not add and not sums)
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
-        self._dtype, self._read = torch.float32 if sums else dtype, _reader(fmt, rows, dtype, sums)
-        self.bytes = rows.message_bytes(fmt, dtype.itemsize)
+        self._dtype, self._message = torch.float32 if sums else dtype, _message_of(fmt, rows, dtype, sums)
+        self.bytes = self._message[0]
         self._run = backend.decoder(rows, fmt, dtype, add, sums)
 
     def __call__(
-        self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None, *checksums: torch.Tensor
+        self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None, checksums: torch.Tensor | None = None
     ) -> Any:
         """Decodes one message.
 
@@ -232,12 +232,12 @@ class Decoder:
             TypeError: As in `Encoder`.
             ValueError: The payload or a tensor has another size.
         """
-        payload = self._read(payload, checksums)
+        payload = _aligned(payload, checksums, *self._message)
         if out is None:
             out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
         else:
             _check_tensors("tensors", out, self._dtype, payload.device, self._numels)
-        self._run(payload, out, *checksums)
+        self._run(payload, out, checksums=checksums)
         return out
 
 
@@ -253,18 +253,22 @@ class Recoder:
     ) -> None:
         _check_dtype(dtype, fmt)
         coded = dtype if out.traits.plain else torch.float32
-        self.bytes, self._read = summed.message_bytes(out, coded.itemsize), _reader(fmt, rows, dtype, True)
+        self.bytes, self._message = summed.message_bytes(out, coded.itemsize), _message_of(fmt, rows, dtype, True)
         self._run = backend.recoder(rows, fmt, dtype, summed, out)
         if self._run is None:
             decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
 
-            def in_two_steps(payload: torch.Tensor, message: torch.Tensor, seed: int, *checksums: Any) -> None:
-                encode([total.to(coded) for total in decode(payload, None, *checksums)], message, seed)
+            def in_two_steps(payload: torch.Tensor, message: torch.Tensor, seed: int, checksums: Any) -> None:
+                encode([total.to(coded) for total in decode(payload, None, checksums)], message, seed)
 
             self._run = in_two_steps
 
     def __call__(
-        self, payload: torch.Tensor, out: torch.Tensor | None = None, seed: int = 0, *checksums: torch.Tensor
+        self,
+        payload: torch.Tensor,
+        out: torch.Tensor | None = None,
+        seed: int = 0,
+        checksums: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sums the messages.
 
@@ -277,9 +281,9 @@ class Recoder:
         Returns:
             The message of sums.
         """
-        payload = self._read(payload, checksums)
+        payload = _aligned(payload, checksums, *self._message)
         out = _written(payload, out, self.bytes)
-        self._run(payload, out, seed, *checksums)
+        self._run(payload, message=out, seed=seed, checksums=checksums)
         return out
 
 
@@ -339,19 +343,21 @@ def _check_payload(payload: torch.Tensor, size: int, what: str) -> None:
         raise ValueError(f"payload: found {payload.numel()} bytes; expected {size}: {what}")
 
 
-def _reader(fmt: RecordFormat, rows: Rows, dtype: torch.dtype, sums: bool) -> Callable[..., torch.Tensor]:
-    """Returns a call that checks a message and its checksums, and returns the message, or a copy at an aligned address."""
+def _message_of(fmt: RecordFormat, rows: Rows, dtype: torch.dtype, sums: bool) -> tuple[int, int, str]:
+    """Returns the bytes of a message to read, its number of checksums, and its description."""
     if sums and rows.parts not in (0, rows.outer):  # kernels step from one piece to the next, over its checksum
         raise ValueError(f"parts: found {rows.parts}; expected {rows.outer}, one for each piece of a sum, or 0")
-    size, parts = rows.message_bytes(fmt, dtype.itemsize), [rows.parts] if rows.parts else []
     what = f"{rows.total} rows of chunks {list(rows.chunks[:8])} in codec {fmt.codec}"
+    return rows.message_bytes(fmt, dtype.itemsize), rows.parts, what
 
-    def read(payload: torch.Tensor, checksums: Sequence[torch.Tensor]) -> torch.Tensor:
-        _check_payload(payload, size, what)
-        _check_tensors("checksums", checksums, torch.int64, payload.device, parts)
-        return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
 
-    return read
+def _aligned(payload: torch.Tensor, checksums: torch.Tensor | None, size: int, parts: int, what: str) -> torch.Tensor:
+    """Checks a message to read, and returns it, or a copy at an aligned address."""
+    _check_payload(payload, size, what)
+    given = [] if checksums is None else [checksums]
+    if given or parts:
+        _check_tensors("checksums", given, torch.int64, payload.device, [parts] if parts else [])
+    return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
 
 
 def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 class EmulatedKernels:
     """Starts emulated kernels; builds a family when one of its kernels is first needed."""
 
-    on_device = True
+    on_device, kind = True, "cpu"
 
     def __init__(self, wave: int) -> None:
         self.wave = wave

@@ -533,7 +533,7 @@ class Simulated:
         assembly: The text of a family's listing.
     """
 
-    on_device = True
+    on_device, kind = True, "cpu"
 
     def __init__(self, assembly: Callable[[str], str]) -> None:
         self.assembly = functools.cache(assembly)

@@ -45,7 +45,7 @@ def into_node(chunks: Sequence[int], fmt: RecordFormat, world: int) -> int:
 def launched(chunks: Sequence[int], fmt: RecordFormat, world: int) -> tuple[int, int]:
     """Workgroups of the kernel that decodes a layer, and how many of their threads have elements."""
     started: list[int] = []
-    device = SimpleNamespace(on_device=True, launch=lambda *call: started.append(call[3]))
+    device = SimpleNamespace(on_device=True, kind="cpu", launch=lambda *call: started.append(call[3]))
     rows: Any = Rows.of(chunks, (world,))
     decode = KernelBackend(device).decoder(rows, fmt, torch.bfloat16, False)  # type: ignore[arg-type]
     decode(torch.empty(16, dtype=torch.uint8), [torch.empty(1)] * len(chunks))

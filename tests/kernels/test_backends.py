@@ -440,8 +440,8 @@ def test_doctor_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def decoder(*how: Any) -> Any:
         decode = reference.decoder(*how)
 
-        def one_more(payload: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-            decode(payload, tensors)
+        def one_more(payload: torch.Tensor, tensors: list[torch.Tensor], **how: Any) -> None:
+            decode(payload, tensors, **how)
             tensors[0].add_(1)
 
         return one_more if how[4] else decode

@@ -453,7 +453,9 @@ def test_nothing_is_written_beyond_the_outputs(target: tuple[Any, torch.device])
             backend.decoder(rows, rotated, torch.float16, False)(message, half)
             backend.decoder(rows, rotated, torch.float16, True)(message, half)
         backend.decoder(rows, fmt, torch.float32, False, True)(message, [bordered(3 * chunk, torch.float32)])
-        backend.recoder(rows, fmt, torch.float32, Rows.of((chunk,), (3,)), out)(message, bordered(other, torch.uint8))
+        backend.recoder(rows, fmt, torch.float32, Rows.of((chunk,), (3,)), out)(
+            message, message=bordered(other, torch.uint8)
+        )
         if device.type == "cuda":
             torch.cuda.synchronize()
         for border in borders:
