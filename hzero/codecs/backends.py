@@ -163,8 +163,8 @@ def _kernel(operator: str, fmt: RecordFormat, dtype: torch.dtype, out: RecordFor
     return f"{operator}_none_{8 * stored.itemsize}" if stored == dtype else f"{operator}_bf16_{NAMES[dtype]}"
 
 
-def _checksums_of(message: torch.Tensor, parts: int, sums: torch.Tensor | None = None) -> tuple[int, int]:
-    """Returns the address and the step of a message's checksums. Those in a message to write start at zero."""
+def _place_of_sums(message: torch.Tensor, parts: int, sums: torch.Tensor | None = None) -> tuple[int, int]:
+    """Returns the address and the step of ``sums``, or of the checksums in a message to write, which it sets to zero."""
     found = reference.trailers(message, parts).zero_()[:, 0] if sums is None else sums
     return found.data_ptr(), found.stride(0) * found.element_size()
 
@@ -287,6 +287,7 @@ class Launch:
         self,
         payload: torch.Tensor,
         tensors: Sequence[torch.Tensor] = (),
+        *,
         seed: int = 0,
         added: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
@@ -302,7 +303,7 @@ class Launch:
             added: Tensors to add to the source. New residuals overwrite them. Decoding adds to ``tensors``.
             factors: Factors of residuals.
             message: A second payload, to write.
-            checksums: The checksums of a read payload are added to it.
+            checksums: The checksums of a payload that is read are added to it. None: ``payload`` is written.
 
         Raises:
             TypeError: The payload is on another kind of device, where its address is of other memory.
@@ -312,9 +313,10 @@ class Launch:
             raise TypeError(f"device: {found}, for which the call was prepared")
         messages = [payload.data_ptr(), 0 if message is None else message.data_ptr(), 0, 0, 0, 0]
         if self._rows.parts:
-            messages[2:4] = _checksums_of(payload, self._rows.parts, checksums)
+            messages[2:4] = _place_of_sums(payload, self._rows.parts, checksums)
         if message is not None and self._summed is not None and self._summed.parts:
-            messages[4:6] = _checksums_of(message, self._summed.parts)
+            messages[4:6] = _place_of_sums(message, self._summed.parts)
+        # A decoding kernel that adds reads the operand from its output.
         addresses = {"data": tensors, "residual": added or tensors, "left": added}
         for template, places, some, workgroups in self._buckets:
             words = template.copy()

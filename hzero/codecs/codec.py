@@ -194,7 +194,7 @@ class Encoder:
         if self._widens:
             source = [tensor.to(torch.float32) for tensor in source]
         out = _written(source[0], out, self.bytes)
-        self._run(out, source, seed, added, factors)
+        self._run(out, source, seed=seed, added=added, factors=factors)
         return out
 
 
@@ -210,8 +210,8 @@ class Decoder:
     ) -> None:
         _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not add and not sums)
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
-        self._dtype, self._message = torch.float32 if sums else dtype, _message_of(fmt, rows, dtype, sums)
-        self.bytes = self._message[0]
+        self._dtype, self._expected = torch.float32 if sums else dtype, _expected_of(fmt, rows, dtype, sums)
+        self.bytes = self._expected[0]
         self._run = backend.decoder(rows, fmt, dtype, add, sums)
 
     def __call__(
@@ -232,7 +232,7 @@ class Decoder:
             TypeError: As in `Encoder`.
             ValueError: The payload or a tensor has another size.
         """
-        payload = _aligned(payload, checksums, *self._message)
+        payload = _checked(payload, checksums, *self._expected)
         if out is None:
             out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
         else:
@@ -253,12 +253,12 @@ class Recoder:
     ) -> None:
         _check_dtype(dtype, fmt)
         coded = dtype if out.traits.plain else torch.float32
-        self.bytes, self._message = summed.message_bytes(out, coded.itemsize), _message_of(fmt, rows, dtype, True)
+        self.bytes, self._expected = summed.message_bytes(out, coded.itemsize), _expected_of(fmt, rows, dtype, True)
         self._run = backend.recoder(rows, fmt, dtype, summed, out)
         if self._run is None:
             decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
 
-            def in_two_steps(payload: torch.Tensor, message: torch.Tensor, seed: int, checksums: Any) -> None:
+            def in_two_steps(payload: Any, *, message: torch.Tensor, seed: int = 0, checksums: Any = None) -> None:
                 encode([total.to(coded) for total in decode(payload, None, checksums)], message, seed)
 
             self._run = in_two_steps
@@ -281,7 +281,7 @@ class Recoder:
         Returns:
             The message of sums.
         """
-        payload = _aligned(payload, checksums, *self._message)
+        payload = _checked(payload, checksums, *self._expected)
         out = _written(payload, out, self.bytes)
         self._run(payload, message=out, seed=seed, checksums=checksums)
         return out
@@ -343,7 +343,7 @@ def _check_payload(payload: torch.Tensor, size: int, what: str) -> None:
         raise ValueError(f"payload: found {payload.numel()} bytes; expected {size}: {what}")
 
 
-def _message_of(fmt: RecordFormat, rows: Rows, dtype: torch.dtype, sums: bool) -> tuple[int, int, str]:
+def _expected_of(fmt: RecordFormat, rows: Rows, dtype: torch.dtype, sums: bool) -> tuple[int, int, str]:
     """Returns the bytes of a message to read, its number of checksums, and its description."""
     if sums and rows.parts not in (0, rows.outer):  # kernels step from one piece to the next, over its checksum
         raise ValueError(f"parts: found {rows.parts}; expected {rows.outer}, one for each piece of a sum, or 0")
@@ -351,12 +351,14 @@ def _message_of(fmt: RecordFormat, rows: Rows, dtype: torch.dtype, sums: bool) -
     return rows.message_bytes(fmt, dtype.itemsize), rows.parts, what
 
 
-def _aligned(payload: torch.Tensor, checksums: torch.Tensor | None, size: int, parts: int, what: str) -> torch.Tensor:
-    """Checks a message to read, and returns it, or a copy at an aligned address."""
+def _checked(payload: torch.Tensor, checksums: torch.Tensor | None, size: int, parts: int, what: str) -> torch.Tensor:
+    """Checks a message to read and its checksums. Returns the message, or a copy at an aligned address."""
     _check_payload(payload, size, what)
-    given = [] if checksums is None else [checksums]
-    if given or parts:
+    if parts or checksums is not None:
+        given = [] if checksums is None else [checksums]
         _check_tensors("checksums", given, torch.int64, payload.device, [parts] if parts else [])
+        if given[0].dim() != 1:  # kernels step over the first dimension
+            raise ValueError(f"checksums: found shape {tuple(given[0].shape)}; expected one dimension")
     return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
 
 

@@ -22,7 +22,7 @@ from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows, layout_of
 
 #: Operand that is added before encoding: residuals of earlier losses, or a base that is subtracted.
 Adds: TypeAlias = Literal["", "residuals", "base"]
-#: A prepared call: it reads and writes the tensors of its arguments.
+#: A prepared call: it reads and writes the tensors of its arguments. Those after the tensors have names.
 Run: TypeAlias = Callable[..., None]
 
 #: Dtypes by their names in formats, and the reverse.
@@ -36,15 +36,15 @@ _SLICE = 1 << 22
 
 
 def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
-    """Returns a call ``(payload, source, seed, added, factors)`` that encodes a bucket; see `hzero.codecs.codec.Encoder`."""
+    """Returns a call ``(payload, tensors, *, seed, added, factors)`` that encodes a bucket; see `hzero.codecs.codec.Encoder`."""
     # Sums with residuals, and differences that a codec rounds, are float32.
     coded = dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
 
     @torch.no_grad()
-    def encode(payload: Any, source: Any, seed: int = 0, added: Any = (), factors: Any = ()) -> None:
+    def encode(payload: Any, tensors: Any, *, seed: int = 0, added: Any = (), factors: Any = ()) -> None:
         payload.zero_()
         for index, record in records_of(payload, rows, fmt, coded):
-            values, chunk = source[index].view(-1), rows.chunks[index]
+            values, chunk = tensors[index].view(-1), rows.chunks[index]
             if adds:
                 values = values.float()
             if adds == "base":
@@ -71,10 +71,10 @@ def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Ru
 
 
 def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
-    """Returns a call ``(payload, tensors, checksums)`` that decodes or sums a message; see `hzero.codecs.codec.Decoder`."""
+    """Returns a call ``(payload, tensors, *, checksums)`` that decodes or sums a message; see `hzero.codecs.codec.Decoder`."""
 
     @torch.no_grad()
-    def decode(payload: torch.Tensor, tensors: Sequence[torch.Tensor], checksums: Any = None) -> None:
+    def decode(payload: torch.Tensor, tensors: Sequence[torch.Tensor], *, checksums: Any = None) -> None:
         _check(payload, rows.parts, checksums)
         for index, record in records_of(payload, rows, fmt, dtype):
             chunk = rows.chunks[index]
@@ -83,7 +83,7 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: 
             target.copy_(values.float() + target if add else values)
 
     @torch.no_grad()
-    def sum_(payload: torch.Tensor, tensors: Sequence[torch.Tensor], checksums: Any = None) -> None:
+    def sum_(payload: torch.Tensor, tensors: Sequence[torch.Tensor], *, checksums: Any = None) -> None:
         _check(payload, rows.parts, checksums)
         for index, record in records_of(payload, rows, fmt, dtype):
             chunk = rows.chunks[index]
@@ -98,7 +98,7 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: 
 
 
 def recoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
-    """Returns a call ``(payload, message, seed, checksums)`` that sums the pieces and encodes the sums, still rotated.
+    """Returns a call ``(payload, *, message, seed, checksums)`` that sums the pieces and encodes the sums, still rotated.
 
     None if the formats have neither the same blocks nor plain elements.
     """
@@ -107,7 +107,7 @@ def recoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out
     coded = dtype if out.traits.plain else torch.float32
 
     @torch.no_grad()
-    def recode(payload: torch.Tensor, message: torch.Tensor, seed: int = 0, checksums: Any = None) -> None:
+    def recode(payload: torch.Tensor, *, message: torch.Tensor, seed: int = 0, checksums: Any = None) -> None:
         _check(payload, rows.parts, checksums)
         sums = []
         for index, record in records_of(payload, rows, fmt, dtype):

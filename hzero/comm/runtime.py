@@ -432,7 +432,7 @@ class BoundProgram:
         if step is not self._program.steps[-1]:
             return [_Step(room, new)]
         onto = codec.decoder(rows, dtype, device, add=True, sums=True)
-        return [_Step(room, lambda value, sums, *checks: (new if sums is None else onto)(value, sums, *checks))]
+        return [_Step(room, lambda value, sums, checks=None: (new if sums is None else onto)(value, sums, checks))]
 
     def _decoding(self, step: Decode, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:
         bucket, order = self.bucket, step.order
@@ -443,12 +443,12 @@ class BoundProgram:
             return [_Step(self._floats(bucket.dtype, order.rows), decode)]
         shards, rows = _rows_of(order.table, device)
 
-        def in_order(message: torch.Tensor, into: Any, *checks: torch.Tensor) -> Any:
+        def in_order(message: torch.Tensor, into: Any, checks: torch.Tensor | None = None) -> Any:
             added = None
             if step.add:
                 assert into is not None, "there is nothing to add to"
                 added = [tensor.view(order.rows, -1)[shards].view(-1) for tensor in into]
-            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, added, *checks)]
+            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, added, checks)]
             return whole if into is None else [place.view(-1).copy_(one) for place, one in zip(into, whole)]
 
         return [_Step(None, in_order)]
@@ -703,14 +703,14 @@ class Collective:
             output = self._summed(output)
         return output if self.then is None else self.then(output)
 
-    def _summed(self, output: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
+    def _summed(self, output: torch.Tensor, sums: torch.Tensor | None = None) -> torch.Tensor:
         """Sums ``[k][n]`` over ``k`` in float32, rounds once to the elements' dtype, and overwrites the first ``n``."""
         size = self.size // len(self.peers.ranks)
         if self._add_up is None:  # prepared once, for the output's device
             codec, count = Codec.from_config(PLAIN), len(self.peers.ranks)
-            rows = Rows.of((size // self.dtype.itemsize,), (count, 1), outer=count, parts=count if sums else 0)
+            rows = Rows.of((size // self.dtype.itemsize,), (count, 1), outer=count, parts=0 if sums is None else count)
             self._add_up = codec.recoder(rows, self.dtype, output.device, codec, Rows.of(rows.chunks, (1,)))
-        return self._add_up(output, output[:size], 0, *sums)
+        return self._add_up(output, output[:size], checksums=sums)
 
 
 class Pending:

@@ -291,6 +291,7 @@ def transcode(peers: int) -> object:
         (lambda: encode(outer=3), ValueError, r"outer: found 3, which does not divide rows of \[4\]"),
         (lambda: decode_checked(), ValueError, r"checksums: found \[\] elements; expected \[2\]"),
         (lambda: decode_checked(torch.zeros(1, dtype=torch.int64)), ValueError, r"checksums: found \[1\] elements; exp"),
+        (lambda: decode_checked(torch.zeros(1, 2, dtype=torch.int64)), ValueError, r"checksums: found shape \(1, 2\); exp"),
         (lambda: decode_checked(torch.zeros(2, dtype=torch.int32)), TypeError, r"checksums\[0\]: found torch.int32"),
         (lambda: encode(outer=4, parts=3), ValueError, "parts: found 3; expected a divisor of the 4 pieces, or 0"),
         (lambda: encode(outer=4, parts=-1), ValueError, "parts: found -1; expected a divisor of the 4 pieces, or 0"),

@@ -447,7 +447,7 @@ def test_nothing_is_written_beyond_the_outputs(target: tuple[Any, torch.device])
         encode = backend.encoder(rows, fmt, torch.bfloat16, "residuals")
         for kept in (torch.float32, torch.bfloat16):
             residual = bordered(6 * chunk, kept).fill_(1.0)
-            encode(bordered(size, torch.uint8), source, 0, [residual], [1.0])
+            encode(bordered(size, torch.uint8), source, added=[residual], factors=[1.0])
         for rotation in (0, 64):
             rotated, half = fmt._replace(rotation=rotation), [bordered(6 * chunk, torch.float16)]
             backend.decoder(rows, rotated, torch.float16, False)(message, half)
