@@ -207,13 +207,10 @@ class Suite:
         outputs = [operation(*inputs) for _ in range(OUTPUTS)]
         first, read = tensors(outputs[0]), tensors(inputs[0])
         if variant == "kernel":  # without the checks of a call
-            writes = "message" if kernel.to else "tensors"
-            turns = itertools.cycle(
-                partial(operation._run, to, *inputs)
-                if kernel.operation == "encode"
-                else partial(operation._run, *inputs, **{writes: to})
-                for to in outputs
-            )
+            reads, writes = "payload", "message" if kernel.to else "tensors"
+            if kernel.operation == "encode":
+                reads, writes = writes, reads
+            turns = itertools.cycle([partial(operation._run, **{reads: inputs[0], writes: to}) for to in outputs])
             torch._foreach_zero_(first)
             next(turns)()
             return lambda: next(turns)(), read, first
