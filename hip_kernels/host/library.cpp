@@ -117,6 +117,19 @@ HZ_EXPORT void hz_checksums(const hz_u8* first, hz_u64 parts, hz_u64 bytes, hz_u
   for (hz_u64 i = 0; i < parts; ++i) sums[i] = hz::current->kernels->checksum(first + i * step, bytes, 0);
 }
 
+// One checksum for each group of buffers, as if they followed each other, each padded to whole words.
+HZ_EXPORT void hz_fingerprints(const hz_u8* const* buffers, const hz_u64* bytes, const hz_u64* counts, hz_u64 groups,
+                               hz_u64* sums) {
+  for (hz_u64 group = 0; group < groups; ++group) {
+    hz_u64 place = 0;
+    sums[group] = 0;
+    for (hz_u64 i = 0; i < counts[group]; ++i, ++buffers, ++bytes) {
+      sums[group] += hz::current->kernels->checksum(*buffers, *bytes, (hz_u32)place);
+      place += (*bytes + 3) / 4;
+    }
+  }
+}
+
 HZ_EXPORT int hz_bucket_version() { return HZ_BUCKET_VERSION; }
 HZ_EXPORT int hz_bucket_bytes() { return (int)sizeof(hz_bucket); }
 

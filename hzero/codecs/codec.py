@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hzero.codecs import backends
+from hzero.codecs import backends, reference
 from hzero.codecs.formats import ALIGNMENT, FIXED, RecordFormat, Rows
+from hzero.codecs.launchers import HostLibrary
 from hzero.codecs.reference import NAMES, Adds
-from hzero.config import CodecConfig
+from hzero.config import PLAIN, CodecConfig
 
 #: Dtypes that codecs encode.
 FLOAT_DTYPES = tuple(NAMES)
 #: Tensors with an address below this get a storage check: freed storage starts at 0, so their address is an offset.
 _LOW = 2**40
+#: Maximum number of bytes that `fingerprints` passes to an encoder as one tensor.
+_LONGEST = 2**30
 
 
 class Codec(NamedTuple):
@@ -300,6 +303,32 @@ def checksums(parts: torch.Tensor) -> torch.Tensor:
     """Checksums of bytes (docs/payload_format.md): int64 ``[parts]`` for uint8 ``[parts, bytes]`` with contiguous rows."""
     sums: torch.Tensor = backends.of(parts.device).checksums(parts)
     return sums
+
+
+def fingerprints(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Checksums of groups of tensors, by which a later call detects that their bits have changed. No host wait.
+
+    The words of a group are weighted by their place, as in `checksums`: a change of one word, or a swap of two words, is always
+    detected, and any other change with a probability above 1 - 2**-31. Only results of one device can be compared.
+
+    Args:
+        groups: Contiguous tensors of any dtypes on one device. A group has at least one tensor.
+
+    Returns:
+        int64 ``[groups]`` on that device.
+    """
+    device = groups[0][0].device
+    backend = backends.of(device)
+    launcher = getattr(backend, "launcher", None)
+    if isinstance(launcher, HostLibrary):
+        return launcher.fingerprints(groups)
+    sums = []
+    for group in groups:  # an encoder of codec `none` adds up the words that it copies, in one launch for 38 tensors
+        parts = [part for tensor in group for part in tensor.view(-1).view(torch.uint8).split(_LONGEST)]
+        rows = Rows.of([part.numel() for part in parts], (1,), parts=1)
+        message = _encoder(PLAIN.format, rows, torch.uint8, "", backend)(parts)
+        sums.append(reference.trailers(message, 1)[0, 0])
+    return torch.stack(sums)
 
 
 # ---- checks: kernels read and write any address, so arguments are checked here ------------------------------------------

@@ -125,6 +125,15 @@ class HostLibrary:
         self._library.hz_checksums(*map(ctypes.c_uint64, numbers))
         return sums
 
+    def fingerprints(self, groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """As in `hzero.codecs.codec.fingerprints`, in one call and one pass over the bytes."""
+        every = [tensor for group in groups for tensor in group]
+        columns = [tensor.data_ptr() for tensor in every], [tensor.nbytes for tensor in every], list(map(len, groups))
+        arrays, sums = [np.array(column, dtype=np.uint64) for column in columns], np.empty(len(groups), dtype=np.int64)
+        numbers = (*(array.ctypes.data for array in arrays), len(groups), sums.ctypes.data)
+        self._library.hz_fingerprints(*map(ctypes.c_uint64, numbers))
+        return torch.from_numpy(sums)
+
 
 def read_whole(path: Path) -> bytes:
     """Returns a library or a code object; raises OSError if it is truncated.
