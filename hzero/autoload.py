@@ -97,6 +97,15 @@ def _read(stock: Callable[..., Any], config: Any, param_dict: dict[str, Any], *a
     return None
 
 
+def _shard(stock: Callable[..., None], state: Any) -> None:
+    """Wraps ``FSDPState._lazy_init``, if the environment has a block for FSDP2."""
+    if not os.environ.get("HZERO_FSDP"):
+        return stock(state)
+    from hzero.fsdp.state import apply_from_environment
+
+    return apply_from_environment(stock, state)
+
+
 def _constructing(then: Callable[..., None]) -> Callable[..., None]:
     """A constructor that calls ``then(self, keyword arguments)`` after the stock one."""
 
@@ -185,6 +194,7 @@ _WATCHED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "deepspeed.runtime.config": ("DeepSpeedConfig", "_initialize_params", _read),
     "accelerate.accelerator": ("Accelerator", "__init__", _constructing(_follow_accelerator)),
     "transformers.trainer": ("Trainer", "__init__", _constructing(_follow_trainer)),
+    "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState", "_lazy_init", _shard),
     # Trainer's own class is a subclass.
     "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", "__init__", _constructing(_check_as_written)),
 }

@@ -142,6 +142,12 @@ class Guard:
 
     # ---- audit ---------------------------------------------------------------------------------------------------
 
+    @property
+    def audits_next(self) -> bool:
+        """Whether the next step is audited."""
+        every = self._config.every
+        return bool(every) and (self.audit_due or (self._steps + 1) % every == 0)
+
     @torch.no_grad()
     def before_step(self, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
         """Runs an audit before an optimizer step, if one is due. Collective; waits for the device.
@@ -153,9 +159,9 @@ class Guard:
         Raises:
             StaleWeightsError: On all ranks, if one rank has found a difference.
         """
-        step, every = self._steps + 1, self._config.every
-        if not every or not (self.audit_due or step % every == 0):
+        if not self.audits_next:
             return
+        step = self._steps + 1
         self._collectives.lanes.drain()
         with blaming():
             self._compare(step)

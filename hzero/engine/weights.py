@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import Rows
+from hzero.codecs.formats import Rows, chunk_numel
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import BoundProgram
 from hzero.config import PLAIN
@@ -97,12 +97,18 @@ class Weights:
         self._mark(marked)
         self.note_change()
 
-    def mark_edited(self, param: Parameter) -> None:
-        """Marks one parameter whose primary shard was written outside of a step, and which may have another size."""
-        param.age = None
-        self._mark([param])
-        self._gathers.cache_clear()
+    def mark_edited(self, *params: Parameter) -> None:
+        """Marks parameters whose primary shards were written outside of a step, and which may have other sizes."""
+        for param in params:
+            param.age = None
+            if chunk_numel(param.numel, param.route.plan.grid.world_size) * param.code_bytes != param.chunk:
+                self._gathers.cache_clear()
+        self._mark(params)
         self.note_change()
+
+    def is_due(self, param: Parameter) -> bool:
+        """Whether the copy of a parameter will be rebuilt before its next use."""
+        return param.key in self._stale
 
     def _mark(self, params: Iterable[Parameter]) -> None:
         for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():

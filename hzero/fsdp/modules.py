@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.engine.parameter import plain_name
@@ -21,20 +22,78 @@ with contextlib.suppress(ImportError):  # otherwise `torch_support` raises
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors as _divide_factors
 
 #: The oldest supported release of torch, and the releases with which the tests have passed.
-OLDEST, TESTED = (2, 10), ("2.10", "2.13", "2.14")
+OLDEST, TESTED = (2, 10), ("2.10", "2.13", "2.14", "2.15")
 #: Required attributes of FSDP2's objects.
 _READ = {
-    "state": ("_state_ctx",),
-    "context": ("is_last_backward", "post_backward_final_callback_queued"),
+    "state": ("_state_ctx", "_root_pre_forward"),
+    "context": ("is_last_backward", "iter_forward_root", "post_backward_final_callback_queued"),
     "group": (
-        *("fsdp_params", "mesh_info", "mp_policy", "device", "all_reduce_grads", "gradient_divide_factor"),
+        *("fsdp_params", "mesh_info", "device", "all_reduce_grads", "gradient_divide_factor"),
         *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "force_sum_reduction_for_comms", "lazy_init"),
     ),
     "mesh": ("shard_process_group",),
     "parameter": (
-        *("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "_orig_size", "grad_offload_event"),
+        *(
+            "mp_policy",
+            "sharded_param",
+            "_sharded_param_data",
+            "padded_sharded_param_size",
+            "_orig_size",
+            "grad_offload_event",
+        ),
     ),
 }
+
+
+class PendingGradient(DTensor):
+    """Stands in ``.grad`` for a sum that has not crossed all tiers. Its first use completes the sums of all parameters.
+
+    So ``.grad`` has FSDP2's value wherever it is read or written: for clipping, logging, masks, and optimizers of any kind. All
+    ranks must use it, as the sums cross in collectives. Zeroing it, or setting ``.grad`` to None or to another tensor, drops the
+    sum without communication.
+
+    Attributes:
+        stored: The gradient to which the sum is added.
+        dropped: Whether the sum was zeroed.
+    """
+
+    stored: DTensor
+    dropped: bool
+    _complete: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, stored: DTensor, complete: Callable[[], None]) -> PendingGradient:  # noqa: D102
+        self: Any = super().__new__(cls, stored._local_tensor, stored._spec, requires_grad=False)
+        self.__dict__.update(stored=stored, dropped=False, _complete=complete)
+        return self  # type: ignore[no-any-return]
+
+    def __init__(self, stored: DTensor, complete: Callable[[], None]) -> None:
+        """Does nothing, since `__new__` has set the attributes. ``complete`` completes the sums of all parameters, once."""
+
+    def whole(self) -> DTensor:
+        """Returns the gradient with its sum. Collective."""
+        if not self.dropped:
+            self._complete()
+        return self.stored
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # what DTensor's own methods read, such as to_local
+        return self.whole()._local_tensor
+
+    @_local_tensor.setter
+    def _local_tensor(self, _: torch.Tensor) -> None:  # DTensor's constructor sets it
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Runs an operator on the gradients themselves."""
+        zeroes = func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+
+        def gradient_of(pending: PendingGradient) -> DTensor:
+            pending.dropped |= zeroes
+            return pending.whole()
+
+        return func(*tree_map_only(cls, gradient_of, args), **tree_map_only(cls, gradient_of, kwargs or {}))
 
 
 class ShardedModule:
@@ -55,7 +114,10 @@ class ShardedModule:
         ranks: Ranks of the world that have a part of the parameters, including tensor parallelism.
         device: The device that computes the module.
         stock_gather: FSDP2's all-gather.
-        dtype: Dtype of gathered parameters.
+        dtypes: Dtype of each gathered parameter.
+        dtype: Dtype of FSDP2's buffer of gathered parameters. Parameters of several dtypes travel as bytes.
+        widths: Elements of this buffer for each parameter of one rank.
+        pending: Gradients whose sums have not crossed all tiers, by index in ``params``.
 
     Raises:
         ConfigError: hzero does not support this use of FSDP2. The message has the reason.
@@ -74,29 +136,31 @@ class ShardedModule:
         self.params: list[Any] = [_checked("parameter", param) for param in self._group.fsdp_params]
         self.chunks = [math.prod(param.padded_sharded_param_size) for param in self.params]
         self.device: torch.device = self._group.device
+        wanted = [(param.mp_policy.param_dtype, param.sharded_param.dtype) for param in self.params]
+        self.dtypes = [given or dtype if dtype.is_floating_point else dtype for given, dtype in wanted]
+        self.dtype = self.dtypes[0] if len(set(self.dtypes)) == 1 else torch.uint8
+        self.widths = [
+            chunk * (1 if self.dtype == dtype else dtype.itemsize) for chunk, dtype in zip(self.chunks, self.dtypes)
+        ]
+        self.pending: dict[int, PendingGradient] = {}
         self._check()
         self.process_group = _checked("mesh", self._group.mesh_info).shard_process_group
-        self.dtype = self._types().pop()
-        self._views: dict[int, tuple[torch.Tensor, int]] = {}  # by index in `params`; see `note_views`
         widest = max((param.sharded_param.device_mesh for param in self.params), key=lambda mesh: mesh.size())
         self.ranks: list[int] = widest.mesh.flatten().tolist()
 
-    def _types(self) -> set[torch.dtype]:
-        given = self._group.mp_policy.param_dtype
-        dtypes = {param.sharded_param.dtype for param in self.params}
-        return {given or dtype if dtype.is_floating_point else dtype for dtype in dtypes}
-
     def _check(self) -> None:
-        types, group = self._types(), self._group
+        group = self._group
+        trained = [place for place, trains in enumerate(self.trained()) if trains]
+        types = {self.params[place].sharded_param.dtype for place in trained}
         if type(group.mesh_info).__name__ != "FSDPMeshInfo":
             raise self.refusal(
                 "mesh of replicas (HSDP)",
                 "a mesh of one dimension over all ranks; hzero keeps copies in the node itself",
             )
-        if len(types) > 1 or not types <= set(FLOAT_DTYPES):
+        if len(types) > 1 or not {self.dtypes[place] for place in trained} <= set(FLOAT_DTYPES):
             listed = ", ".join(sorted(map(str, types)))
             raise self.refusal(
-                f"gathered parameters of {listed}", "one of float32, bfloat16 and float16 (mp_policy, or a module each)"
+                f"trained parameters of {listed}", "one of float32, bfloat16 and float16 (mp_policy, or a module each)"
             )
         if any(hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather") for param in self.params):
             raise self.refusal("parameters with fsdp_pre_all_gather (float8 gathers)", "parameters without it")
@@ -135,42 +199,14 @@ class ShardedModule:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def shard(self, members: Sequence[int]) -> torch.Tensor:
-        """Returns this rank's shards of some parameters, concatenated, ``[sum of chunks]``, in the dtype of gathers."""
-        shards = [self.params[place]._sharded_param_data for place in members]
-        return torch.cat([shard.detach().to(self.device, self.dtype) for shard in shards])
+    def shards(self, members: Sequence[int]) -> list[torch.Tensor]:
+        """Returns this rank's shards of some parameters, flat and padded, as FSDP2 reads them: the parameters' own memory."""
+        return [self.params[place]._sharded_param_data.detach() for place in members]
 
-    def writes(self, members: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Returns counters that change when some parameters are written or replaced, except through ``.data``.
-
-        Writes to ``to_local()`` change the counter of the local tensor. It counts only if all ranks have a part of the parameter.
-        Otherwise some ranks have no local elements to write, and ranks would not refresh together.
-        """
-        others, found = self.process_group.size() - 1, []
-        for place in members:
-            weight = self.params[place].sharded_param
-            everywhere = self.chunks[place] * others < self.params[place]._orig_size.numel()
-            local = weight._local_tensor._version + self._written(place) if everywhere else 0
-            found.append((id(weight), weight._version, local))
-        return found
-
-    def note_views(self, views: Mapping[int, torch.Tensor]) -> None:
-        """Notes a state dict's views of the shards. ``torch.distributed.checkpoint`` loads into them in place.
-
-        Such a load changes only the counters of the views.
-
-        Args:
-            views: The result of `views_in`.
-        """
-        for place, param in enumerate(self.params):
-            view = views.get(param.sharded_param._local_tensor.data_ptr())
-            if view is not None:
-                self._views[place] = view, self._written(place) - view._version
-
-    def _written(self, place: int) -> int:
-        """Returns the number of writes to a parameter through views of state dicts."""
-        view, before = self._views.get(place, (None, 0))
-        return before if view is None else before + view._version
+    def shard(self, members: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns this rank's shards, concatenated, ``[sum of chunks]``, in the dtype of gathers; as bytes for other dtypes."""
+        joined = torch.cat([shard.to(self.device, dtype) for shard in self.shards(members)])
+        return joined if dtype in FLOAT_DTYPES else joined.view(torch.uint8)
 
     def trained(self) -> tuple[bool, ...]:
         """Returns whether each parameter requires a gradient."""
@@ -190,6 +226,11 @@ class ShardedModule:
         return sum(param._sharded_param_data.nbytes for param in self.params)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of this module's root is running in FSDP2."""
+        return self._state._state_ctx.iter_forward_root is not None
 
     @property
     def in_backward(self) -> bool:
@@ -216,13 +257,21 @@ class ShardedModule:
         found = [self.params[place].sharded_param.grad for place in members]
         return [gradient._local_tensor for gradient in found if gradient is not None]
 
+    def has_gradients(self) -> bool:
+        """Returns whether a parameter has a gradient."""
+        return any(param.sharded_param.grad is not None for param in self.params)
+
     def add_gradients(self, members: Sequence[int], shards: torch.Tensor) -> None:
-        """Adds this rank's padded shards of gradients, concatenated, to the zeros that FSDP2 has stored."""
+        """Adds this rank's padded shards of gradients, concatenated, to the gradients, except to dropped ones."""
         parts = shards.split([self.chunks[place] for place in members])
-        for param, part in zip((self.params[place] for place in members), parts):
+        for place, part in zip(members, parts):
+            if place in self.pending and not self._counts(place):
+                continue
+            param = self.params[place]
             if param.grad_offload_event is not None:  # the copy of the zeros to the host is in flight
                 param.grad_offload_event.synchronize()
-            local = param.sharded_param.grad._local_tensor
+            held = self.pending.get(place)
+            local = (param.sharded_param.grad if held is None else held.stored)._local_tensor
             local += part[: local.numel()].view(local.shape).to(local.device, local.dtype)
 
     def drop_gradients(self, members: Sequence[int]) -> None:
@@ -230,10 +279,27 @@ class ShardedModule:
         for place in members:
             self.params[place].sharded_param.grad = None
 
-    def gradient_writes(self) -> list[tuple[int, int]]:
-        """Returns counters that change when gradients are zeroed or dropped, for example by ``zero_grad``."""
-        found = [param.sharded_param.grad for param in self.params]
-        return [(id(one), -1 if one is None else one._version) for one in found]
+    def hold_gradients(self, complete: Callable[[], None]) -> None:
+        """Replaces the gradients by `PendingGradient`, which calls ``complete`` when it is used."""
+        for place, param in enumerate(self.params):
+            gradient = param.sharded_param.grad
+            if gradient is not None and place not in self.pending:
+                self.pending[place] = param.sharded_param.grad = PendingGradient(gradient, complete)
+
+    def counting(self) -> list[bool]:
+        """Returns for each held gradient whether the user still has it: it was neither replaced nor zeroed."""
+        return [self._counts(place) for place in self.pending]
+
+    def _counts(self, place: int) -> bool:
+        held = self.pending[place]
+        return self.params[place].sharded_param.grad is held and not held.dropped
+
+    def release_gradients(self) -> None:
+        """Puts the gradients themselves back."""
+        for place, held in self.pending.items():
+            if self.params[place].sharded_param.grad is held:
+                self.params[place].sharded_param.grad = held.stored
+        self.pending.clear()
 
 
 def torch_support() -> str:
@@ -277,10 +343,22 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
     return list(found.values())
 
 
-def views_in(state_dict: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """Returns the shards in a state dict by their addresses."""
-    shards = [value._local_tensor for value in state_dict.values() if isinstance(value, DTensor)]
-    return {shard.data_ptr(): shard for shard in shards if shard.numel()}
+def is_uninitialized(state: Any) -> bool:
+    """Whether no forward has run yet in a module with this FSDP state, or in a module that contains it."""
+    return state._is_root is None
+
+
+def root_module(state: Any) -> torch.nn.Module:
+    """Returns the module of a root's FSDP state."""
+    return state._modules[0]  # type: ignore[no-any-return]
+
+
+def is_applied(model: torch.nn.Module) -> bool:
+    """Whether hzero's collectives are in use for a module of the model."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return any(
+        type(group._all_gather_comm).__module__ == "hzero.fsdp.state" for one in states for group in _groups_of(one)
+    )
 
 
 def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:
@@ -299,6 +377,35 @@ def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:
     undo = contextlib.ExitStack()
     undo.enter_context(attributes(*((one, "set_requires_gradient_sync", partial(keep, one)) for one in modules)))
     return undo.close
+
+
+def before_forwards(model: torch.nn.Module, call: Callable[[], None]) -> Callable[[], None]:
+    """Calls a function before each forward of a model or of one of its modules, but not of the modules inside that one.
+
+    Methods of ``register_fsdp_forward_method`` have no hooks but also pass `_root_pre_forward`.
+
+    Returns:
+        A function that undoes the change.
+    """
+
+    def begin(state: Any, stock: Callable[..., Any], *args: Any) -> Any:
+        if state._state_ctx.iter_forward_root is None:
+            call()
+        return stock(*args)
+
+    states = dict.fromkeys(one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule))
+    undo = contextlib.ExitStack()
+    undo.enter_context(
+        attributes(*((one, "_root_pre_forward", partial(begin, one, one._root_pre_forward)) for one in states))
+    )
+    # After an exception in a forward, FSDP2 takes the next one for its continuation.
+    undo.callback(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: call()), prepend=True).remove)
+    return undo.close
+
+
+def backward_number() -> int:
+    """Returns the number of the running backward; -1 outside of backward."""
+    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

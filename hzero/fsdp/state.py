@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,39 +17,63 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hzero.codecs.codec import FLOAT_DTYPES, fingerprints
 from hzero.comm import lasting, shared_watchdog
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import Block, HZeroConfig, parse_config
 from hzero.engine.engine import Engine, Owners, ranks_of
-from hzero.engine.guard import speaks
+from hzero.engine.guard import StaleWeightsError, speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
-from hzero.fsdp.modules import ShardedModule, at_end_of_backward, keep_reducing, sharded_modules, views_in
+from hzero.fsdp.modules import (
+    ShardedModule,
+    at_end_of_backward,
+    backward_number,
+    before_forwards,
+    is_applied,
+    is_uninitialized,
+    keep_reducing,
+    root_module,
+    sharded_modules,
+)
 from hzero.plan.shards import ShardPlan
 from hzero.sequence import attach, detacher
-from hzero.validation import ConfigError, on_all_ranks, one_of
+from hzero.validation import ConfigError, of_all_ranks, on_all_ranks, one_of, some
 
 logger = logging.getLogger("hzero")
 
+#: Environment variable with a preset or a block in JSON, for programs that cannot be edited.
+VARIABLE = "HZERO_FSDP"
+#: Points at which the ranks compare what they are about to do.
+_MEETINGS = ("a forward or backward", "a gradient before the last backward of a step", "optimizer.step()")
 #: Keys of the block that only have an effect with DeepSpeed.
 _OF_DEEPSPEED = ("unit", "unit_numel", "checkpoint")
 
 
 def apply(
-    model: torch.nn.Module, preset: str = "topo", topology: Any = "discover", accumulation: int = 1, **block: Any
+    model: torch.nn.Module,
+    preset: str = "topo",
+    topology: Any = "discover",
+    accumulation: int | None = None,
+    **block: Any,
 ) -> FsdpState:
     """Makes a model gather and reduce tier by tier, each tier with its codec, after ``fully_shard``.
 
     FSDP2 keeps its shards, so its optimizers, clipping and checkpoints work as before. The weights are also resident over the
     preset's scope, such as a package or a node. Forward and backward gather from this scope, and a refresh crosses the outer
-    tiers once per optimizer step. Every backward sums gradients over the node. The sums cross nodes after the last backward of a
-    step.
+    tiers once per optimizer step. Every backward sums gradients over the node. The sums cross nodes once per optimizer step.
 
-    The last backward of a step is
+    Weights may be written in any way at any time. At the beginning of each forward and backward, fingerprints of the shards
+    tell which ones were written, and these are refreshed.
+
+    The sums cross nodes in the backward that is expected to be the last of the step. That is
 
     - the backward with ``set_is_last_backward(True)``, ``set_requires_all_reduce(True)`` or ``set_requires_gradient_sync(True)``
       after backwards with False. Accelerate and Trainer set these flags.
-    - otherwise every ``accumulation``-th backward. If the flags defer only some modules, as for a loss in chunks, the backward
-      does not count.
+    - otherwise every ``accumulation``-th backward, by default as many as in the longer one of the last two steps. If the flags
+      defer only some modules, as for a loss in chunks, the backward does not count.
+
+    If the step, clipping or your own code uses a gradient earlier, the sums cross at that point (`PendingGradient`). So the
+    expectation has no influence on results.
 
     Parameters that a backward does not use get zero gradients, as with ``set_reduce_scatter_unused_params(True)``.
 
@@ -57,7 +83,7 @@ def apply(
         preset: Shard degrees and codecs (docs/presets.md).
         topology: Places of the ranks: ``discover``, a preset, a file, or a dictionary such as
             ``{"gpus_per_node": 4, "gcds_per_gpu": 2}``.
-        accumulation: Number of backwards per optimizer step, if FSDP2's flags are not used.
+        accumulation: Expected number of backwards per optimizer step. None observes it.
         block: Other keys of the block (docs/configuration.md), such as ``codecs`` or ``error_feedback``.
 
     Returns:
@@ -71,24 +97,54 @@ def apply(
             raise ConfigError("hzero.fsdp.apply: torch.distributed is not initialised; call init_process_group first")
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"hzero.fsdp.apply: model: found {type(model).__name__}; expected a torch.nn.Module")
-        if type(accumulation) is not int or accumulation < 1:
-            raise ConfigError(f"hzero.fsdp.apply: accumulation: found {accumulation!r}; expected a positive integer")
+        if accumulation is not None and (type(accumulation) is not int or accumulation < 1):
+            raise ConfigError(
+                f"hzero.fsdp.apply: accumulation: found {accumulation!r}; expected a positive integer or None"
+            )
         return FsdpState(model, config_of(preset, topology, block), accumulation)
 
 
-def config_of(preset: str, topology: Any, block: Mapping[str, Any]) -> HZeroConfig:
-    """Parses the block of `apply`.
+def config_of(preset: str, topology: Any, block: Mapping[str, Any], where: str = "hzero.fsdp.apply") -> HZeroConfig:
+    """Parses the block of `apply`. ``where`` names it in messages.
 
     Raises:
         ConfigError: A key or value is wrong.
     """
     for key in _OF_DEEPSPEED:
         if key in block:
-            raise ConfigError(f"hzero.fsdp.apply: {key}: found {block[key]!r}; this key has no effect under FSDP2")
+            raise ConfigError(f"{where}: {key}: found {block[key]!r}; this key has no effect under FSDP2")
     known = [key for key in Block.model_fields if key not in _OF_DEEPSPEED]
     for key in (key for key in block if key not in known):
-        raise one_of("hzero.fsdp.apply", key, ["accumulation", *known], "key")
-    return parse_config({"preset": preset, "topology": topology, **block}, "hzero.fsdp.apply")
+        raise one_of(where, key, ["accumulation", *known], "key")
+    return parse_config({"preset": preset, "topology": topology, **block}, where)
+
+
+def apply_from_environment(stock: Callable[[Any], None], fsdp_state: Any) -> None:
+    """Wraps ``FSDPState._lazy_init``: applies the block of the environment variable `VARIABLE` to a root module, once.
+
+    So programs that cannot be edited use hzero. FSDP2 calls the method at the beginning of each forward, and knows the root from
+    the first one. A model to which the program has applied hzero is left as it is.
+
+    Raises:
+        ConfigError: See `apply`. Or the variable is not a preset or a JSON object.
+    """
+    begins = is_uninitialized(fsdp_state)
+    stock(fsdp_state)
+    written = os.environ.get(VARIABLE, "")
+    if not begins or not written or is_applied(model := root_module(fsdp_state)):
+        return
+    with on_all_ranks():
+        block: dict[str, Any] = {"preset": written}
+        if written.lstrip().startswith("{"):
+            try:
+                block = json.loads(written)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{VARIABLE}: found {written!r}; expected a preset or a JSON object ({error})"
+                ) from None
+        preset, topology = block.pop("preset", "topo"), block.pop("topology", "discover")
+        accumulation = block.pop("accumulation", None)
+        FsdpState(model, config_of(preset, topology, block, VARIABLE), accumulation)  # the model's collectives keep it
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,12 +154,10 @@ class FlatParam(Parameter):
     Attributes:
         owner: The module.
         members: Indices of the parameters in the module.
-        writes: The last known counters of writes. See `ShardedModule.writes`.
     """
 
     owner: Unit
     members: list[int]
-    writes: Any = None
 
 
 @dataclass(eq=False)
@@ -116,7 +170,6 @@ class Unit:
         layouts: The flat parameters for each set of trained parameters so far.
         trains: Whether each parameter is trained now.
         divisor: Divisor of gradient sums.
-        left: Counters of the gradients after the last backward. See `ShardedModule.gradient_writes`.
     """
 
     module: ShardedModule
@@ -124,7 +177,6 @@ class Unit:
     layouts: dict[tuple[bool, ...], list[FlatParam]] = field(default_factory=dict)
     trains: tuple[bool, ...] = ()
     divisor: float = 1.0
-    left: Any = None
 
     @property
     def flats(self) -> list[FlatParam]:
@@ -136,20 +188,22 @@ class Unit:
         self.trains = self.module.trained()
         if self.trains in self.layouts:
             return
-        module, alike = self.module, dict[tuple[int, bool], list[int]]()
-        for place, (route, trained) in enumerate(zip(self.routes, self.trains)):
-            alike.setdefault((route.number, trained), []).append(place)
+        module, alike = self.module, dict[tuple[int, bool, str], list[int]]()
+        for place, (route, trained, dtype) in enumerate(zip(self.routes, self.trains, module.dtypes)):
+            alike.setdefault((route.number, trained, str(dtype)), []).append(place)
         made = self.layouts[self.trains] = []
-        for (_, trained), members in sorted(alike.items()):
+        for (_, trained, _), members in sorted(alike.items()):
             count = f"{len(members)} of {len(self.routes)}" if len(alike) > 1 else f"{len(members)}"
+            dtype = module.dtypes[members[0]]
             flat = FlatParam(
                 next(keys),
                 f"{module.name} ({count} parameters)",
                 module.process_group.size() * sum(module.chunks[place] for place in members),
-                module.dtype,
+                dtype if dtype in FLOAT_DTYPES else torch.uint8,
                 self.routes[members[0]],
-                partial(module.shard, members),
+                partial(module.shard, members, dtype),
                 trained,
+                code_bytes=1 if dtype in FLOAT_DTYPES else dtype.itemsize,
                 owner=self,
                 members=members,
             )
@@ -163,44 +217,45 @@ class Unit:
         """Returns the part ``[rank][member]`` of each of ``flats`` in a buffer of FSDP2 that contains all of them."""
         if len(flats) == 1:
             return [buffer]
-        return [torch.cat(columns, dim=1).view(-1) for columns in self._columns(buffer, flats)]
+        columns = self._columns(buffer, flats, self.module.chunks)
+        return [torch.cat(of_flat, dim=1).view(-1) for of_flat in columns]
 
     def fill(self, buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Copies the parts of all flat parameters into a buffer of FSDP2. See `parts`."""
-        for columns, part in zip(self._columns(buffer, self.flats), parts):
+        for columns, part in zip(self._columns(buffer, self.flats, self.module.widths), parts):
             widths = [column.shape[1] for column in columns]
-            torch._foreach_copy_(columns, list(part.view(len(columns[0]), -1).split(widths, dim=1)))
+            torch._foreach_copy_(columns, list(part.view(buffer.dtype).view(len(columns[0]), -1).split(widths, dim=1)))
 
-    def _columns(self, buffer: torch.Tensor, flats: Sequence[FlatParam]) -> list[list[torch.Tensor]]:
+    def _columns(
+        self, buffer: torch.Tensor, flats: Sequence[FlatParam], widths: Sequence[int]
+    ) -> list[list[torch.Tensor]]:
         places = sorted(place for flat in flats for place in flat.members)
-        chunks = [self.module.chunks[place] for place in places]
-        columns = dict(zip(places, buffer.view(self.module.process_group.size(), -1).split(chunks, dim=1)))
+        by_rank = buffer.view(self.module.process_group.size(), -1)
+        columns = dict(zip(places, by_rank.split([widths[place] for place in places], dim=1)))
         return [[columns[place] for place in flat.members] for flat in flats]
 
 
 class FsdpState(Engine):
     """hzero's engine for one model under FSDP2. `apply` creates it.
 
-    Attributes:
-        accumulation: Number of backwards per optimizer step, if FSDP2's flags are not used.
-
     Args:
         model: The model.
         config: The block.
-        accumulation: As above.
+        accumulation: Expected number of backwards per optimizer step. None observes it.
 
     Raises:
         ConfigError: See `apply`.
     """
 
-    ADVICE = (
-        "change weights through the parameters and not through .data, or call mark_stale() of the state that hzero.fsdp.apply "
-        "returns, on all ranks, afterwards"
-    )
+    ADVICE = "call mark_stale() of the state that hzero.fsdp.apply returns, on all ranks, after changing weights"
 
-    def __init__(self, model: torch.nn.Module, config: HZeroConfig, accumulation: int) -> None:
+    def __init__(self, model: torch.nn.Module, config: HZeroConfig, accumulation: int | None) -> None:
+        if accumulation is not None and (type(accumulation) is not int or accumulation < 1):
+            raise ConfigError(
+                f"hzero.fsdp.apply: accumulation: found {accumulation!r}; expected a positive integer or None"
+            )
         modules = sharded_modules(model)
-        first, self.accumulation = modules[0], accumulation
+        first, self._given = modules[0], accumulation
         ranks = ranks_of(first.process_group)
         for module in modules:
             if ranks_of(module.process_group) != ranks:
@@ -223,11 +278,17 @@ class FsdpState(Engine):
         # One refresh for each module, with the size of FSDP2's messages.
         super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, group)
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module
-        self._backwards = 0  # completed in this window; backwards of a loss in chunks count with the next one
+        self._backwards = 0  # since the last step; backwards of a loss in chunks count with the next one
+        self._recent = (1, 1)  # backwards of the last two steps
         self._in_backward = self._crosses = self._flagged = self._counts = False
         self._in_chunks: set[Unit] = set()  # modules that the flags defer without the others, as for a loss in chunks
-        self._windows = 0  # since the last optimizer step
-        self._discarded = self._warned = False
+        self._forwards = 0  # begun so far
+        self._phase: int | None = None  # forward or backward for which shards were compared last
+        self._gathered: set[Unit] = set()  # since then
+        self._prints: torch.Tensor | None = None  # fingerprints of all shards in `_copied` then
+        self._evaluated = True  # whether that was without gradients
+        self._late: list[tuple[list[FlatParam], torch.Tensor]] = []  # comparisons that the host has not read
+        self._discarded = False
         for unit in self._units:
             unit.module.attach(_Gather(self, unit), _Reduce(self, unit))
         self._hooks: list[Callable[[], None]] = [
@@ -235,7 +296,7 @@ class FsdpState(Engine):
             register_optimizer_step_pre_hook(_weakly(self._before_step)).remove,
             register_optimizer_step_post_hook(_weakly(self._after_step)).remove,
             model.register_load_state_dict_post_hook(_weakly(self._loaded)).remove,
-            model.register_state_dict_post_hook(_weakly(self._given_away)).remove,
+            before_forwards(model, _weakly(self._begin_forward)),
             detacher(model),
             *(unit.module.detach for unit in self._units),
         ]
@@ -247,20 +308,21 @@ class FsdpState(Engine):
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
+    def _begin_forward(self) -> None:
+        self._forwards += 1
+
     def _gather(self, unit: Unit, output: torch.Tensor) -> Callable[[], None]:
         """Starts to gather a module's parameters into FSDP2's buffer. The returned function waits for them."""
         self._notice_cut_short()
-        # Refreshes run before gathers, so the first gather checks the writes to all modules.
-        for one in self._units if unit.flats[0].writes is None else (unit,):
-            self._follow(one)
-        flats = unit.flats
-        numel = sum(flat.numel for flat in flats)
-        if (output.dtype, output.numel()) != (unit.module.dtype, numel):
-            raise unit.module.refusal(
+        self._follow_writes(unit)
+        module, flats = unit.module, unit.flats
+        numel = module.process_group.size() * sum(module.widths)
+        if (output.dtype, output.numel()) != (module.dtype, numel):
+            raise module.refusal(
                 f"a gather of {output.numel():,} elements of {output.dtype}",
-                f"{numel:,} of {unit.module.dtype}, as when apply was called",
+                f"{numel:,} of {module.dtype}, as when apply was called",
             )
-        whole = {flats[0].key: output} if len(flats) == 1 else None
+        whole = {flats[0].key: output.view(flats[0].dtype)} if len(flats) == 1 else None
         started = self.weights.unshard(flats, whole)
 
         def wait() -> None:
@@ -270,26 +332,108 @@ class FsdpState(Engine):
 
         return wait
 
-    def _follow(self, unit: Unit) -> None:
-        """Marks parameters that were written outside of optimizer steps, and updates the set of trained parameters."""
-        if unit.trains != unit.module.trained():
-            for flat in unit.flats:
-                self.weights.remove(flat)
-            unit.lay_out(self._keys)
-            for flat in unit.flats:
-                self.weights.parameters[flat.key] = flat
-                flat.writes = None
-        for flat in unit.flats:
-            writes = unit.module.writes(flat.members)
-            if writes != flat.writes:
-                flat.writes = writes
-                self.weights.mark_edited(flat)
+    def _follow_writes(self, unit: Unit) -> None:
+        """Compares all shards with their last fingerprints, if user code may have run since the last comparison.
+
+        That is at the first gather of each forward and backward, at the second gather of the same module in it, and at gathers
+        outside of both.
+        """
+        phase = backward_number()
+        outside = phase < 0 and not unit.module.in_forward
+        if phase < 0:
+            phase = -self._forwards - 1
+        if outside or phase != self._phase or unit in self._gathered:
+            self._compare(evaluates=backward_number() < 0 and not torch.is_grad_enabled())
+            self._phase, self._gathered = phase, set()
+        self._gathered.add(unit)
+
+    @torch.no_grad()
+    def _compare(self, *, evaluates: bool) -> None:
+        """Marks the parameters whose shards were written since their refresh, on any rank. Collective.
+
+        On a device, a host wait per forward and backward would cost more than the comparison. While the model trains, the
+        optimizer step therefore reads the result, and raises an error. A comparison without gradients, and the first one after
+        it, are read at once.
+
+        Args:
+            evaluates: Whether gradients are off.
+        """
+        flats, known = self._copied(), self._prints
+        if not flats:
+            return
+        self._prints = self._fingerprints(flats)
+        # Refreshes read shards that a step has changed anyway, but differences need to know of other changes.
+        awaits = torch.tensor([flat.route.plan.differences > 0 or not self.weights.is_due(flat) for flat in flats])
+        edited = awaits.to(self.device) if known is None else (self._prints != known).to(self.device) & awaits
+        reads, self._evaluated = self._synchronous or evaluates or self._evaluated or known is None, evaluates
+        if reads:
+            self._mark_edited(flats, self._meet("a forward or backward", edited))
+        else:
+            self._late.append((flats, edited))
+
+    def _copied(self) -> list[FlatParam]:
+        """Returns the flat parameters that have copies, after an update to the parameters that are trained now."""
+        for unit in self._units:
+            if unit.trains != unit.module.trained():
+                for flat in unit.flats:
+                    self.weights.remove(flat)
+                unit.lay_out(self._keys)
+                self.weights.parameters.update((flat.key, flat) for flat in unit.flats)
+                self._prints = None
+        return [flat for unit in self._units for flat in unit.flats if flat.route.copies]
+
+    def _fingerprints(self, flats: Sequence[FlatParam]) -> torch.Tensor:
+        return fingerprints([flat.owner.module.shards(flat.members) for flat in flats])
+
+    def _mark_edited(self, flats: Sequence[FlatParam], edited: Sequence[int]) -> None:
+        if written := [flat for flat, marked in zip(flats, edited) if marked]:
+            self.weights.mark_edited(*written)
+
+    def _meet(self, where: str, marks: torch.Tensor | None = None) -> list[int]:
+        """Combines marks of all ranks, and checks that all ranks are at the same point. Collective; waits for the device.
+
+        All messages have one size, so ranks at different points find each other out instead of waiting for ever.
+
+        Args:
+            where: One of `_MEETINGS`.
+            marks: bool ``[n]`` for n parameters with copies at most, or less.
+
+        Returns:
+            For each mark, whether it is set on a rank.
+
+        Raises:
+            RuntimeError: Other ranks are elsewhere, such as if one rank reads a gradient that others do not read.
+        """
+        size = 2 + sum(len(unit.routes) for unit in self._units)
+        message = torch.zeros(len(_MEETINGS) + size, dtype=torch.uint8)
+        message[_MEETINGS.index(where)] = 1
+        message = message.to(self.device)
+        if marks is not None:
+            message[len(_MEETINGS) :][: len(marks)] = marks
+        self.lanes.before_others()
+        dist.all_reduce(message, dist.ReduceOp.MAX, self.group)
+        found: list[int] = message.tolist()
+        others = [name for name, there in zip(_MEETINGS, found) if there and name != where]
+        if others:
+            raise RuntimeError(
+                f"hzero: this rank is at {where}, other ranks are at {' and '.join(others)}; all ranks must use gradients and "
+                "weights in the same order, also for logging"
+            )
+        return found[len(_MEETINGS) :]
 
     def mark_stale(self) -> None:
-        """Marks all weights as changed. Call it on all ranks after changes that hzero cannot detect, as through ``.data``."""
+        """Refreshes all weights before their next use. Call it on all ranks.
+
+        Only needed on an accelerator, after writing weights inside an accumulation window.
+        """
         self.weights.mark_stale()
 
     # ---- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def accumulation(self) -> int:
+        """Expected number of backwards per optimizer step."""
+        return self._given or max(self._recent)
 
     def _reduce(self, unit: Unit, gradients: torch.Tensor) -> None:
         """Starts to reduce a module's whole gradients. The sums arrive at the end of a backward."""
@@ -315,15 +459,18 @@ class FsdpState(Engine):
         if not module.is_last and not self._flagged:
             self._in_chunks.add(unit)
         self._counts |= unit not in self._in_chunks
-        last = module.is_last and (self._flagged or self._backwards + 1 >= self.accumulation)
+        last = module.is_last and (self._flagged or (self._backwards + 1) % self.accumulation == 0)
         self._crosses |= last
         parts = unit.parts(gradients, trained)
         self.gradients.accumulate(trained, parts, gradients.dtype, 1.0, last=last, deliver=self._deliver)
 
     def _begin_backward(self) -> None:
-        begun = self._backwards or self._in_chunks
-        if begun and any(unit.left != unit.module.gradient_writes() for unit in self._units):
-            self._new_window()  # zero_grad has dropped the gradients of the last backwards
+        counting = [counts for unit in self._units for counts in unit.module.counting()]
+        if any(counting) and not all(counting):
+            self._complete()  # so that sums of other parameters than the dropped ones are kept
+        elif (counting and not any(counting)) or not any(unit.module.has_gradients() for unit in self._units):
+            self._new_window()
+        self._release()
         at_end_of_backward(self._end_backward)
         self._in_backward, self._counts = True, False
         self._flagged |= not any(unit.module.is_last for unit in self._units)
@@ -334,25 +481,43 @@ class FsdpState(Engine):
         """Ends a backward. If it is the last one of its window, the sums cross the outer tiers."""
         self._in_backward = False
         if self._counts or len(self._in_chunks) == sum(bool(unit.trained()) for unit in self._units):
-            self._end_micro_batch()
-        for unit in self._units if self._backwards or self._in_chunks else ():
-            unit.left = unit.module.gradient_writes()
+            self._backwards += 1
+            self._in_chunks.clear()
+            if self._crosses:
+                self._cross()
+        self._hold()
         self.lanes.before_others()
 
-    def _end_micro_batch(self) -> None:
-        self._backwards += 1
-        self._in_chunks.clear()
-        if not self._crosses:
-            return
+    def _cross(self) -> None:
         self.gradients.finish(torch.float32, 1.0, self._deliver)
-        self._windows += 1
-        if self._windows > 1 and not self._flagged and not self._warned:
-            self._warn_of_crossings()
-        self._backwards, self._flagged, self._crosses = 0, False, False
+        self._flagged = self._crosses = False
 
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
         for flat, shard in zip(cast("list[FlatParam]", weights), shards):
             flat.owner.module.add_gradients(flat.members, shard.div_(flat.owner.divisor))
+
+    def _hold(self) -> None:
+        """Replaces the gradients by `PendingGradient` if sums have not crossed all tiers."""
+        for unit in self._units if self.gradients.waiting else ():
+            unit.module.hold_gradients(self._use)
+
+    def _release(self) -> None:
+        for unit in self._units:
+            unit.module.release_gradients()
+
+    def _use(self, where: str = "a gradient before the last backward of a step") -> None:
+        """Completes the sums because gradients are used. Collective."""
+        if self.gradients.waiting:
+            self._meet(where)
+            self._complete()
+
+    @torch.no_grad()
+    def _complete(self) -> None:
+        """Sends sums over the outer tiers before the expected backward, and puts the gradients back. Collective."""
+        if self.gradients.waiting:
+            self._in_chunks.clear()
+            self._cross()
+        self._release()
 
     def _new_window(self) -> None:
         self.gradients.clear()
@@ -360,42 +525,41 @@ class FsdpState(Engine):
         self._in_chunks.clear()
 
     def _notice_cut_short(self) -> None:
-        """Drops the window of a backward that an exception has ended, once FSDP2 has been reset."""
+        """Ends a backward that an exception has ended, once FSDP2 has been reset. As in FSDP2, its sums so far count."""
         if self._in_backward and not any(unit.module.in_backward for unit in self._units):
             self._in_backward = False
-            self._new_window()
-
-    def _warn_of_crossings(self) -> None:
-        self._warned = True
-        moved = 0.0
-        for flat in itertools.chain.from_iterable(unit.trained() for unit in self._units):
-            chunks, itemsize = (flat.numel // self.plan.grid.world_size,), torch.float32.itemsize
-            programs = flat.route.programs
-            crossings = programs.boundary.crossings + programs.outermost.crossings
-            moved += sum(cross.received * cross.message_bytes(chunks, itemsize) for cross in crossings)
-        if moved and speaks(self.group):
-            logger.warning(
-                "hzero: several backwards per optimizer step, and each crosses all tiers, with %.3g MB more into each rank; set "
-                "accumulation in hzero.fsdp.apply, or call set_is_last_backward(False) before all backwards but the last",
-                moved / 1e6,
-            )
+            self._hold()
 
     # ---- the optimizer step --------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Prepares for a step. With a closure, gradients exist only after it."""
         flats = self._flats_in(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not flats or closure is None:
+            return self._prepare_step(optimizer, flats)
+
+        def prepared() -> Any:
+            loss = closure()
+            self._prepare_step(optimizer, flats)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], prepared, *args[2:]), kwargs
+        return args, {**kwargs, "closure": prepared}
+
+    @torch.no_grad()
+    def _prepare_step(self, optimizer: torch.optim.Optimizer, flats: list[FlatParam]) -> None:
         if not flats:
             return
-        if self.gradients.waiting:
-            raise RuntimeError(
-                f"hzero: optimizer.step() after {self._backwards} backwards of a window of {self.accumulation}, whose gradients "
-                "have not crossed all tiers; call set_is_last_backward(True) before the last backward of a short window"
-            )
+        self._use("optimizer.step()")
 
         def gradient_of(flat: Any) -> torch.Tensor:
             shards = [one.flatten().float() for one in flat.owner.module.gradients(flat.members)]
             return torch.cat(shards) if shards else torch.empty(0)
 
+        if self.guard.audits_next:
+            self._compare(evaluates=True)  # writes since the last gather are no fault
         self.before_step(flats, gradient_of)
         # A loss scaler that passes found_inf to the optimizer handles such steps.
         guarded = self.config.guard.discarded_steps and getattr(optimizer, "found_inf", None) is None
@@ -406,26 +570,51 @@ class FsdpState(Engine):
             self._discarded = True
 
     def _finite(self, flats: Sequence[FlatParam]) -> bool:
-        """Returns whether the gradients of all ranks are finite. Collective."""
+        """Returns whether the gradients of all ranks are finite. Collective.
+
+        Raises:
+            StaleWeightsError: Weights were written while the device trained on the old ones.
+        """
         locals_ = [one for flat in flats for one in flat.owner.module.gradients(flat.members) if one.numel()]
-        found = torch.zeros((), dtype=torch.uint8, device=self.device)
+        found = torch.zeros(1, dtype=torch.bool, device=self.device)
         if locals_:
             largest = torch.stack(torch._foreach_norm(locals_, float("inf")))
-            found = (~largest.isfinite().all()).to(self.device, torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
-        return not int(found)
+            found = (~largest.isfinite().all()).to(self.device).view(1)
+        late = torch.cat([found[:0], *(edited for _, edited in self._late)]).any().view(1)
+        not_finite, written, *_ = self._meet("optimizer.step()", torch.cat([found, late]))
+        if written:
+            self._refuse_late()
+        self._late.clear()
+        return not not_finite
+
+    def _refuse_late(self) -> None:
+        names: dict[str, None] = {}
+        for flats, edited in self._late:
+            marked = [flat for flat, mark in zip(flats, self._meet("optimizer.step()", edited)) if mark]
+            self._mark_edited(flats, [flat in marked for flat in flats])
+            names.update((flat.name, None) for flat in marked)
+        self._late.clear()
+        raise of_all_ranks(
+            StaleWeightsError(
+                f"weights were written between an optimizer step and the end of the next one, and the device has trained on the "
+                f"old ones: {some(list(names), 8)}. Call mark_stale() of the state on all ranks after such a write"
+            )
+        )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Marks stepped weights as stale, since fused optimizers write without changing version counters."""
+        """Marks stepped weights as stale, and learns how many backwards a step has."""
         flats = self._flats_in(optimizer)
         if not flats:
             return
         if not self._discarded:
             self.weights.mark_stale(flats)
-            for flat in flats:
-                flat.writes = flat.owner.module.writes(flat.members)
+            if any(flat.route.plan.differences for flat in flats):
+                copied = self._copied()
+                self._prints = None if self._prints is None else self._fingerprints(copied)
         self.after_step(done=not self._discarded)
-        self._discarded, self._windows = False, 0
+        if self._backwards:
+            self._recent = self._recent[1], self._backwards
+        self._backwards, self._flagged, self._discarded = 0, False, False
 
     def _flats_in(self, optimizer: torch.optim.Optimizer) -> list[FlatParam]:
         """Returns the trained flat parameters that an optimizer steps."""
@@ -434,16 +623,11 @@ class FsdpState(Engine):
 
     # ---- checkpoints, and the end --------------------------------------------------------------------------------
 
-    def _given_away(self, _: Any, state_dict: Mapping[str, Any], *__: Any) -> None:
-        """Notes the views in a new ``state_dict``, which may be written."""
-        views = views_in(state_dict)
-        for unit in self._units:
-            unit.module.note_views(views)
-
     def _loaded(self, *_: Any) -> None:
-        """Drops all state of the weights that ``load_state_dict`` has replaced."""
-        self._new_window()
-        self.after_load()
+        """Drops residuals, which belong to the weights that ``load_state_dict`` has replaced."""
+        self.guard.audit_due = True
+        self.lanes.drain()
+        self._collectives.feedback.clear()
         self.load_state_dict(None)  # logs that residuals start at zero
 
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
@@ -454,13 +638,17 @@ class FsdpState(Engine):
         return {"primary weights": primary, **super().memory(), "optimizer": sum(one.nbytes for one in local)}
 
     def close(self) -> None:
-        """Restores FSDP2's collectives, and frees resident weights and accumulators. Call it on all ranks."""
+        """Completes sums, restores FSDP2's collectives, and frees resident weights. Call it on all ranks."""
         if not self._hooks:
             return
-        for remove in self._hooks:
-            remove()
-        self._hooks.clear()
-        super().close()
+        try:
+            self._complete()
+        finally:
+            self._release()
+            for remove in self._hooks:
+                remove()
+            self._hooks.clear()
+            super().close()
 
 
 # ---- functions that FSDP2 calls -----------------------------------------------------------------------------------------
@@ -514,13 +702,13 @@ class _Reduce(_Comm):
 # ---- helpers ------------------------------------------------------------------------------------------------------------
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Returns a hook that does nothing after the state has been freed."""
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook that does nothing after the state has been freed. torch.compile does not trace it."""
     weak = WeakMethod(method)
 
-    def hook(*arguments: Any) -> None:
-        own = weak()
-        if own is not None:
-            own(*arguments)
+    @torch.compiler.disable
+    def hook(*arguments: Any) -> Any:
+        method = weak()
+        return None if method is None else method(*arguments)
 
     return hook

@@ -6,7 +6,7 @@ from tests.ranks import LONG, on_ranks
 
 CHECKS, MORE, TIERS = (
     [f"tests.fsdp.{name}_checks" for name in names]
-    for names in (("parity", "window", "weight", "mesh"), ("feature", "torch", "trainer"), ("tier",))
+    for names in (("parity", "window", "weight", "action", "mesh"), ("feature", "torch", "trainer"), ("tier",))
 )
 test_fsdp = on_ranks({4: CHECKS})
 test_fsdp_at_length = LONG(on_ranks({4: MORE, 8: TIERS}))

@@ -211,8 +211,15 @@ def backward(case: Case, model: Any, mesh: DeviceMesh, step: int, micro: int) ->
 
 def apply(model: Net, case: Case, block: dict[str, Any]) -> FsdpState:
     """hzero for a model."""
-    count = case.backwards(0) if case.flags == "count" else 1
+    count = case.backwards(0) if case.flags == "count" else None
     return hzero.fsdp.apply(model, topology=case.topology, accumulation=count, **block)
+
+
+def spoil(state: FsdpState, name: str) -> None:
+    """Changes the copies of a module's weights, as a fault of hzero would."""
+    for param in state.weights.parameters.values():
+        if name in param.name and param.resident is not None:
+            param.resident.view(-1).view(torch.uint8)[:64] ^= 255
 
 
 def train(

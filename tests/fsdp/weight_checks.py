@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hzero.fsdp
 from hzero import ConfigError, StaleWeightsError
-from tests.fsdp.training import WORLD, Case, Net, applied, backward, build, case, mesh_of, plain, relative, train
+from tests.fsdp.training import WORLD, Case, Net, applied, backward, build, case, mesh_of, plain, relative, spoil, train
 
 SMALL = Case()
 LOSSLESS: dict[str, Any] = {"preset": "lossless", "guard": {"every": 1}}
@@ -102,14 +102,14 @@ def check_fused_optimizers_are_followed() -> None:
     found.state.close()
 
 
-def check_writes_through_data_are_found_by_the_audit() -> None:
+def check_the_audit_finds_wrong_copies() -> None:
     with applied(SMALL, LOSSLESS) as (model, state, optimizer, mesh):
         for step in range(2):
             backward(SMALL, model, mesh, step, 0)
             optimizer.step()
             optimizer.zero_grad()
         backward(SMALL, model, mesh, 2, 0)
-        model.blocks[1].up.weight.data.mul_(0.5)
+        spoil(state, "blocks.1")
         with pytest.raises(StaleWeightsError, match=r"blocks\.1.*mark_stale"):
             optimizer.step()
         state.mark_stale()
@@ -189,8 +189,8 @@ def check_refusals() -> None:
         return model
 
     def mixed() -> nn.Module:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.bfloat16))
-        model[1].requires_grad_(False)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.float64))
+        model[0].requires_grad_(False)
         fully_shard(model, mesh=mesh)
         return model
 
@@ -210,7 +210,7 @@ def check_refusals() -> None:
         (lambda: nn.Linear(2, 2), {}, "found Linear without fully_shard"),
         (lambda: mock.sentinel.model, {}, "model: found _SentinelObject; expected a torch.nn.Module"),
         (lambda: sharded(mesh=two), {}, r"found mesh of replicas \(HSDP\)"),
-        (mixed, {}, "found gathered parameters of torch.bfloat16, torch.float32"),
+        (mixed, {}, "found trained parameters of torch.float64"),
         (hooked, {}, "found set_all_reduce_hook"),
         (twice, {}, "found hzero.fsdp.apply already"),
         (sharded, {"preset": "tpo"}, "did you mean 'topo'"),
