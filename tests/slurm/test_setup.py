@@ -136,8 +136,16 @@ def test_a_job_starts_again_only_on_request(restarts: str | None, calls: list[st
         (tmp_path / name).chmod(0o755)
     (tmp_path / "slurm").symlink_to(ROOT / "slurm")
     given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "HZERO_CHECK": "0"}
-    job = {"SUBMIT_DIR": str(tmp_path), "JOB_ID": "7", "JOB_NAME": "hzero", "JOB_NUM_NODES": "1", "NTASKS_PER_NODE": "1"}
-    given |= {f"SLURM_{name}": value for name, value in job.items()} | ({"HZERO_RESTARTS": restarts} if restarts else {})
+    job = {
+        "SUBMIT_DIR": str(tmp_path),
+        "JOB_ID": "7",
+        "JOB_NAME": "hzero",
+        "JOB_NUM_NODES": "1",
+        "NTASKS_PER_NODE": "1",
+    }
+    given |= {f"SLURM_{name}": value for name, value in job.items()} | (
+        {"HZERO_RESTARTS": restarts} if restarts else {}
+    )
     command = ["bash", "--norc", str(ROOT / "slurm/slurm_local.sbatch")]
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 75 and (tmp_path / "calls").read_text().splitlines() == calls, done
