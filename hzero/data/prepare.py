@@ -22,7 +22,7 @@ from hzero.data import shards
 from hzero.data.cluster import cluster
 from hzero.data.corpus import read_tokenizer
 from hzero.experiment import Name, composed
-from hzero.files import expanded
+from hzero.files import expanded, regular
 from hzero.validation import ConfigError, Frozen, Parser, library_errors, on_all_ranks, printable, validated
 
 
@@ -83,7 +83,7 @@ def prepare(settings: Settings, client: Client) -> None:
         raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
     files, job = shards.files_of(str(source)), (output, tokenizer, length, data.shard_bytes, data.format)
     output.mkdir(parents=True, exist_ok=True)
-    with open(output / shards.LOCK, "w") as lock:
+    with open(output / shards.LOCK, "w", opener=regular) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
