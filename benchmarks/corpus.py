@@ -10,7 +10,7 @@ from datasets import load_dataset
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hzero.data.cluster import cluster
+from hzero.data.cluster import workers
 from hzero.data.prepare import prepare, settings_of
 
 ROUNDS, LENGTH, SIZE = 3, 2048, 2000
@@ -31,7 +31,7 @@ def by_datasets(folder: Path, output: Path) -> None:
 
 def main() -> None:
     """Prints medians, and of each round's ratios to one worker the median."""
-    with tempfile.TemporaryDirectory() as work, cluster(1) as one, cluster(2) as two:
+    with tempfile.TemporaryDirectory() as work, workers(1) as one, workers(2) as two:
         files = sorted(Path(json.__file__).parents[1].glob("[a-r]*/**/*.py"))  # the standard library's
         text = "".join(file.read_text(errors="replace") for file in files)
         lines = [text[at : at + SIZE] for at in range(0, len(text), SIZE)]
@@ -44,11 +44,13 @@ def main() -> None:
         keys = [f"data.path={work}/texts", f"tokenizer={work}/tokenizer", "data.shard_bytes=1_000_000"]
         names = ("hzero with 1 worker", "hzero with 2 workers", "datasets, num_proc=2")
         rates = {name: list[float]() for name in names}
+        for pool in (one, two):  # starts its processes
+            list(pool.map(abs, range(8)))
         for number in range(ROUNDS):
-            for found, client in zip(rates.values(), (one, two, None)):
-                output, began = Path(work, f"{number}-{id(client)}"), time.perf_counter()
+            for found, executor in zip(rates.values(), (one, two, None)):
+                output, began = Path(work, f"{number}-{id(executor)}"), time.perf_counter()
                 settings = settings_of([*keys, f"data.output={output}"])
-                prepare(settings, client) if client else by_datasets(Path(work), output)
+                prepare(settings, executor) if executor else by_datasets(Path(work), output)
                 found.append(len(lines) / (time.perf_counter() - began))
     for name, found in rates.items():
         ratio = statistics.median(rate / base for rate, base in zip(found, rates[names[0]]))

@@ -27,7 +27,7 @@ from hzero.files import expanded, read_json
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid
 from hzero.topology.discovery import foreseen_grid, ranks_here
-from hzero.validation import ConfigError, Frozen, library_errors, one_of, seconds_of, validated
+from hzero.validation import ConfigError, Frozen, Quantity, library_errors, one_of, seconds_of, validated
 
 #: Short names of keys.
 SHORT = {
@@ -89,9 +89,9 @@ class TopologyGroup(BaseModel, extra="allow", strict=True):
         nics_per_node: NICs of a node.
     """
 
-    bandwidth_gb_s: dict[Tier, Annotated[FiniteFloat, Field(gt=0)] | None] | None = None
+    bandwidth_gb_s: dict[Tier, Quantity | None] | None = None
     profile: Name | None = None
-    nic_gbit: Annotated[FiniteFloat, Field(gt=0, le=10_000)] | None = None
+    nic_gbit: Annotated[Quantity, Field(le=10_000)] | None = None
     nics_per_node: int = Field(1, ge=1, le=64)
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import reprlib
@@ -17,12 +18,51 @@ from hzero.validation import ConfigError
 #: Maximum size of a file that is read whole, in bytes, unless the caller sets another.
 MAX_BYTES = 1 << 26
 #: Flags of a file that must not exist yet.
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def cache_folder() -> Path:
     """Folder for compiled kernels and prepared texts: ``$XDG_CACHE_HOME/hzero``, or ``~/.cache/hzero``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hzero"
+
+
+def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, links: bool = False) -> int:
+    """Opens a regular file in a folder that others may have prepared. Also an ``opener`` of `open`.
+
+    Never waits for another process, never follows a link, and never returns a device or a pipe.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`.
+        links: Whether to follow links, for paths that the user has given.
+
+    Returns:
+        The file descriptor.
+
+    Raises:
+        OSError: The file cannot be opened, is a link or is not a regular file. The error names it.
+    """
+    # Opening a pipe waits for its other end, and opening a terminal could make it the process's own.
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    try:
+        # Opening a device may have side effects, so its kind is read before and, since it may change, after.
+        with contextlib.suppress(FileNotFoundError):
+            _check_kind(path, os.stat(path, follow_symlinks=links).st_mode)
+        file = os.open(path, flags, 0o644)
+    except ValueError as error:  # a name that no file can have
+        raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
+    try:
+        _check_kind(path, os.fstat(file).st_mode)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+        raise OSError(errno.EINVAL, kind, os.fspath(path))
 
 
 @contextlib.contextmanager
@@ -65,13 +105,14 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.partial")
     try:
         encoding = None if "b" in mode else "utf-8"
-        with open(partial, mode, encoding=encoding, opener=lambda name, _: os.open(name, _NEW, 0o644)) as file:
+        with open(regular(partial, _NEW), mode, encoding=encoding) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(ValueError):  # a name that no file can have
+            partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # an error of a write names no file
         raise
@@ -79,47 +120,46 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """Replaces ``~`` or ``~user`` by the home folder. Raises `ConfigError` if the user does not exist."""
+    if "\0" in os.fspath(path):
+        raise ConfigError(f"{os.fspath(path)!r}: found a NUL; expected the name of a file or folder")
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{os.fspath(path)}: found no home for {Path(path).parts[0]!r}; expected a user") from None
 
 
-def read_whole(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
-    """Reads a regular file. Never waits for another process, even if the path is a pipe.
+def read_whole(path: str | os.PathLike[str], limit: int = MAX_BYTES, links: bool = True) -> bytes:
+    """Reads a file with `regular`.
 
     Raises:
         ConfigError: The file is missing, not a regular file, not readable, or larger than ``limit`` bytes.
     """
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)  # opening a device may have side effects
-        if regular:
-            # A pipe may have replaced the file since, and opening a pipe waits for its writer.
-            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-                content = file.read(limit + 1) or b""
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{os.fspath(path)}: cannot be read: {(reason or str(error)).lower()}") from None
-    if not regular:
-        raise ConfigError(f"{os.fspath(path)}: is not a regular file")
+        with open(regular(path, links=links), "rb") as file:
+            content = file.read(limit + 1) or b""
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     if len(content) > limit:
         raise ConfigError(f"{os.fspath(path)}: larger than {limit:,} bytes, the limit")
     return content
 
 
-def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES, links: bool = True) -> str:
     """Reads a regular file in UTF-8, without its byte order mark. Raises `ConfigError` as `read_whole` does."""
     try:
-        return read_whole(path, limit).decode("utf-8-sig")
+        return read_whole(path, limit, links).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{os.fspath(path)}: byte {error.start} is not UTF-8") from None
 
 
 def read_json(
-    path: str | os.PathLike[str], parse: Callable[[str], Any] = json.loads, limit: int = MAX_BYTES
+    path: str | os.PathLike[str],
+    parse: Callable[[str], Any] = json.loads,
+    limit: int = MAX_BYTES,
+    links: bool = True,
 ) -> dict[str, Any]:
     """Reads the object in a JSON file. Raises `ConfigError` as `read_text` does, or with the position of invalid JSON."""
-    text = read_text(path, limit)
+    text = read_text(path, limit, links)
     try:
         found = parse(text)
     except (ValueError, RecursionError) as error:

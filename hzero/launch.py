@@ -32,6 +32,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hzero.files import regular
 from hzero.terminal import keep_streams
 from hzero.validation import ConfigError, PeerError, PlainError, printable, report, tell_peers
 
@@ -222,10 +223,12 @@ def _enter(work: Callable[[], int | None], log: Path | None, pipe: Connection, p
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if log is not None:
-        with contextlib.suppress(OSError):  # on a full disk the output goes to the terminal
-            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            file = regular(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, 1)
             os.dup2(file, 2)
+        except OSError as error:
+            _say(f"hzero: warning: {printable(str(log))}: {error.strerror}; this rank writes to the terminal")
     keep_streams()
     renew_thread_pool()
     status = _work(work, lambda error: pipe.send(_failure(error)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import logging
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hzero.files import read_json, replacing
+from hzero.files import read_json, read_text, regular, replacing
 from hzero.validation import ConfigError, PlainError
 
 logger = logging.getLogger("hzero")
@@ -28,6 +29,11 @@ NOTE = "complete.json"
 _TRAINER_STATE = "trainer_state.json"
 _TRAINER = re.compile(r"checkpoint-(\d+)")
 _PIECE = 1 << 22
+
+
+def _sealed(body: str) -> str:
+    """A JSON object with the SHA-256 of its other members as the first one."""
+    return f'{{\n "sha256": "{hashlib.sha256(body[1:].encode()).hexdigest()}",{body[1:]}'
 
 
 class SaveError(PlainError):
@@ -66,7 +72,7 @@ class Manifest(BaseModel, frozen=True):
         if changed := self.changed(hashes=False):
             raise OSError(0, changed, str(self.folder))
         with replacing(self.folder / NOTE) as file:
-            file.write(self.model_dump_json(exclude={"folder"}, indent=1))
+            file.write(_sealed(self.model_dump_json(exclude={"folder"}, indent=1)))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -76,12 +82,16 @@ class Manifest(BaseModel, frozen=True):
             IncompleteError: The note is missing or damaged.
         """
         try:
-            found = cls(**{**read_json(folder / NOTE), "folder": folder})
+            text = read_text(folder / NOTE, links=False)
+            body = "{" + text[len(_sealed("{")) :]
+            if text != _sealed(body):
+                raise ValueError("checksum")
+            found = cls(**{**json.loads(body), "folder": folder})
             if not found.files or any(Path(name).name != name for name in (*found.files, *found.beside)):
                 raise ValueError("names")
             return found
-        except (ValueError, TypeError):
-            raise IncompleteError(f"{str(folder)!r} is incomplete: its {NOTE} cannot be read") from None
+        except (ValueError, TypeError, RecursionError):
+            raise IncompleteError(f"{str(folder)!r} is incomplete: its {NOTE} cannot be read, or has changed") from None
 
     def changed(self, names: Iterable[str] | None = None, *, hashes: bool = True) -> str | None:
         """Describes the first file that has changed; None if none has.
@@ -95,11 +105,11 @@ class Manifest(BaseModel, frozen=True):
             entries |= {f"../{name}": (size, "") for name, size in self.beside.items()}
         for name, (size, digest) in entries.items():
             try:
-                found = (self.folder / name).stat().st_size
-                if found != size:
-                    return f"{name} has {found} bytes instead of {size}"
-                if hashes and digest and _hash_of(self.folder / name) != digest:
-                    return f"{name} has changed: its hash differs"
+                with open(regular(self.folder / name), "rb", buffering=0) as file:
+                    if (found := os.fstat(file.fileno()).st_size) != size:
+                        return f"{name} has {found} bytes instead of {size}"
+                    if hashes and digest and _hash_of(file) != digest:
+                        return f"{name} has changed: its hash differs"
             except OSError as error:
                 return f"{name} cannot be read: {error.strerror or error}"
         return None
@@ -231,7 +241,7 @@ def _unfinished(path: Path) -> str | None:
             return f"a save was killed before it renamed {inner.name!r} to {_place(inner).name!r}; rename it to use it"
     if _TRAINER.fullmatch(path.name) and not (path / NOTE).exists():  # a tag of DeepSpeed may have such a name, too
         try:
-            int(read_json(path / _TRAINER_STATE)["global_step"])
+            int(read_json(path / _TRAINER_STATE, links=False)["global_step"])
         except (ConfigError, ValueError, TypeError, KeyError):
             return f"Trainer has not written {_TRAINER_STATE}"
     return None
@@ -247,11 +257,10 @@ def _children(folder: Path) -> list[Path]:
     return [path for path in paths if path.is_dir()]
 
 
-def _hash_of(path: Path) -> str:
+def _hash_of(file: io.RawIOBase) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
+    while piece := file.read(_PIECE):
+        digest.update(piece)
     return digest.hexdigest()
 
 
@@ -263,7 +272,7 @@ class HashedFile(io.BufferedWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+        super().__init__(io.FileIO(path, "wb", opener=regular))
         self.hash = hashlib.sha256()
 
     def write(self, data: Any) -> int:

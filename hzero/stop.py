@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.launch import UNFINISHED
-from hzero.validation import ConfigError, seconds_of
+from hzero.validation import ConfigError, is_rank_0, seconds_of
 
 #: A second Ctrl-C ends the process only after this many seconds, since launchers repeat the terminal's Ctrl-C.
 _REPEATED_S = 2.0
@@ -59,7 +59,7 @@ class StopAndSave:
 
     Args:
         time_limit: Time from now in which the training has to end: seconds, or a text such as ``"1h30m"``. The end of the
-            Slurm allocation (``SLURM_JOB_END_TIME``) is a limit as well; the earlier one counts.
+            Slurm allocation (``SLURM_JOB_END_TIME``) is a limit as well; the earlier one counts. An end in the past is ignored.
         signals: Signals that stop the ranks.
         save_s: Estimated seconds of a save, used until one has been measured. A plain loop measures none.
 
@@ -202,7 +202,11 @@ def _ends_at(time_limit: str | float | None) -> float | None:
             raise ConfigError(f"time_limit: {error}") from None
     slurm = os.environ.get("SLURM_JOB_END_TIME", "")  # set by Slurm 23.02 and later
     if slurm.isdecimal():
-        ends.append(float(slurm))
+        if float(slurm) > time.time():
+            ends.append(float(slurm))
+        elif is_rank_0():
+            found = f"found {slurm}, a time in the past, perhaps of an earlier job"
+            print(f"hzero: warning: SLURM_JOB_END_TIME: {found}; ignored", file=sys.stderr, flush=True)
     return min(ends, default=None)
 
 

@@ -19,10 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+#: A rate or a time. Quotients of numbers outside these limits may overflow.
+Quantity = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 T = TypeVar("T")
 E = TypeVar("E", bound="ConfigError | PlainError")
 M = TypeVar("M", bound=BaseModel)
@@ -326,6 +328,15 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=about, epilog=more, formatter_class=formatter)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises `ConfigError` for an argument with a NUL, which no file or folder can have in its name."""
+        for option, text in zip(["", *args], args):
+            key, equals, value = text.partition("=")
+            if "\0" in text:
+                key = key if equals else option if option.startswith("-") else self.prog
+                raise ConfigError(f"{key}: found {reprlib.repr(value or text)}; expected a text without NUL")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` with the nearest option, instead of printing the usage and exiting."""
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -383,6 +394,8 @@ class Frozen(BaseModel):
         for key in values if isinstance(values, Mapping) else ():
             if key not in keys:
                 raise one_of("", key, keys, "key")
+            if isinstance(values[key], str) and "\0" in values[key]:
+                raise ValueError(f".{key}: found {reprlib.repr(values[key])}; expected a text without NUL")
         return values
 
 

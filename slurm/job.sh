@@ -4,10 +4,12 @@
 #
 # Arguments: those of `hzero train`. Variables of the script, which pass as in `sbatch --export=HZERO_RESTARTS=5 ...`:
 #   HZERO_CHECK      0: no check of keys and nodes before training
-#   HZERO_RESTARTS   how often the job may be started again (20)
+#   HZERO_RESTARTS   how often the job may be started again (0)
 # shellcheck source=slurm/ranks.sh
 source "$SLURM_SUBMIT_DIR/slurm/ranks.sh"
-restart=${SLURM_RESTART_COUNT:-0}
+restart=${SLURM_RESTART_COUNT:-0} restarts=${HZERO_RESTARTS:-0}
+# Slurm starts a job again whose node has died, unless the job forbids it.
+[ "$restart" -lt "$restarts" ] || scontrol update "JobId=$SLURM_JOB_ID" Requeue=0
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
 # Its folder has the job's name, so that a second job of the same name resumes it. A job that has none of its own has its number.
@@ -77,7 +79,7 @@ case $status in
   ;;
 esac
 [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != COMPLETING ] || cancelled="ended by scancel or the time limit"
-if [ -n "$again" ] && [ -z "$cancelled" ] && [ "$restart" -lt "${HZERO_RESTARTS:-20}" ]; then
+if [ -n "$again" ] && [ -z "$cancelled" ] && [ "$restart" -lt "$restarts" ]; then
   say "$again; the job is started again"
   # It ends this script, unless the site does not allow it.
   scontrol requeue "$SLURM_JOB_ID" && exit "$status"

@@ -37,6 +37,12 @@ work=$(mktemp -d "${target%/*}/setup_env.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 from=() torch_from=(--index-url https://download.pytorch.org/whl/rocm7.1)
 if [ -n "${HZERO_WHEELS:-}" ]; then from=(--no-index --find-links "$HZERO_WHEELS") torch_from=("${from[@]}"); fi
+# The tested versions of all packages but those that the machine decides, and torch's compiler.
+pins() {
+  local own
+  own=$(IFS='|' && echo "$*")
+  grep -vE "^(#|($own|triton)==)" constraints/tested.txt >"$work/pins.txt"
+}
 # Compiles the kernels for gfx90a; a missing hipcc is an error.
 export HZERO_BACKEND=hip PIP_NO_CACHE_DIR=1
 
@@ -45,10 +51,11 @@ if [ "$machine" = frontier ]; then
   conda create --yes --quiet -p "$work/env" -c conda-forge python=3.12 conda-pack
   pip() { "$work/env/bin/python" -m pip install "$@"; }
   pip torch==2.10.0 "${torch_from[@]}"
+  pins torch
   # Against Cray MPICH and its library for GPUs, with this machine's compiler: a wheel would bring another MPI. [torch]
-  MPICC="cc -shared" pip --no-binary=mpi4py "${from[@]}" mpi4py
-  "$work/env/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$work/torch.txt"
-  pip -c "$work/torch.txt" "${from[@]}" ".[train,data]"
+  MPICC="cc -shared" pip -c "$work/pins.txt" --no-binary=mpi4py "${from[@]}" mpi4py
+  "$work/env/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >>"$work/pins.txt"
+  pip -c "$work/pins.txt" "${from[@]}" ".[train,data]"
   "$work/env/bin/python" -m hzero --version
   "$work/env/bin/conda-pack" --quiet -p "$work/env" -o "$work/packed.tar.gz"
   mv "$work/packed.tar.gz" "$target"
@@ -57,8 +64,10 @@ else
   mkdir "$work/user-software"
   inside() { singularity exec -B "$work/user-software:/user-software" -B "$PWD" "$HZERO_ENV" "$@"; }
   inside python -m venv --system-site-packages /user-software
-  inside /user-software/bin/python -m pip list --format=freeze | grep -iE '^(torch|deepspeed|numpy|mpi4py)==' >"$work/user-software/container.txt"
-  inside /user-software/bin/python -m pip install -c /user-software/container.txt "${from[@]}" ".[train]"
+  inside /user-software/bin/python -m pip list --format=freeze | grep -iE '^(torch|deepspeed|numpy|mpi4py)==' >"$work/container.txt"
+  pins torch deepspeed numpy mpi4py
+  cat "$work/container.txt" "$work/pins.txt" >"$work/user-software/pins.txt"
+  inside /user-software/bin/python -m pip install -c /user-software/pins.txt "${from[@]}" ".[train]"
   inside /user-software/bin/python -m hzero --version
   mksquashfs "$work/user-software" "$work/packed.sqsh" -quiet -no-progress
   mv "$work/packed.sqsh" "$target"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hzero.files import distrust, expanded, read_json, read_text, read_whole, replacing
+from hzero.files import distrust, expanded, read_json, read_text, read_whole, regular, replacing
 from hzero.validation import ConfigError
 
 
@@ -72,9 +72,9 @@ def test_what_cannot_be_read_whole_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "closed").touch(0)
     for name, read, says in (
         ("none", read_whole, "none: cannot be read: no such file or directory"),
-        ("pipe", read_whole, "pipe: is not a regular file"),
-        ("/dev/zero", read_whole, "/dev/zero: is not a regular file"),
-        (".", read_whole, ": is not a regular file"),
+        ("pipe", read_whole, "pipe: cannot be read: not a regular file"),
+        ("/dev/zero", read_whole, "/dev/zero: cannot be read: not a regular file"),
+        (".", read_whole, ": cannot be read: not a regular file"),
         ("loop", read_whole, "loop: cannot be read: too many levels of symbolic links"),
         ("n\0", read_whole, "cannot be read: embedded null byte"),
         ("\ud800", read_whole, "\\ud800: cannot be read"),
@@ -91,3 +91,30 @@ def test_what_cannot_be_read_whole_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             read(name if name[0] in "~/" else tmp_path / name)  # type: ignore[operator]
         assert says in str(error.value) and str(error.value).isprintable(), error.value
+
+
+def test_links_and_pipes_in_our_folders_are_refused_at_once(tmp_path: Path) -> None:
+    """Another user may have made them, to have a file of this user overwritten."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "link").symlink_to("victim")
+    (tmp_path / "dangling").symlink_to("new")
+    os.mkfifo(tmp_path / "pipe")
+    write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    for name, says in (
+        ("link", "a symbolic link"),
+        ("dangling", "a symbolic link"),
+        ("pipe", "not a regular file"),
+        ("n\0", "embedded null byte"),
+    ):
+        for flags in (os.O_RDONLY, write):
+            with pytest.raises(OSError, match=says) as error:
+                regular(tmp_path / name, flags)
+            assert error.value.filename == str(tmp_path / name)
+        with pytest.raises(ConfigError, match=f"cannot be read: {says}"):
+            read_whole(tmp_path / name, links=False)
+    assert (tmp_path / "victim").read_text() == "precious" and not (tmp_path / "new").exists()
+    with pytest.raises(OSError, match="embedded null byte"), replacing(tmp_path / "n\0"):
+        pass
+    with open(tmp_path / "new", "a", opener=regular) as file:
+        file.write("text")
+    assert (tmp_path / "new").read_text() == "text"

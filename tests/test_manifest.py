@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hzero
+from hzero import manifest
 from hzero.deepspeed.checkpoint import CheckpointFiles
 from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, publish, reason_of, recover
 
@@ -93,9 +94,10 @@ def test_a_note_or_a_file_that_changed_is_named(tmp_path: Path) -> None:
         note.write()  # the file system has lost what was written
     path = note.folder / NOTE
     text, found = path.read_text(), json.loads(path.read_text())
+    found.pop("sha256")
     notes = [{**found, "step": None}, {**found, "files": {"../other": [1, ""]}}, {**found, "files": {}}, [found]]
     for changed in (text[:-9], text.replace("12", f"1{'0' * 5000}"), "[" * 100_000, *map(json.dumps, notes)):
-        path.write_text(changed)
+        path.write_text(manifest._sealed(changed))
         with pytest.raises(IncompleteError, match=rf"one' is incomplete: its {NOTE} cannot be read"):
             Manifest.read(note.folder)
         assert not complete_in(tmp_path)
@@ -103,6 +105,30 @@ def test_a_note_or_a_file_that_changed_is_named(tmp_path: Path) -> None:
     os.mkfifo(path)  # never waits for a writer
     with pytest.raises(IncompleteError, match="cannot be read"):
         Manifest.read(note.folder)
+
+
+def test_every_flipped_bit_of_a_note_is_found(tmp_path: Path) -> None:
+    folder = _written(tmp_path / "one", 12).folder
+    content = (folder / NOTE).read_bytes()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        (folder / NOTE).write_bytes(changed)
+        with pytest.raises(IncompleteError, match="or has changed"):
+            Manifest.read(folder)
+    (folder / NOTE).write_bytes(content)
+    assert Manifest.read(folder).step == 12
+
+
+@pytest.mark.parametrize("name", ["pipe", "zero", "link", "n\0"])
+def test_a_note_of_what_is_no_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    """Their sizes are 0, but reading the first two never ends."""
+    note, digest = _written(tmp_path / "one", 1), hashlib.sha256(b"").hexdigest()
+    os.mkfifo(note.folder / "pipe")
+    (note.folder / "zero").symlink_to("/dev/zero")
+    (note.folder / "link").symlink_to(NAME.replace("optim", "model"))
+    found = note.model_copy(update={"files": {name: (0, digest)}})
+    assert "cannot be read: " in (found.changed() or "") and "cannot be read: " in (found.changed(hashes=False) or "")
 
 
 def test_a_save_that_was_cut_short_before_it_had_its_name_gets_it(tmp_path: Path) -> None:
@@ -128,7 +154,7 @@ def test_a_save_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> 
     assert Manifest.read(tmp_path / "last") == note and len(list(tmp_path.iterdir())) == 1
 
 
-def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path) -> None:
+def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own error would give a position in its archive."""
     state = {"a": torch.arange(100_000), "b": [torch.ones(3)]}
     with HashedFile(tmp_path / "whole.pt") as whole:
@@ -137,6 +163,7 @@ def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path) -> None:
     content = (tmp_path / "whole.pt").read_bytes()
     assert (size, whole.hash.hexdigest()) == (len(content), hashlib.sha256(content).hexdigest())
     assert torch.equal(torch.load(tmp_path / "whole.pt", weights_only=True, mmap=True)["a"], state["a"])
+    monkeypatch.setattr(manifest, "regular", os.open)
     with pytest.raises(Exception) as error, HashedFile("/dev/full") as full:
         torch.save(state, full)
     assert reason_of(error.value) == os.strerror(errno.ENOSPC)

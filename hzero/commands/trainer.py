@@ -28,6 +28,7 @@ from hzero.data.corpus import Corpus
 from hzero.deepspeed.checkpoint import save_together
 from hzero.deepspeed.refusals import check_written
 from hzero.experiment import Experiment, checkpoint_folder, transformers_config
+from hzero.files import regular
 from hzero.launch import UNFINISHED
 from hzero.plan.scenario import check_as_run
 from hzero.terminal import size_text
@@ -343,7 +344,7 @@ class _Progress(TrainerCallback):
         step, last = state.global_step, state.max_steps
         began, self._began = self._began, time.perf_counter()
         row = {"step": step, "loss": logs["loss"], "seconds": round(self._began - began, 6)}
-        with self._file.open("a") as file:  # flushed at once, since a run may be killed
+        with open(self._file, "a", opener=regular) as file:  # flushed at once, since a run may be killed
             print(json.dumps(row), file=file)
         self._bar.set_postfix_str(f"loss {logs['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
@@ -370,4 +371,5 @@ class _Trace(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and state.global_step == self._step:
             self._profile.stop()
+            os.close(regular(self._file, os.O_WRONLY | os.O_CREAT))  # torch would follow a link
             self._profile.export_chrome_trace(str(self._file))

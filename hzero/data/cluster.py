@@ -1,15 +1,19 @@
-"""A Dask cluster: processes of this host, or the ranks of this job under mpiexec and srun."""
+"""Workers: processes of this host, or a Dask cluster of the ranks of this job under mpiexec and srun."""
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
+import dask
+from dask.system import CPU_COUNT
 from distributed import Client, Scheduler, SchedulerPlugin, Status
 
 from hzero.launch import die_with_parent, rank_variables
@@ -17,14 +21,47 @@ from hzero.validation import ConfigError, of_all_ranks
 
 
 @contextlib.contextmanager
-def cluster(workers: int | None = None) -> Iterator[Client]:
-    """Starts a Dask cluster of workers with one thread each, and ends it.
+def workers(count: int | None = None) -> Iterator[Executor]:
+    """Starts workers with one thread each, and ends them.
 
-    A single process starts workers on this host, and a worker that dies is started again. Under mpiexec or srun, rank 0 is
-    the client, rank 1 the scheduler and every other rank a worker, with messages over MPI; a rank that dies ends the job.
+    A single process starts workers on this host. They share pipes with it and open no port, which every user of the host could
+    reach. Under mpiexec or srun, the workers are ranks, see `cluster`.
 
     Args:
-        workers: Number of workers. The default is one for each core, or for each rank but two.
+        count: Number of workers. The default is one for each core, or for each rank but two.
+
+    Yields:
+        The executor. A rank that is not the client's serves the cluster instead, and then raises ``SystemExit``.
+
+    Raises:
+        ConfigError: See `cluster`.
+    """
+    if rank_variables():
+        with cluster(count) as client:
+            yield client.get_executor(pure=False)
+        return
+    pool = ProcessPoolExecutor(count or CPU_COUNT, multiprocessing.get_context("spawn"), _begin)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """Lets a worker end with its parent, and silently upon Ctrl-C, which reaches both."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def cluster(workers: int | None = None) -> Iterator[Client]:
+    """Makes a Dask cluster of the ranks of this job, and ends it.
+
+    Rank 0 is the client, rank 1 the scheduler and every other rank a worker with one thread. Messages travel over MPI. A rank
+    that dies ends the job.
+
+    Args:
+        workers: Number of workers. The default is one for each rank but two.
 
     Yields:
         The client. A rank that is not the client's serves the cluster instead, and then raises ``SystemExit``.
@@ -34,13 +71,8 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     """
     variables = rank_variables()
     ranks = int(variables.get("WORLD_SIZE", 1))
-    if ranks == 1:
-        # Port 0: a busy port of the dashboard is no reason for a warning.
-        with Client(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as client:
-            yield client
-        return
     if "mpi4py.MPI" not in sys.modules:  # MPI would not survive a fork
-        _go_on_in_a_child(f"rank {variables['RANK']} on {socket.gethostname()}")
+        _go_on_in_a_child(f"rank {variables.get('RANK')} on {socket.gethostname()}")
     from dask_mpi import initialize
 
     from hzero.data.mpi import HOST, WORLD
@@ -52,8 +84,11 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     # dask-mpi makes the client of the second rank. Here it is rank 0, which reports errors at once.
     order = WORLD.Split(key=(1, 0, *range(2, ranks))[WORLD.rank])
-    options = {"exit": False, "dashboard": False, "dashboard_address": ":0"}
-    if not initialize(protocol="mpi", comm=order, worker_options={"name": f"rank {WORLD.rank} on {HOST}"}, **options):
+    # Dask cannot do without its HTTP servers. These have no pages, and no other host reaches them.
+    dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
+    local = {"dashboard_address": "127.0.0.1:0"}
+    worker = {"name": f"rank {WORLD.rank} on {HOST}", **local}
+    if not initialize(protocol="mpi", comm=order, worker_options=worker, exit=False, dashboard=False, **local):
         raise SystemExit(0)
     with Client() as client:
         try:

@@ -98,7 +98,7 @@ def _trained(files: dict[str, list[int]], vocab: int, output: Path, say: Callabl
     from transformers import PreTrainedTokenizerFast
 
     if (output / shards.IDENTITY).is_file():
-        found = Tokenizer.from_str(read_json(output / shards.IDENTITY, limit=1 << 32)["tokenizer.json"])
+        found = Tokenizer.from_str(read_json(output / shards.IDENTITY, limit=1 << 32, links=False)["tokenizer.json"])
     else:
         say(f"training a tokenizer of {vocab:,} tokens (once; kept in {output})")
         texts = (text for _, chunk in shards.chunks(files, _LIMIT) for text, *_ in shards.read(*chunk, _LIMIT))

@@ -4,7 +4,10 @@ A connection is one of Dask's over TCP, on which only the handshake travels, and
 head. So Dask listens, connects and closes as usual, and a process that waits sleeps in the kernel, since no call of MPI does. If
 a peer dies, the system closes its end over TCP, which soon ends the calls that wait for its messages over MPI. In the handshake
 each end names its rank and the tag of the messages to it. A tag is used again when its connection is closed, after what nobody
-has read is received. With a process of another job, or one without MPI, whole messages travel over TCP.
+has read is received.
+
+Anyone who reaches a port can connect, and Dask's handshake runs code. So before it, both ends prove that they have the job's key,
+which rank 0 sends to all ranks over MPI. Only ranks of one job can connect.
 
 A message is a head and its frames. Short frames are in the head. Each other frame follows as a message of MPI, from the memory
 into which Dask serialised and into the memory from which Dask deserialises, both of which may be a GPU's. MPI makes progress
@@ -17,8 +20,10 @@ Use any Dask launcher that starts processes as ranks, such as dask-mpi with ``pr
 
 import asyncio
 import atexit
+import contextlib
+import hmac
 import itertools
-import os
+import secrets
 import sys
 import threading
 import time
@@ -39,8 +44,8 @@ from tornado.iostream import IOStream, StreamClosedError
 from hzero.validation import ConfigError
 
 HOST, WORLD = MPI.Get_processor_name(), MPI.COMM_WORLD
-#: Tells MPI jobs apart: the number of ranks, which is not enough for one, and the names of Slurm and PALS.
-JOB = repr([WORLD.size, WORLD.size > 1 or os.urandom(8), *map(os.getenv, ("SLURM_JOBID", "SLURM_STEPID", "PALS_APID"))])
+#: Key of the rank and the tag in a handshake.
+JOB = "hzero rank and tag"
 #: The tags of messages, in turn: large ones, since programs use small ones. Every MPI has 32,767, so at least `MOST` of them.
 TAGS, MOST = itertools.cycle(range(16384, int(WORLD.Get_attr(MPI.TAG_UB) or 32767))), 16383
 #: Bytes of a frame that is in a head, which MPIs send at once, and of a part of a frame, which every MPI can count.
@@ -49,6 +54,14 @@ SHORT, LONGEST = 1 << 12, 1 << 30
 BUSY_S, PAUSE_S = 0.05, 0.01
 #: Seconds after which nothing more of a closed connection's messages travels, and that the end of the process waits for messages.
 LINGER_S, FLUSH_S = 1.0, 10.0
+
+#: The job's key, and the messages that carry it. Its tag precedes those of connections.
+_key = bytearray(secrets.token_bytes(32)) if WORLD.rank == 0 else bytearray(32)
+_keys = (
+    [WORLD.Isend(_key, rank, 16383) for rank in range(1, WORLD.size)]
+    if WORLD.rank == 0
+    else [WORLD.Irecv(_key, 0, 16383)]
+)
 
 _comms: weakref.WeakValueDictionary[int, "MpiComm"] = weakref.WeakValueDictionary()  # by tag
 _loops: weakref.WeakSet[Any] = weakref.WeakSet()  # which let MPI make progress
@@ -150,7 +163,7 @@ class MpiComm(TCP):
 
     async def write(self, msg: Any, serializers: Any = None, on_error: str = "message") -> int:
         """Sends a message. Returns its bytes when they may be changed."""
-        if JOB not in self.remote_info:  # the handshake, or another job
+        if JOB not in self.remote_info:  # the handshake
             return int(await super().write(msg, serializers, on_error))
         if serializers is None and "cupy" in sys.modules:
             from hzero.comm.mpi_wires import gpu_aware  # imports torch
@@ -201,16 +214,42 @@ class MpiComm(TCP):
         self.abort()
 
 
+async def _proves(stream: IOStream, listens: bool) -> bool:
+    """Shows the other end of a stream that this one has the job's key, and returns whether the other end has it."""
+    if WORLD.rank:
+        MPI.Request.Waitall(_keys)
+    roles, ours = (b"listens", b"connects")[:: 1 if listens else -1], secrets.token_bytes(32)
+    await stream.write(ours)
+    await stream.write(hmac.digest(_key, roles[0] + await stream.read_bytes(32), "sha256"))
+    return hmac.compare_digest(hmac.digest(_key, roles[1] + ours, "sha256"), await stream.read_bytes(32))
+
+
 class MpiConnector(TCPConnector):
     """Connects to an address."""
 
     prefix, comm_class = "mpi://", MpiComm  # type: ignore[assignment]
+
+    async def connect(self, *arguments: Any, **options: Any) -> Any:
+        """Raises `CommClosedError` if the listener is of another job."""
+        comm = await super().connect(*arguments, **options)
+        with contextlib.suppress(StreamClosedError):
+            if await _proves(comm.bells, listens=False):
+                return comm
+        comm.abort()
+        raise CommClosedError(f"{comm.peer_address} is of another job")
 
 
 class MpiListener(TCPListener):
     """Accepts connections at an address."""
 
     prefix, comm_class = "mpi://", MpiComm  # type: ignore[assignment]
+
+    async def _prepare_stream(self, stream: IOStream, address: str) -> IOStream | None:
+        with contextlib.suppress(StreamClosedError):
+            if await _proves(stream, listens=True):
+                return stream
+        stream.close()
+        return None
 
 
 class MpiBackend(TCPBackend):

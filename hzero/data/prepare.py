@@ -11,19 +11,19 @@ The keys are in conf/prepare.yaml. The same command completes a job that was int
 
 import fcntl
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, Executor, as_completed
 from typing import Literal
 
 from datasets import load_from_disk
-from distributed import Client, as_completed
 from pydantic import Field
 from tqdm import tqdm
 
 from hzero.data import shards
-from hzero.data.cluster import cluster
+from hzero.data.cluster import workers
 from hzero.data.corpus import read_tokenizer
 from hzero.experiment import Name, composed
-from hzero.files import expanded
-from hzero.validation import ConfigError, Frozen, Parser, library_errors, on_all_ranks, printable, validated
+from hzero.files import expanded, refusing, regular
+from hzero.validation import ConfigError, Frozen, Parser, on_all_ranks, printable, validated
 
 
 class DataGroup(Frozen):
@@ -57,8 +57,8 @@ def run_data(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of conf/prepare.yaml")
     with on_all_ranks():
         settings = settings_of(parser.parse_args(arguments).overrides)
-    with cluster(settings.data.workers) as client:
-        prepare(settings, client)
+    with workers(settings.data.workers) as executor:
+        prepare(settings, executor)
     return 0
 
 
@@ -67,12 +67,11 @@ def settings_of(overrides: Sequence[str]) -> Settings:
     return validated(Settings, composed("prepare", [f"++{override}" for override in overrides]), "")
 
 
-def prepare(settings: Settings, client: Client) -> None:
-    """Prepares a corpus on the workers of a Dask client.
+def prepare(settings: Settings, executor: Executor) -> None:
+    """Prepares a corpus on the workers of an executor.
 
     Raises:
-        ConfigError: The input cannot be read, the output cannot be written or belongs to another job, or a shard ends its
-            workers.
+        ConfigError: The input cannot be read, the output cannot be written or belongs to another job, or a worker died.
     """
     data, length = settings.data, settings.model.seq_length
     source, output = (expanded(path).resolve() for path in (data.path, data.output))
@@ -83,7 +82,7 @@ def prepare(settings: Settings, client: Client) -> None:
         raise ConfigError(f"tokenizer: found {settings.tokenizer!r} without eos_token; expected one, to end documents")
     files, job = shards.files_of(str(source)), (output, tokenizer, length, data.shard_bytes, data.format)
     output.mkdir(parents=True, exist_ok=True)
-    with open(output / shards.LOCK, "w") as lock:
+    with open(output / shards.LOCK, "w", opener=regular) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,10 +92,17 @@ def prepare(settings: Settings, client: Client) -> None:
         work = shards.begin(files, *job)
         suffixes = shards.SUFFIXES[data.format]
         missing = [file for file in work if not all(file.with_suffix(one).is_file() for one in suffixes)]
-        tasks = client.map(shards.write, missing, [work[file] for file in missing], pure=False)
+        tasks = [executor.submit(shards.write, file, work[file]) for file in missing]
         bar = tqdm(as_completed(tasks), "shards", len(work), initial=len(work) - len(missing), unit="", mininterval=1)
-        with library_errors("data.output: cannot write the shards"), bar:
-            written = [task.result() for task in bar]
+        try:
+            with refusing("data.output", output), bar:
+                written = [task.result() for task in bar]
+        except BrokenExecutor:
+            again = "run the same command again, which continues, or with fewer workers"
+            raise ConfigError(f"data.workers: a worker died, perhaps out of memory; {again}") from None
+        finally:
+            for task in tasks:
+                task.cancel()
         shards.begin(shards.files_of(str(source)), *job)  # raises if a file has changed meanwhile
         for left in output.glob(".tokens-*.partial"):  # of workers that were killed
             left.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from hzero.files import expanded, read_json, replacing
+from hzero.files import expanded, read_json, read_text, replacing
 from hzero.validation import ConfigError, library_errors
 
 #: Files of a folder: what it is made of, what a run locks, and what `datasets` reads, which is written last.
@@ -118,7 +118,7 @@ def begin(
     identity = {"data.format": kind, "data.shard_bytes": limit, "model.seq_length": length, "eos_token_id": end}
     identity |= {"tokenizer": hash_of(text), **files, "tokenizer.json": text}
     if (output / IDENTITY).is_file():
-        before = read_json(output / IDENTITY, limit=1 << 32)
+        before = read_json(output / IDENTITY, limit=1 << 32, links=False)
         for name in {**before, **identity}:
             if (found := identity.get(name)) != (wanted := before.get(name)):
                 expected = f"expected {reprlib.repr(wanted)}, as for {output}, or another data.output"
@@ -143,7 +143,7 @@ def complete(output: Path, files: Iterable[Path], tokenizer: Any) -> None:
     empty = dict.fromkeys(("_format_columns", "_format_type", "_split"))
     names = [{"filename": file.name} for file in files if file.suffix == ".arrow"]
     state: dict[str, Any] = {**empty, "_format_kwargs": {}, "_output_all_columns": False, "_data_files": names}
-    state["_fingerprint"] = hash_of((output / IDENTITY).read_text())
+    state["_fingerprint"] = hash_of(read_text(output / IDENTITY, 1 << 32, links=False))
     for name, content in {"dataset_info.json": {}, STATE: state}.items() if names else ():
         with replacing(output / name) as written:
             json.dump(content, written, indent=1)
@@ -259,7 +259,7 @@ def write(file: Path, chunks: Sequence[tuple[Path, int]]) -> tuple[int, int, int
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers already use all cores
     # It would say again, with a traceback, what the client raises.
     logging.getLogger("distributed.worker").disabled = True
-    identity = json.loads((file.parent / IDENTITY).read_bytes())
+    identity = read_json(file.parent / IDENTITY, limit=1 << 32, links=False)
     tokenizer, end = Tokenizer.from_str(identity["tokenizer.json"]), identity["eos_token_id"]
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -42,7 +42,7 @@ from hzero.block import KEY
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import blaming
 from hzero.config import CheckpointConfig
-from hzero.files import read_text, replacing
+from hzero.files import read_text, regular, replacing
 from hzero.manifest import HashedFile, IncompleteError, Manifest, SaveError
 from hzero.validation import ConfigError, attributes, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
 
@@ -213,7 +213,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """Returns the notes of the checkpoints that may be loaded, best first, or the tag of one without a note. Rank 0 only."""
         named, changed = None, 0.0
         with contextlib.suppress(ConfigError, OSError):
-            if latest := read_text(folder / "latest").strip():
+            if latest := read_text(folder / "latest", links=False).strip():
                 named, changed = manifest.location(folder / latest), (folder / "latest").stat().st_mtime
         place = manifest.location(folder / tag) if tag is not None else named
         if tag is None:
@@ -721,8 +721,11 @@ def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> An
     Raises:
         ConfigError: The file needs classes or functions that are not in `_ALLOWED`, is damaged, or is not a file of torch.
     """
-    if not os.path.isfile(path):  # torch would block on a pipe
-        raise ConfigError(f"{path!r} is missing or not a regular file; a run with another dtype has other names")
+    try:
+        os.close(regular(path))  # torch would wait for a pipe
+    except OSError as error:
+        missing = "; a run with another dtype has other names" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path!r} cannot be read: {(error.strerror or '').lower()}{missing}") from None
     try:
         with only_tensors(trust, repr(path)):
             return torch.load(path, map_location, weights_only=not trust, mmap=mmap and zipfile.is_zipfile(path))

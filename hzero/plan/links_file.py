@@ -11,12 +11,12 @@ import math
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, model_validator
 
 from hzero.config import ALGORITHMS, BASE_TIERS, TIERS, Algorithm, NodeAllGather, Tier
 from hzero.files import read_json, refusing, replacing
 from hzero.topology import Grid
-from hzero.validation import ConfigError, Frozen, validated
+from hzero.validation import ConfigError, Frozen, Quantity, validated
 
 
 class LinkRow(Frozen):
@@ -36,9 +36,9 @@ class LinkRow(Frozen):
     ranks: int = Field(ge=2, lt=2**31)
     algorithm: Algorithm
     size_bytes: int = Field(ge=1, lt=2**63)
-    median_us: FiniteFloat = Field(gt=0)
-    min_us: FiniteFloat = Field(gt=0)
-    max_us: FiniteFloat = Field(gt=0)
+    median_us: Quantity
+    min_us: Quantity
+    max_us: Quantity
 
     @property
     def algbw_gb_s(self) -> float:

@@ -68,7 +68,7 @@ class Constant(Frozen):
         source: Name of an entry of ``sources``.
     """
 
-    value: Annotated[FiniteFloat, Field(ge=0)]
+    value: Annotated[FiniteFloat, Field(ge=0, le=1e30)]
     source: str
 
 
@@ -99,7 +99,7 @@ class Profile(Frozen):
     gcds_per_gpu: Positive
     visible: Literal[1] | None = None
     group_nodes: Positive | None = None
-    taper: Annotated[FiniteFloat, Field(ge=1)] = 1.0
+    taper: Annotated[FiniteFloat, Field(ge=1, le=1e6)] = 1.0
     tree_nodes: Positive = 16
     order: CollectiveOrder = "lanes"
     library: str = ""
@@ -114,8 +114,8 @@ class Profile(Frozen):
                 raise one_of("constants", name, CONSTANTS, "key")
             if constant is None:
                 raise ValueError(f"constants.{name}: missing")
-            if constant.value == 0 and (name.endswith("_gb_s") or name in ("compute_tflops", "ll_share", "fill_kib")):
-                raise ValueError(f"constants.{name}.value: found 0; expected more than 0")
+            if constant.value < 1e-9 and (name.endswith("_gb_s") or name in ("compute_tflops", "ll_share", "fill_kib")):
+                raise ValueError(f"constants.{name}.value: found {constant.value:g}; expected at least 1e-9")
             if constant.value > 1 and name.endswith("_share"):
                 raise ValueError(f"constants.{name}.value: found {constant.value:g}; expected a share of at most 1")
             if constant.source not in self.sources:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -379,6 +380,6 @@ def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:
 
 def _bytes_of(text: str) -> int:
     """Parses a size such as ``64GB``. Returns bytes."""
-    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)?", text)) is None:
-        raise ConfigError(f"memory: found {text!r}; expected GB as in memory=64GB")
+    if (found := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GB|GiB)?", text)) is None:
+        raise ConfigError(f"memory: found {reprlib.repr(text)}; expected GB as in memory=64GB")
     return int(float(found[1]) * (2**30 if found[2] == "GiB" else 1e9))

@@ -31,7 +31,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hzero.config import HERE, TopologyConfig
 from hzero.files import read_text, read_whole
 from hzero.topology.machine import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Machine, Nic, bus_id, merge_links
-from hzero.validation import ConfigError, Frozen, did_you_mean, nearest, validated
+from hzero.validation import ConfigError, Frozen, Quantity, did_you_mean, nearest, validated
 
 #: Variable with the path of sysfs, for containers that mount the host's elsewhere.
 SYSFS = "HZERO_SYSFS"
@@ -460,7 +460,7 @@ def _run(command: Sequence[str]) -> str:
 
 Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
 Text = Annotated[str, Field(max_length=100)]
-Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[Quantity, Field(le=1e6)]
 Pair = Annotated[list[Number], Field(min_length=2, max_length=2), AfterValidator(sorted)]
 
 

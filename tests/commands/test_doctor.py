@@ -155,7 +155,7 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--expect", "lumii"], "--expect: found no file 'lumii'"),
         (["--timeout", "nan"], "--timeout: found 'nan'"),
         (["--nodes", "0"], "--nodes: found '0'"),
-        (["/dev/zero"], "/dev/zero: is not a regular file"),
+        (["/dev/zero"], "/dev/zero: cannot be read: not a regular file"),
         ([str(tmp_path / "noise")], "noise: byte 128 is not UTF-8"),
         ([str(twice)], "the key 'preset' is given twice"),
     ):
@@ -419,7 +419,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
     # Topologies.
     ({"topology": "broken.yaml"}, {}, UNUSABLE, "broken.yaml: line 2: is neither YAML nor JSON"),
-    ({"topology": "pipe"}, {}, UNUSABLE, "pipe: is not a regular file"),
+    ({"topology": "pipe"}, {}, UNUSABLE, "pipe: cannot be read: not a regular file"),
     ({"topology": "ambiguous.yaml"}, {}, UNUSABLE, "ambiguous"),
     ({"topology": {**EIGHT, "nodes_per_group": 3}}, {}, UNUSABLE, "nodes_per_group: found 3"),
     ({"topology": "empty"}, {}, UNUSABLE, "found no class/kfd/kfd/topology/nodes in 'empty'"),

@@ -92,6 +92,9 @@ def test_round_trip(tmp_path: Path) -> None:
     [
         ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
         ("rows.0.median_us", float("nan"), "rows.0.median_us: found nan"),
+        ("rows.0.median_us", 1e-300, "rows.0.median_us: found 1e-300; expected"),
+        ("rows.0.max_us", 1e300, "rows.0.max_us: found 1e+300; expected"),
+        ("date", "a\0", "date: found 'a\\x00'; expected a text without NUL"),
         ("rows.0.min_us", 10**400, "rows.0.min_us"),
         ("grid.node", 4, "rows.2.ranks: found 2, but tier node has 4"),
         ("rows.1.algorithm", "broadcast", "rows.1.algorithm: found 'broadcast'"),

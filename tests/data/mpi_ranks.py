@@ -11,6 +11,7 @@ import faulthandler
 import itertools
 import pkgutil
 import re
+import socket
 import sys
 import time
 import tracemalloc
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from distributed.comm import Comm, CommClosedError, connect, listen
 from distributed.comm.registry import backends
 from distributed.protocol import to_serialize
@@ -180,14 +182,17 @@ async def check_all_tags_taken(address: str) -> None:
     mpi.TAGS, mpi.MOST = tags, most
 
 
-async def check_another_job(address: str) -> None:
-    """Its ranks have the same numbers, so nothing may travel over MPI."""
-    if WORLD.size > 1:  # otherwise the other end would be of the other job too
-        job, mpi.JOB = mpi.JOB, "another"
-        async with connected(address) as comm:
-            array = np.arange(3_000_001)
-            assert "another" not in comm.remote_info and np.array_equal(*await answered(comm, array), array)
-        mpi.JOB = job
+async def check_strangers(address: str) -> None:
+    """Whoever connects without the job's key learns nothing that helps, and nothing that it sends is read."""
+    host, port = address.removeprefix("mpi://").rsplit(":", 1)
+    for proof in (None, bytes(32)):
+        reader, writer = await asyncio.open_connection(host, port)
+        theirs = await reader.readexactly(32)
+        writer.write(theirs)  # to have the listener prove to itself
+        mirrored = await wait_for(reader.readexactly(32), 20)
+        writer.write(mirrored if proof is None else proof)
+        assert await wait_for(reader.read(), 20) == b"", "the handshake has begun"
+        writer.close()
 
 
 async def check_errors(address: str) -> None:
@@ -304,9 +309,30 @@ async def opened() -> Comm:
     return comm
 
 
+#: Addresses at which this process listened before the cluster: MPI's, and those of the checks.
+BEFORE: set[tuple[str, int]] = set()
+
+
+def listening() -> set[tuple[str, int]]:
+    """The addresses at which this process listens for the cluster."""
+    every = psutil.Process().net_connections("tcp")
+    return {one.laddr for one in every if one.status == psutil.CONN_LISTEN} - BEFORE
+
+
+def asks_for_proof(host: str, port: int) -> bool:
+    """Whether a listener begins as those of ``mpi://`` do, instead of waiting for a request."""
+    with socket.create_connection((host, port), 5) as stream:
+        stream.settimeout(2)
+        try:
+            return len(stream.recv(32)) == 32
+        except TimeoutError:
+            return False
+
+
 def cluster_checks() -> None:
     from hzero.data.cluster import cluster
 
+    BEFORE.update(listening())
     with cluster() as client:
         import dask.array as da
         import dask.dataframe as dd
@@ -322,6 +348,10 @@ def cluster_checks() -> None:
         wanted = left.merge(right, on="key")
         assert merged.sort_values("a").reset_index(drop=True).equals(wanted.sort_values("a").reset_index(drop=True))
         print("ok merged", flush=True)
+        for addresses in (*client.run(listening).values(), client.run_on_scheduler(listening)):
+            others = [(host, port) for host, port in addresses if host != "127.0.0.1"]
+            assert others and all(asks_for_proof(host, port) for host, port in others), addresses
+        print("ok ports", flush=True)
         workers = client.scheduler_info()["workers"]
         assert len(workers) == WORLD.size - 2 and all(address.startswith("mpi://") for address in workers)
     print("ok ended", flush=True)

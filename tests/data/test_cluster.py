@@ -1,13 +1,24 @@
-"""Clusters of Dask on this host and on ranks of MPI."""
+"""Workers on this host."""
 
 from __future__ import annotations
 
 import os
 
-from hzero.data.cluster import cluster
+import psutil
+
+from hzero.data.cluster import workers
 
 
-def test_local_workers_are_processes() -> None:
-    with cluster(2) as client:
-        places = client.gather(client.map(lambda _: os.getpid(), range(8), pure=False))
-    assert os.getpid() not in places and 1 <= len(set(places)) <= 2
+def sockets(_: object = None) -> tuple[int, list[str]]:
+    """This process, and its sockets of all families, but those of event loops to themselves."""
+    return os.getpid(), [str(one) for one in psutil.Process().net_connections("inet")]
+
+
+def test_local_workers_are_processes_without_ports() -> None:
+    before = sockets()
+    with workers(2) as executor:
+        found = list(executor.map(sockets, range(8)))
+        assert sockets() == before
+    places = {pid for pid, _ in found}
+    assert os.getpid() not in places and 1 <= len(places) <= 2
+    assert not any(listed for _, listed in found), "other users could reach the workers"

@@ -15,7 +15,14 @@ from tests.ranks import LONG, ROOT, environment, mpiexec
 pytest.importorskip("dask_mpi", reason="dask-mpi is not installed (extra data)")
 
 RANKS = (ROOT / "tests/data/mpi_ranks.py").read_text()
-CHECKS = [*re.findall(r"^async def (check_\w+)", RANKS, re.MULTILINE), "aborted", "transposed", "merged", "ended"]
+CHECKS = [
+    *re.findall(r"^async def (check_\w+)", RANKS, re.MULTILINE),
+    "aborted",
+    "transposed",
+    "merged",
+    "ports",
+    "ended",
+]
 
 DIES = """
 import os, signal, time

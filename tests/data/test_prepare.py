@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,9 @@ from tests.ranks import LONG, ROOT, environment, mpiexec, run
 if find_spec("distributed") is None or find_spec("datasets") is None:
     pytest.skip("the extras data and train are not installed", allow_module_level=True)
 
-from distributed import Client
-
 from hzero import cli
 from hzero.data import corpus, shards
-from hzero.data.cluster import cluster
+from hzero.data.cluster import workers
 from hzero.data.prepare import prepare, settings_of
 from hzero.experiment import compose
 from hzero.validation import ConfigError
@@ -81,8 +80,8 @@ def one(place: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with cluster(2) as found:
+def executor() -> Iterator[Executor]:
+    with workers(2) as found:
         yield found
 
 
@@ -113,47 +112,48 @@ def test_rows_are_the_documents_of_each_shard(place: Path, one: dict[str, str]) 
     assert row == len(found)
 
 
-def test_the_output_does_not_depend_on_the_workers(place: Path, one: dict[str, str], client: Client) -> None:
-    prepare(settings_of(words(place, "two")), client)
+def test_the_output_does_not_depend_on_the_workers(place: Path, one: dict[str, str], executor: Executor) -> None:
+    prepare(settings_of(words(place, "two")), executor)
     assert content(place / "two") == one
-    client.cluster.scale(4)
-    client.wait_for_workers(4, timeout=60)
-    prepare(settings_of(words(place, "four")), client)
+    with workers(4) as four:
+        prepare(settings_of(words(place, "four")), four)
     assert content(place / "four") == one
 
 
-def test_a_killed_worker_costs_its_shard_only(place: Path, client: Client) -> None:
-    large = place / "large"
-    large.mkdir()
-    for name in "abcdef":
-        (large / f"{name}.txt").write_text(f"{name} long text of some words\n" * 7_000)
-    more = [f"data.path={large}", "data.shard_bytes=210_000"]
-    prepare(settings_of(words(place, "quiet", *more)), client)
-    killed = []
+def test_after_a_worker_was_killed_the_next_start_continues(place: Path, one: dict[str, str]) -> None:
+    with workers(2) as executor:
+        for _ in executor.map(abs, range(8)):  # so that both have started
+            pass
+        killed = next(iter(executor._processes))  # type: ignore[attr-defined]
+        kill = threading.Thread(target=_kill_with, args=(place / "killed", killed))
+        kill.start()
+        with pytest.raises(ConfigError, match=r"^data.workers: a worker died, perhaps out of memory; run the same"):
+            prepare(settings_of(words(place, "killed")), executor)
+        kill.join()
+    with workers(1) as executor:
+        prepare(settings_of(words(place, "killed")), executor)
+    assert content(place / "killed") == one
 
-    def kill() -> None:
-        pids, deadline = client.run(os.getpid), time.monotonic() + 60
-        while not killed and time.monotonic() < deadline:
-            if busy := [worker for worker, tasks in client.processing().items() if tasks]:
-                os.kill(pids[busy[0]], signal.SIGKILL)
-                killed.append(busy[0])
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    prepare(settings_of(words(place, "killed", *more)), client)
-    thread.join()
-    assert killed and content(place / "killed") == content(place / "quiet")
+def _kill_with(folder: Path, pid: int) -> None:
+    """Ends a worker when the first shard is there."""
+    while not list(folder.glob("*.arrow")):
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def files_of_at_most(client: Client, size: int) -> Iterator[None]:
+def files_of_at_most(executor: Executor, size: int) -> Iterator[None]:
     """The kernel refuses larger files of the workers, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    client.run(resource.setrlimit, resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        client.run(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+    kind, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in executor.map(abs, range(8)):
+        pass
+    pids = list(executor._processes)  # type: ignore[attr-defined]
+    for pid in pids:
+        resource.prlimit(pid, kind, (size, before[1]))
+    yield
+    for pid in pids:
+        resource.prlimit(pid, kind, before)
 
 
 class _Full:
@@ -172,13 +172,13 @@ def test_a_disk_that_the_tokenizer_fills_has_no_half_of_it(tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_one_error_and_the_next_start_completes(
-    place: Path, one: dict[str, str], client: Client
+    place: Path, one: dict[str, str], executor: Executor
 ) -> None:
     with (
-        files_of_at_most(client, 2000),
-        pytest.raises(ConfigError, match=r"^data.output: .*File too large: .*full/tokens-000..-of-00023.arrow"),
+        files_of_at_most(executor, 2000),
+        pytest.raises(ConfigError, match=r"^data.output: .*full/tokens-000..-of-00023.arrow': File too large"),
     ):
-        prepare(settings_of(words(place, "full")), client)
+        prepare(settings_of(words(place, "full")), executor)
     deadline = time.monotonic() + 20  # other workers may still be writing
     while list((place / "full").rglob("*.partial")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -187,14 +187,14 @@ def test_a_full_disk_is_one_error_and_the_next_start_completes(
         "state.json",
         "tokens-00000-of-00023.arrow",
     }
-    prepare(settings_of(words(place, "full")), client)
+    prepare(settings_of(words(place, "full")), executor)
     assert content(place / "full") == one
 
 
 def test_finished_shards_are_not_written_again(
-    place: Path, one: dict[str, str], client: Client, capsys: pytest.CaptureFixture[str]
+    place: Path, one: dict[str, str], executor: Executor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare(settings_of(words(place, "again")), client)
+    prepare(settings_of(words(place, "again")), executor)
     folder = place / "again"
     files = sorted(folder.glob("*.arrow"))
     for file in (folder / "state.json", files[2], files[4]):
@@ -203,13 +203,13 @@ def test_finished_shards_are_not_written_again(
     (folder / ".thesis.partial").touch()
     before = {file: file.stat().st_mtime_ns for file in files if file.exists()}
     capsys.readouterr()
-    prepare(settings_of(words(place, "again")), client)
+    prepare(settings_of(words(place, "again")), executor)
     assert f"2 of {len(files)} shards written in" in capsys.readouterr().out
     changed = [number for number, file in enumerate(files) if file.stat().st_mtime_ns != before.get(file)]
     (folder / ".thesis.partial").unlink()  # is not this command's, so it has stayed
     assert changed == [2, 4] and content(folder) == one
     files[1].unlink()  # of a complete data set
-    prepare(settings_of(words(place, "again")), client)
+    prepare(settings_of(words(place, "again")), executor)
     assert content(folder) == one
 
 
@@ -221,11 +221,11 @@ def test_finished_shards_are_not_written_again(
         ("data.path={place}/other", r"data.path: .*/a/b/a.jsonl: found None; expected \["),
     ],
 )
-def test_another_job_is_refused(place: Path, one: dict[str, str], client: Client, change: str, says: str) -> None:
+def test_another_job_is_refused(place: Path, one: dict[str, str], executor: Executor, change: str, says: str) -> None:
     (place / "other").mkdir(exist_ok=True)
     (place / "other" / "b.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(ConfigError, match=says):
-        prepare(settings_of([*words(place, "one"), change.format(place=place)]), client)
+        prepare(settings_of([*words(place, "one"), change.format(place=place)]), executor)
     assert content(place / "one") == one
 
 
@@ -260,19 +260,19 @@ BAD: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_named_with_file_and_line(place: Path, client: Client, kind: str, tmp_path: Path) -> None:
+def test_bad_input_is_named_with_file_and_line(place: Path, executor: Executor, kind: str, tmp_path: Path) -> None:
     name, text, says = BAD[kind]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(text)
     if kind == "two kinds":
         (tmp_path / "in" / "b.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=f"^data.path: .*{says}") as error:
-        prepare(settings_of(words(place, "", f"data.path={tmp_path}/in", f"data.output={tmp_path}/out")), client)
+        prepare(settings_of(words(place, "", f"data.path={tmp_path}/in", f"data.output={tmp_path}/out")), executor)
     assert "\n" not in str(error.value)
 
 
 def test_empty_texts_are_left_out_and_named(
-    place: Path, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, executor: Executor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "%s"}\n{"text": ""}\n{"text": null}\n' % ("a b " * 200))
@@ -281,7 +281,7 @@ def test_empty_texts_are_left_out_and_named(
     (tmp_path / "in" / "d.jsonl").write_text('{"text": "d"}\n')
     (tmp_path / "out").mkdir()
     given = [f"data.path={tmp_path}/in", f"data.output={tmp_path}/out"]
-    prepare(settings_of(words(place, "", *given)), client)
+    prepare(settings_of(words(place, "", *given)), executor)
     said = capsys.readouterr().out
     assert "3 documents" in said and f"4 empty texts are left out, such as that at {tmp_path}/in/a.jsonl:2" in said, (
         said
@@ -289,7 +289,7 @@ def test_empty_texts_are_left_out_and_named(
     before = content(tmp_path / "out")
     (tmp_path / "out" / "state.json").unlink()
     sorted((tmp_path / "out").glob("*.arrow"))[1].unlink()
-    prepare(settings_of(words(place, "", *given)), client)
+    prepare(settings_of(words(place, "", *given)), executor)
     assert content(tmp_path / "out") == before
 
 
@@ -303,39 +303,56 @@ def test_links_to_files_are_read_and_links_to_folders_are_not(tmp_path: Path) ->
     assert list(shards.files_of(str(tmp_path / "in"))) == found
 
 
-def test_files_of_others_stay(place: Path, client: Client, tmp_path: Path) -> None:
+def test_files_of_others_stay(place: Path, executor: Executor, tmp_path: Path) -> None:
     (tmp_path / ".mine.partial").mkdir()
     (tmp_path / ".mine.partial" / "x").touch()
     (tmp_path / ".thesis.partial").touch()
     with pytest.raises(ConfigError, match="found other files in"):
-        prepare(settings_of(words(place, "", f"data.output={tmp_path}")), client)
+        prepare(settings_of(words(place, "", f"data.output={tmp_path}")), executor)
     assert sorted(file.name for file in tmp_path.iterdir()) == [".mine.partial", ".thesis.partial"]
     assert (tmp_path / ".mine.partial" / "x").exists()
     (place / "theirs").mkdir()
     (place / "theirs" / shards.IDENTITY).write_text("[1]")
     with pytest.raises(ConfigError, match=r"prepare.json: found \[1\]; expected a JSON object"):
-        prepare(settings_of(words(place, "theirs")), client)
+        prepare(settings_of(words(place, "theirs")), executor)
     assert (place / "theirs" / shards.IDENTITY).read_text() == "[1]"
 
 
-def test_two_runs_do_not_write_one_folder(place: Path, client: Client) -> None:
-    prepare(settings_of(words(place, "locked")), client)
+def test_a_lock_that_is_a_link_or_a_pipe_is_refused(place: Path, executor: Executor, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    lock = tmp_path / "out" / shards.LOCK
+    lock.parent.mkdir()
+    for kind, make in (
+        ("a symbolic link", lambda: lock.symlink_to(tmp_path / "victim")),
+        ("not a regular file", lambda: os.mkfifo(lock)),
+    ):
+        lock.unlink(missing_ok=True)
+        make()
+        with pytest.raises(OSError, match=kind):
+            prepare(settings_of(words(place, "", f"data.output={lock.parent}")), executor)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_two_runs_do_not_write_one_folder(place: Path, executor: Executor) -> None:
+    prepare(settings_of(words(place, "locked")), executor)
     partial = place / "locked" / ".tokens-00003.arrow.0123.partial"  # of the run that has the lock
     partial.touch()
     with open(place / "locked" / shards.LOCK) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"^data.output: found another run that writes"):
-            prepare(settings_of(words(place, "locked")), client)
+            prepare(settings_of(words(place, "locked")), executor)
     assert partial.exists()
     (place / "new").mkdir()
     with open(place / "new" / shards.LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"^data.output: found another run that writes"):
-            prepare(settings_of(words(place, "new")), client)
+            prepare(settings_of(words(place, "new")), executor)
     assert not (place / "new" / shards.IDENTITY).exists()  # the other run has not chosen its settings yet
 
 
-def test_parquet_and_text_give_the_same_ids(place: Path, one: dict[str, str], client: Client, tmp_path: Path) -> None:
+def test_parquet_and_text_give_the_same_ids(
+    place: Path, one: dict[str, str], executor: Executor, tmp_path: Path
+) -> None:
     """Row groups become shards; a file of text is one document, even in several shards."""
     import datasets
     import pyarrow as pa
@@ -351,7 +368,7 @@ def test_parquet_and_text_give_the_same_ids(place: Path, one: dict[str, str], cl
     found = {}
     for name in ("rows", "plain"):
         given = [f"data.path={tmp_path / name}", f"data.output={tmp_path}/out-{name}", "model.seq_length=2"]
-        prepare(settings_of(words(place, "", *given)), client)
+        prepare(settings_of(words(place, "", *given)), executor)
         rows = datasets.load_from_disk(str(tmp_path / f"out-{name}"))
         found[name] = [token for row in rows["input_ids"] for token in row]
     tokenizer = corpus.read_tokenizer(place / "tokenizer", "")
@@ -375,15 +392,15 @@ def _megatron(prefix: Path) -> list[list[int]]:
     return [np.frombuffer(ids, dtype, length, start).tolist() for length, start in zip(lengths, starts)]
 
 
-def test_megatron_reads_the_documents(place: Path, client: Client) -> None:
+def test_megatron_reads_the_documents(place: Path, executor: Executor) -> None:
     given = words(place, "megatron", "data.format=megatron")
-    prepare(settings_of(given), client)
+    prepare(settings_of(given), executor)
     whole, shards = content(place / "megatron"), sorted((place / "megatron").glob("*.idx"))
     assert len(shards) > 5
     assert [document for shard in shards for document in _megatron(shard)] == documents(place)
     shards[1].unlink()  # written after its token ids
     shards[2].with_suffix(".bin").unlink()
-    prepare(settings_of(given), client)
+    prepare(settings_of(given), executor)
     assert content(place / "megatron") == whole
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset

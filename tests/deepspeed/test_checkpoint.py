@@ -90,11 +90,13 @@ def test_what_is_no_file_of_torch_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no pickle")
     (tmp_path / "empty").touch()
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("text")
     names = dict.fromkeys(("cut", "script", "empty", "text"), r"' cannot be loaded as tensors: \w")
     for name, says in {
         **names,
-        "pipe": "' is missing or not a regular file",
-        "none": "' is missing or not a regular file",
+        "pipe": "' cannot be read: not a regular file",
+        "link": "' cannot be read: a symbolic link",
+        "none": "' cannot be read: no such file or directory; a run with another dtype has other names",
     }.items():
         with pytest.raises(ConfigError, match=name + says) as error:
             load(str(tmp_path / name), None, trust=False)

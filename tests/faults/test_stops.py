@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import hzero
+from hzero import stop
 from tests.faults.launch import run
 
 #: Status of torchrun when its ranks end with another one than 0; it prints theirs.
@@ -38,6 +40,17 @@ def test_ranks_stop_after_the_same_step_and_save(way: str, step: int, reason: st
         text = _launch("no", folder, 0)
         assert text.index("goes on after step 3") < text.index("step 4") < text.index("trained")
         assert "\nstep 3\n" not in text
+
+
+def test_the_end_of_an_earlier_job_is_ignored_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000000000")
+    assert stop._ends_at(None) is None and (stop._ends_at("1h") or 0) > time.time() + 3500
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and said[0].startswith("hzero: warning: SLURM_JOB_END_TIME: found 1000000000, a time in"), (
+        said
+    )
 
 
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -357,6 +357,12 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         (["zero.codecs.weights.node=exp"], "codecs.weights.node.codec: found 'exp'; expected none, bf16, int8,"),
         (["model.num_layers=1000000000"], "model.num_layers: found 1000000000"),
         (["topology=frontier", "nodes=1000000000000"], "topology.nodes: found 1000000000000"),
+        ([*FRONTIER, "nodes=2", f"memory={'9' * 400}"], "memory: found '999999999999...9999999999999'; expected GB as in"),
+        ([*NICS, "topology.nic_gbit=1e-320"], "topology.nic_gbit: found 1e-320; expected"),
+        ([*NICS, "topology.bandwidth_gb_s.node=1e-320"], "topology.bandwidth_gb_s.node: found 1e-320; expected"),
+        (["--against", "2", *FRONTIER, "--out", "a\0"], "--out: found 'a\\x00'; expected a text without NUL"),
+        ([*FRONTIER, "nodes=2", "--links", "a\0"], "--links: found 'a\\x00'; expected a text without NUL"),
+        (["model=hf", "model.path=a\0"], "model.path: found 'a\\x00'; expected a text without NUL"),
     ],
 )  # fmt: skip
 def test_input_that_cannot_be_used_is_one_line(

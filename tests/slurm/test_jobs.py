@@ -99,7 +99,7 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
     keys = (*KEYS, f"train.steps={steps}", f"checkpoint.every={40 if FULL else 4}")
     limit = ("--time=2", "--signal=USR1@60") if FULL else ()
     with tempfile.TemporaryDirectory() as folder, forking.python(Path(folder)) as program:
-        cut = jobs.send("cut", *keys, options=limit, HZERO_PYTHON=str(program))
+        cut = jobs.send("cut", *keys, options=limit, HZERO_PYTHON=str(program), HZERO_RESTARTS="9")
         jobs.until(lambda: jobs.losses("cut"), "cut", "the job trains")
         if not FULL:
             slurm.run("scancel", "--signal=USR1", cut)

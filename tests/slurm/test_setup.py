@@ -26,7 +26,7 @@ TOOLS = {
     "conda": """echo "conda $*" >> "$CALLS"
 while [ "$1" != -p ]; do shift; done
 mkdir -p "$2/bin" && cp "$STAND_IN" "$2/bin/python"
-printf '#!/bin/sh\\nwhile [ "$1" != -o ]; do shift; done; echo packed > "$2"\\n' > "$2/bin/conda-pack"
+printf '#!/bin/sh\\nwhile [ "$1" != -o ]; do shift; done; cp "${2%%/*}/pins.txt" "$2"\\n' > "$2/bin/conda-pack"
 chmod +x "$2/bin/conda-pack"
 """,
     "singularity": """echo "singularity $1 $6" >> "$CALLS"
@@ -35,8 +35,16 @@ shift 6
 case $1 in */bin/python | python) shift ;; esac
 exec "$STAND_IN" "$@"
 """,
-    "mksquashfs": 'cp "$1/container.txt" "$2"\n',
+    "mksquashfs": 'cp "$1/pins.txt" "$2"\n',
 }
+
+
+def _pinned(file: Path) -> dict[str, str]:
+    """Versions of constraints, without markers."""
+    return dict(line.split(" ;")[0].split("==") for line in file.read_text().splitlines() if line[0] != "#")
+
+
+TESTED = {name: found for name, found in _pinned(ROOT / "constraints/tested.txt").items() if name != "triton"}
 
 
 def _setup(folder: Path, *arguments: str, **more: str) -> tuple[int, str, list[str]]:
@@ -65,7 +73,8 @@ def _setup(folder: Path, *arguments: str, **more: str) -> tuple[int, str, list[s
 def test_on_frontier_an_archive_is_packed(tmp_path: Path) -> None:
     status, errors, calls = _setup(tmp_path, "frontier", "ABC123")
     assert status == 0, errors
-    assert (tmp_path / "out/hzero.tar.gz").read_text() == "packed\n" and len(list((tmp_path / "out").iterdir())) == 1
+    assert _pinned(tmp_path / "out/hzero.tar.gz") == {**TESTED, "torch": "2.10.0+rocm7.1"}
+    assert len(list((tmp_path / "out").iterdir())) == 1
     expected = (
         "module load PrgEnv-gnu",
         "module load rccl-net-plugin",
@@ -74,8 +83,8 @@ def test_on_frontier_an_archive_is_packed(tmp_path: Path) -> None:
     )
     assert [call[: len(start)] for call, start in zip(calls, expected)] == list(expected)
     assert calls[3].endswith("--index-url https://download.pytorch.org/whl/rocm7.1")
-    assert "python -m pip install --no-binary=mpi4py mpi4py" in calls and "MPICC=cc -shared" in calls
-    assert calls[-2].endswith("torch.txt .[train,data]") and calls[-1] == "python -m hzero --version"
+    assert any(call.endswith("pins.txt --no-binary=mpi4py mpi4py") for call in calls) and "MPICC=cc -shared" in calls
+    assert calls[-2].endswith("pins.txt .[train,data]") and calls[-1] == "python -m hzero --version"
     assert "next: sbatch -A abc123 -N 2 slurm/first_run.sbatch\n" in errors
     assert "first write this path into slurm/frontier.env" in errors
     again = _setup(tmp_path, "frontier", "ABC123")
@@ -89,11 +98,13 @@ def test_on_frontier_an_archive_is_packed(tmp_path: Path) -> None:
 def test_on_lumi_packages_go_over_the_container(tmp_path: Path) -> None:
     status, errors, calls = _setup(tmp_path, "lumi", "project_1", HZERO_WHEELS="/wheels")
     assert status == 0, errors
-    assert (tmp_path / "out/hzero.sqsh").read_text() == "torch==2.10.0+rocm7.0\ndeepspeed==0.19.2\n"
+    containers = {"torch": "2.10.0+rocm7.0", "deepspeed": "0.19.2"}
+    tested = {name: version for name, version in TESTED.items() if name not in ("numpy", "mpi4py")}
+    assert _pinned(tmp_path / "out/hzero.sqsh") == {**tested, **containers}
     assert errors.splitlines()[-2].endswith("--exclusive slurm/first_run.sbatch lumi")
     assert calls[0] == "module load Local-LAIF lumi-aif-singularity-bindings"
     assert "python -m venv --system-site-packages /user-software" in calls
-    install = "python -m pip install -c /user-software/container.txt --no-index --find-links /wheels .[train]"
+    install = "python -m pip install -c /user-software/pins.txt --no-index --find-links /wheels .[train]"
     assert install in calls and calls[-1] == "python -m hzero --version"
 
 
@@ -114,3 +125,27 @@ def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert _setup(tmp_path, "frontier", "X", **broken)[0] == 1
     status, errors, calls = _setup(tmp_path, "frontier", "X", FAIL="mpi4py")
     assert status == 3 and "mpi4py" in calls[-1] and not list((tmp_path / "out").iterdir()), errors
+
+
+@pytest.mark.parametrize(("restarts", "calls"), [(None, ["update JobId=7 Requeue=0"]), ("1", ["requeue 7"])])
+def test_a_job_starts_again_only_on_request(restarts: str | None, calls: list[str], tmp_path: Path) -> None:
+    """Its ranks save and end with status 75. Slurm itself starts a job again that does not forbid it."""
+    tools = {"squeue": "", "scontrol": 'echo "$*" >> "$CALLS"', "srun": 'case "$*" in *"hzero train"*) exit 75 ;; esac'}
+    for name, body in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "slurm").symlink_to(ROOT / "slurm")
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "HZERO_CHECK": "0"}
+    job = {
+        "SUBMIT_DIR": str(tmp_path),
+        "JOB_ID": "7",
+        "JOB_NAME": "hzero",
+        "JOB_NUM_NODES": "1",
+        "NTASKS_PER_NODE": "1",
+    }
+    given |= {f"SLURM_{name}": value for name, value in job.items()} | (
+        {"HZERO_RESTARTS": restarts} if restarts else {}
+    )
+    command = ["bash", "--norc", str(ROOT / "slurm/slurm_local.sbatch")]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 75 and (tmp_path / "calls").read_text().splitlines() == calls, done
