@@ -357,6 +357,10 @@ class StageState(Engine):
                 params = [managed.param for managed in wanted]
                 # An evaluation in inference mode may wait for the gather, and a backward may use its tensors.
                 return Handles([wanted[0].stock["all_gather_coalesced"](params, **how)])
+        if not self.units.begun:
+            self.units.begun = True
+            for managed in cast("list[Managed]", self.weights.mark_written(self.group)):
+                managed.drop()
         for managed in wanted:
             if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: cannot gather, since it is not partitioned: {managed.param.ds_summary()}")
@@ -518,9 +522,11 @@ class Units:
     Attributes:
         of: The unit of a layer, and of each module inside it whose parameters all belong to the unit.
         held: Layers that a forward or backward uses, whose parameters DeepSpeed has requested together.
+        begun: Whether the current forward or backward has gathered parameters.
     """
 
     def __init__(self) -> None:
+        self.begun = False
         self._gathered: dict[Unit, None] = {}
         self._place = -1  # last key of the unit in use; -1 before a forward
         self.of: dict[torch.nn.Module, Unit] = {}
@@ -582,6 +588,7 @@ class Units:
     def end(self) -> None:
         """Drops the units that have been used, at the end of a forward or backward."""
         self.held.clear()
+        self.begun = False
         self._place = -1
         self._drop(unit for unit in self._gathered if unit.used)
 

@@ -63,6 +63,7 @@ class Parameter:
             None if there is no copy, or none yet. The engine sets this and the following attributes.
         chunk: Elements of each shard of the resident copy.
         refreshing: The chain that makes the resident copy, even after it has ended.
+        fingerprint: Checksum of this rank's primary shard at the last refresh, on CPU.
         age: Refreshes with differences since the last refresh with whole weights. None: the next refresh sends whole weights.
     """
 
@@ -79,6 +80,7 @@ class Parameter:
     resident: torch.Tensor | None = None
     chunk: int = 0
     refreshing: Chain[None] | None = None
+    fingerprint: int = 0
     age: int | None = None
 
     @property

@@ -20,8 +20,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
-from hzero.codecs.codec import Codec
+from hzero.codecs.codec import Codec, checksums
 from hzero.codecs.formats import Rows
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import BoundProgram
@@ -104,6 +105,30 @@ class Weights:
         self._gathers.cache_clear()
         self.note_change()
 
+    def mark_written(self, group: dist.ProcessGroup | None) -> list[Parameter]:
+        """Marks parameters whose primary shards any rank has written since their last refresh, in whatever way. Collective.
+
+        Front ends call it before the first unshard of each forward and backward. On a device it marks nothing, since the host
+        would have to wait.
+
+        Args:
+            group: The ranks that call it. None: the world.
+
+        Returns:
+            The marked parameters.
+        """
+        kept = [param for param in self.parameters.values() if param.route.copies and param.key not in self._stale]
+        if self._accelerator is not None or not kept:
+            return []
+        # One rank may have written, and a refresh takes all of them.
+        written = torch.tensor([_fingerprint(param) != param.fingerprint for param in kept], dtype=torch.uint8)
+        self.collectives.lanes.between(dist.all_reduce, written, dist.ReduceOp.MAX, group)
+        found = [param for param, mark in zip(kept, written.tolist()) if mark]
+        for param in found:
+            param.age = None
+        self._mark(found)
+        return found
+
     def _mark(self, params: Iterable[Parameter]) -> None:
         for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():
             self._stale.update((param.key, bucket) for param in bucket)
@@ -182,6 +207,8 @@ class Weights:
         for param, chunk in zip(params, refresh.bucket.chunks):
             param.refreshing, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
+            if self._accelerator is None:
+                param.fingerprint = _fingerprint(param)
             del self._stale[param.key]
         return chain
 
@@ -330,6 +357,11 @@ class Weights:
         else:
             held = copy.view(plan.resident_rows, -1)[plan.rank_row]
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
+
+
+def _fingerprint(param: Parameter) -> int:
+    """Checksum of the bytes of this rank's primary shard."""
+    return int(checksums(param.shard().view(torch.uint8)[None]))
 
 
 def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[_Gather]:
