@@ -9,6 +9,7 @@ the unit.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +160,6 @@ class StageState(Engine):
         group: The ranks over which DeepSpeed partitions. None: the world.
         bucket_numel: Maximum number of elements in a message of a refresh. It is also the limit at the boundary until the
             optimizer sets another one.
-        live_numel: Maximum number of elements of a layer that is gathered as a whole. The block's ``unit_numel`` also applies.
 
     Raises:
         ConfigError: A parameter is partitioned over other ranks.
@@ -171,12 +171,7 @@ class StageState(Engine):
     )
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        config: HZeroConfig,
-        group: dist.ProcessGroup | None,
-        bucket_numel: int,
-        live_numel: int,
+        self, module: torch.nn.Module, config: HZeroConfig, group: dist.ProcessGroup | None, bucket_numel: int
     ) -> None:
         owners = Owners.of(group, config.topology)
         check_partition(module, owners.ranks)
@@ -201,7 +196,8 @@ class StageState(Engine):
         self._all = {one.key: one for one in managed}  # also parameters that a later engine has taken over
         # Weights that every device has completely need no gather.
         whole = all(route.plan.whole_copies for route in routes.values())
-        layers = [] if whole else layers_of(module, min(plan.unit_numel, live_numel))
+        # Not limited by ``stage3_max_live_parameters``, since any unit needs one live layer.
+        layers = [] if whole else layers_of(module, plan.unit_numel)
         self.units = units = Units()
         form_units(units, module, layers)
         # These functions refer to the units only, so that a copy of the model does not copy the engine.
@@ -215,10 +211,12 @@ class StageState(Engine):
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
             how = ""
-            if plan.gather_hops() and not whole:
+            if layers:
                 kinds = Counter(type(layer).__name__ for layer in layers)
                 named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
-                how = f"; gathers by layer ({named})" if named else "; gathers by module"
+                how = f"; gathers by layer ({named})"
+            if plan.gather_hops() and not (whole or layers):
+                how = f"; gathers by module ({_why_by_module(module, config)})"
             as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
             of_parts = "".join(f"; {one.channel} over {one}" for one, _ in parts)
             self.announce(f"{self.described()}{of_parts}{how}{as_bytes}")
@@ -633,6 +631,12 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
             yield layer  # DeepSpeed requests the parameters of one module together anyway
 
     return list(found(module))
+
+
+def _why_by_module(module: torch.nn.Module, config: HZeroConfig) -> str:
+    if config.by_module or not layers_of(module, sys.maxsize):
+        return config.by_module or "no layers found"
+    return f"no layer within unit_numel {config.unit_numel:,}"
 
 
 def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
