@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -25,6 +25,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from deepspeed.utils import z3_leaf_module
 
+from hzero.codecs.codec import FLOAT_DTYPES
+from hzero.codecs.formats import owned_numel
 from hzero.comm import lasting, shared_lanes
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autoep, autotp
@@ -38,6 +40,8 @@ from hzero.validation import attributes, is_rank_0
 
 #: A message with this many elements gets no further unit. Its transfer then takes longer than the latency of a hop.
 _MESSAGE_NUMEL = 1 << 20
+#: Larger values, and values that are not finite, are codes.
+_LARGEST_WEIGHT = 2.0**20
 #: A torch.nn.Parameter with DeepSpeed's attributes (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any
 
@@ -146,6 +150,28 @@ def managed_parameters(
     return found
 
 
+def packed_parameters(module: torch.nn.Module, rank_of: Callable[[ZeroParameter], int]) -> set[ZeroParameter]:
+    """Finds frozen parameters that hold packed codes in a floating dtype, by values that no weight has. Collective.
+
+    A quantisation library may leave no other sign, and a lossy codec would destroy the codes. Read as floating-point numbers,
+    codes have exponents of all sizes.
+
+    Args:
+        module: The model, whose parameters DeepSpeed has partitioned.
+        rank_of: Returns this rank among the owners of a parameter.
+    """
+    param: ZeroParameter
+    frozen = [param for param in module.parameters() if param.dtype in FLOAT_DTYPES and not param.requires_grad]
+    marks = torch.zeros(len(frozen), dtype=torch.uint8)
+    for number, param in enumerate(frozen):
+        shard = param.ds_tensor.detach()
+        owned = shard[: owned_numel(param.ds_numel, shard.numel(), rank_of(param))]  # padding may have any values
+        marks[number] = not bool((owned.abs() < _LARGEST_WEIGHT).all())  # false for NaN
+    if frozen:
+        dist.all_reduce(marks := marks.to(current_device()), dist.ReduceOp.MAX)
+    return {param for param, mark in zip(frozen, marks.tolist()) if mark}
+
+
 class StageState(Engine):
     """hzero's engine for one DeepSpeed engine with ZeRO-3.
 
@@ -177,7 +203,12 @@ class StageState(Engine):
         check_partition(module, owners.ranks)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         parts = autoep.parts(module, config, owners.world)
-        routes, codes = routes_of(module, plan, lambda param: parts[0][0] if autoep.is_expert(param) else None)
+
+        def part_of(param: ZeroParameter) -> ShardPlan | None:
+            return parts[0][0] if autoep.is_expert(param) else None
+
+        packed = packed_parameters(module, lambda param: (part_of(param) or plan).rank)
+        routes, codes = routes_of(module, plan, part_of, packed)
         self.module = module
         lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
         model = module, config, owners.world
