@@ -160,15 +160,14 @@ def packed_parameters(module: torch.nn.Module, rank_of: Callable[[ZeroParameter]
         module: The model, whose parameters DeepSpeed has partitioned.
         rank_of: Returns this rank among the owners of a parameter.
     """
-    param: ZeroParameter
-    frozen = [param for param in module.parameters() if param.dtype in FLOAT_DTYPES and not param.requires_grad]
-    marks = torch.zeros(len(frozen), dtype=torch.uint8)
-    for number, param in enumerate(frozen):
-        shard = param.ds_tensor.detach()
-        owned = shard[: owned_numel(param.ds_numel, shard.numel(), rank_of(param))]  # padding may have any values
-        marks[number] = not bool((owned.abs() < _LARGEST_WEIGHT).all())  # false for NaN
+    params: list[ZeroParameter] = list(module.parameters())
+    frozen = [param for param in params if param.dtype in FLOAT_DTYPES and not param.requires_grad]
+    # Without the padding, which may have any values.
+    owned = [one.ds_tensor[: owned_numel(one.ds_numel, len(one.ds_tensor), rank_of(one))] for one in frozen]
+    odd = [not bool((shard.abs() < _LARGEST_WEIGHT).all()) for shard in owned]  # true for NaN
+    marks = torch.tensor(odd, dtype=torch.uint8, device=current_device())
     if frozen:
-        dist.all_reduce(marks := marks.to(current_device()), dist.ReduceOp.MAX)
+        dist.all_reduce(marks, dist.ReduceOp.MAX)
     return {param for param, mark in zip(frozen, marks.tolist()) if mark}
 
 
@@ -203,12 +202,9 @@ class StageState(Engine):
         check_partition(module, owners.ranks)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         parts = autoep.parts(module, config, owners.world)
-
-        def part_of(param: ZeroParameter) -> ShardPlan | None:
-            return parts[0][0] if autoep.is_expert(param) else None
-
-        packed = packed_parameters(module, lambda param: (part_of(param) or plan).rank)
-        routes, codes = routes_of(module, plan, part_of, packed)
+        of_experts = {param: parts[0][0] for param in module.parameters() if autoep.is_expert(param)}
+        packed = packed_parameters(module, lambda param: of_experts.get(param, plan).rank)
+        routes, codes = routes_of(module, plan, of_experts.get, packed)
         self.module = module
         lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
         model = module, config, owners.world
@@ -241,11 +237,9 @@ class StageState(Engine):
             self._hooks.append(module.register_forward_pre_hook(self._enter_mode, prepend=True))
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
-            how = ""
-            if layers:
-                kinds = Counter(type(layer).__name__ for layer in layers)
-                named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
-                how = f"; gathers by layer ({named})"
+            kinds = Counter(type(layer).__name__ for layer in layers)
+            named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
+            how = f"; gathers by layer ({named})" if layers else ""
             if plan.gather_hops() and not (whole or layers):
                 how = f"; gathers by module ({_why_by_module(module, config)})"
             as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
