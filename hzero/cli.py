@@ -73,9 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = [name for name in NEEDS.get(parsed.command, ()) if importlib.util.find_spec(name) is None]
         if missing:
             extra = "data,train" if parsed.command == "data" else "train"
-            raise ConfigError(
-                f'{parsed.command}: {missing[0]} is not installed; run pip install ".[{extra}]" in a checkout of hzero'
-            )
+            needed = f'".[{extra}]" in a checkout of hzero'
+            if parsed.command == "plan":  # hydra-core's antlr4 runtime is not axolotl's
+                needed = " ".join([*missing, "in its own environment"]).replace("hydra", "hydra-core")
+            raise ConfigError(f"{parsed.command}: {missing[0]} is not installed; run pip install {needed}")
         status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         if why := lost_output():
             print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)

@@ -490,7 +490,7 @@ class HZeroConfig(Block):
             in a `ModuleList` or `Sequential`. DeepSpeed's leaf modules are kept. Set `module` for layers with many
             experts of which a forward uses few.
         unit_numel: Maximum elements of a layer that is gathered as a whole. A larger layer is divided into its children. This
-            limits the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a second limit.
+            limits the memory of a device. DeepSpeed's `stage3_max_live_parameters` limits only what is live besides one layer.
         error_feedback: Tiers whose gradient encoding keeps its error (bfloat16) and adds it in the next step. The error starts at
             zero after a resume.
         refresh_message_bytes: Minimum bytes that a rank sends in one refresh message, 0 to 1 GiB. With 0 a message has
@@ -535,6 +535,11 @@ class HZeroConfig(Block):
     def written_dimensions(self) -> tuple[Dimension, ...]:
         """The parallel dimensions for which the user has written a codec other than ``none``. The model must use them."""
         return tuple(one for one in self.codecs.dimensions if f"codecs.{one}" in self.written)
+
+    @property
+    def by_module(self) -> str:
+        """The setting that switches layers as units off. Empty if there is none."""
+        return 'unit "module"' if self.unit == "module" else "" if self.unit_numel else "unit_numel 0"
 
     def in_scopes(self, weights: Scope, gradients: Scope) -> HZeroConfig:
         """The block with these shard degrees for all parameters, as if the user had written them."""

@@ -162,6 +162,7 @@ class ZeroOptimization(BaseModel, extra="allow"):
     stage3_prefetch_bucket_size: Elements = 50_000_000
     stage3_max_live_parameters: Elements = 1_000_000_000
     stage3_max_reuse_distance: Elements = 1_000_000_000
+    stage3_param_persistence_threshold: Elements = 100_000
     reduce_bucket_size: Elements = 500_000_000
     sub_group_size: Elements = 1_000_000_000
     contiguous_gradients: bool = True
@@ -410,10 +411,8 @@ class Experiment:
 
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration with the block. Trainer fills in ``auto``, and makes optimizer and schedule."""
-        if self.block is None:
-            # Stock ZeRO-3 keeps small parameters whole by default. A fair comparison shards all of them.
-            own: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
-        else:
+        own: dict[str, Any] = {}
+        if self.block is not None:
             # A run may resume on other ranks, except with AutoEP. Its evaluations should use the saved weights.
             checkpoint: Any = None if self.deepspeed.expert_parallel.enabled else {}
             own = {"hzero": {"checkpoint": checkpoint, "exact_evaluation": True, **self.block}}

@@ -391,11 +391,11 @@ class Frozen(BaseModel):
         keys = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(values, (Mapping, cls)):
             raise ValueError(f"found {reprlib.repr(values)}; expected a block with keys {', '.join(keys)}")
-        for key in values if isinstance(values, Mapping) else ():
+        for key, value in values.items() if isinstance(values, Mapping) else ():
             if key not in keys:
                 raise one_of("", key, keys, "key")
-            if isinstance(values[key], str) and "\0" in values[key]:
-                raise ValueError(f".{key}: found {reprlib.repr(values[key])}; expected a text without NUL")
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f".{key}: found {reprlib.repr(value)}; expected a text without NUL")
         return values
 
 

@@ -555,7 +555,8 @@ def check_config(
         with _reported(path, findings):
             if grid is not None:
                 plan = ShardPlan.from_config(parsed, grid, 0)
-                effect = f"{parsed.preset} on {plan}{beside}"
+                by_module = f"; gathers by module ({parsed.by_module})" if parsed.by_module else ""
+                effect = f"{parsed.preset} on {plan}{beside}{by_module}"
                 findings += [(GOOD, f"{path}: {remark}") for remark in (*plan.adaptations, *plan.notes)]
     if state := autoload_off():
         findings.append((DEGRADED, f"autoload is {state}: start the script with `hzero run`, or import hzero in it"))

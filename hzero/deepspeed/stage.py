@@ -50,7 +50,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         group = self.dp_process_group or params[0].ds_process_group  # without an optimizer there is no dp_process_group
         # A size of 0 disables prefetching. Refreshes then use buckets of the default size.
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
-        self.hzero = StageState(module, config, group, bucket_numel, self._max_available_parameters_in_numel)
+        self.hzero = StageState(module, config, group, bucket_numel)
         units = set(self.hzero.units.of.values())
         # DeepSpeed counts all parameters of the layer in use. With a limit of one layer it could not prefetch the next one.
         largest = max((sum(member.param.ds_numel for member in unit.members) for unit in units), default=0)

@@ -9,8 +9,9 @@ the unit.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -24,6 +25,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from deepspeed.utils import z3_leaf_module
 
+from hzero.codecs.codec import FLOAT_DTYPES
+from hzero.codecs.formats import owned_numel
 from hzero.comm import lasting, shared_lanes
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autoep, autotp
@@ -37,6 +40,8 @@ from hzero.validation import attributes, is_rank_0
 
 #: A message with this many elements gets no further unit. Its transfer then takes longer than the latency of a hop.
 _MESSAGE_NUMEL = 1 << 20
+#: Larger values, and values that are not finite, are codes.
+_LARGEST_WEIGHT = 2.0**20
 #: A torch.nn.Parameter with DeepSpeed's attributes (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any
 
@@ -145,6 +150,27 @@ def managed_parameters(
     return found
 
 
+def packed_parameters(module: torch.nn.Module, rank_of: Callable[[ZeroParameter], int]) -> set[ZeroParameter]:
+    """Finds frozen parameters that hold packed codes in a floating dtype, by values that no weight has. Collective.
+
+    A quantisation library may leave no other sign, and a lossy codec would destroy the codes. Read as floating-point numbers,
+    codes have exponents of all sizes.
+
+    Args:
+        module: The model, whose parameters DeepSpeed has partitioned.
+        rank_of: Returns this rank among the owners of a parameter.
+    """
+    params: list[ZeroParameter] = list(module.parameters())
+    frozen = [param for param in params if param.dtype in FLOAT_DTYPES and not param.requires_grad]
+    # Without the padding, which may have any values.
+    owned = [one.ds_tensor[: owned_numel(one.ds_numel, len(one.ds_tensor), rank_of(one))] for one in frozen]
+    odd = [not bool((shard.abs() < _LARGEST_WEIGHT).all()) for shard in owned]  # true for NaN
+    marks = torch.tensor(odd, dtype=torch.uint8, device=current_device())
+    if frozen:
+        dist.all_reduce(marks, dist.ReduceOp.MAX)
+    return {param for param, mark in zip(frozen, marks.tolist()) if mark}
+
+
 class StageState(Engine):
     """hzero's engine for one DeepSpeed engine with ZeRO-3.
 
@@ -159,7 +185,6 @@ class StageState(Engine):
         group: The ranks over which DeepSpeed partitions. None: the world.
         bucket_numel: Maximum number of elements in a message of a refresh. It is also the limit at the boundary until the
             optimizer sets another one.
-        live_numel: Maximum number of elements of a layer that is gathered as a whole. The block's ``unit_numel`` also applies.
 
     Raises:
         ConfigError: A parameter is partitioned over other ranks.
@@ -171,18 +196,15 @@ class StageState(Engine):
     )
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        config: HZeroConfig,
-        group: dist.ProcessGroup | None,
-        bucket_numel: int,
-        live_numel: int,
+        self, module: torch.nn.Module, config: HZeroConfig, group: dist.ProcessGroup | None, bucket_numel: int
     ) -> None:
         owners = Owners.of(group, config.topology)
         check_partition(module, owners.ranks)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         parts = autoep.parts(module, config, owners.world)
-        routes, codes = routes_of(module, plan, lambda param: parts[0][0] if autoep.is_expert(param) else None)
+        of_experts = {param: parts[0][0] for param in module.parameters() if autoep.is_expert(param)}
+        packed = packed_parameters(module, lambda param: of_experts.get(param, plan).rank)
+        routes, codes = routes_of(module, plan, of_experts.get, packed)
         self.module = module
         lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
         model = module, config, owners.world
@@ -201,7 +223,8 @@ class StageState(Engine):
         self._all = {one.key: one for one in managed}  # also parameters that a later engine has taken over
         # Weights that every device has completely need no gather.
         whole = all(route.plan.whole_copies for route in routes.values())
-        layers = [] if whole else layers_of(module, min(plan.unit_numel, live_numel))
+        # Not limited by ``stage3_max_live_parameters``, since any unit needs one live layer.
+        layers = [] if whole else layers_of(module, plan.unit_numel)
         self.units = units = Units()
         form_units(units, module, layers)
         # These functions refer to the units only, so that a copy of the model does not copy the engine.
@@ -214,11 +237,11 @@ class StageState(Engine):
             self._hooks.append(module.register_forward_pre_hook(self._enter_mode, prepend=True))
         self.logged_hops = LoggedHops(self)
         if is_rank_0():
-            how = ""
-            if plan.gather_hops() and not whole:
-                kinds = Counter(type(layer).__name__ for layer in layers)
-                named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
-                how = f"; gathers by layer ({named})" if named else "; gathers by module"
+            kinds = Counter(type(layer).__name__ for layer in layers)
+            named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
+            how = f"; gathers by layer ({named})" if layers else ""
+            if plan.gather_hops() and not (whole or layers):
+                how = f"; gathers by module ({_why_by_module(module, config)})"
             as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
             of_parts = "".join(f"; {one.channel} over {one}" for one, _ in parts)
             self.announce(f"{self.described()}{of_parts}{how}{as_bytes}")
@@ -357,6 +380,10 @@ class StageState(Engine):
                 params = [managed.param for managed in wanted]
                 # An evaluation in inference mode may wait for the gather, and a backward may use its tensors.
                 return Handles([wanted[0].stock["all_gather_coalesced"](params, **how)])
+        if not self.units.begun:
+            self.units.begun = True
+            for managed in cast("list[Managed]", self.weights.mark_written(self.group)):
+                managed.drop()
         for managed in wanted:
             if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: cannot gather, since it is not partitioned: {managed.param.ds_summary()}")
@@ -518,9 +545,11 @@ class Units:
     Attributes:
         of: The unit of a layer, and of each module inside it whose parameters all belong to the unit.
         held: Layers that a forward or backward uses, whose parameters DeepSpeed has requested together.
+        begun: Whether the current forward or backward has gathered parameters.
     """
 
     def __init__(self) -> None:
+        self.begun = False
         self._gathered: dict[Unit, None] = {}
         self._place = -1  # last key of the unit in use; -1 before a forward
         self.of: dict[torch.nn.Module, Unit] = {}
@@ -582,6 +611,7 @@ class Units:
     def end(self) -> None:
         """Drops the units that have been used, at the end of a forward or backward."""
         self.held.clear()
+        self.begun = False
         self._place = -1
         self._drop(unit for unit in self._gathered if unit.used)
 
@@ -626,6 +656,12 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
             yield layer  # DeepSpeed requests the parameters of one module together anyway
 
     return list(found(module))
+
+
+def _why_by_module(module: torch.nn.Module, config: HZeroConfig) -> str:
+    if config.by_module or not layers_of(module, sys.maxsize):
+        return config.by_module or "no layers found"
+    return f"no layer within unit_numel {config.unit_numel:,}"
 
 
 def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class Parameter:
             None if there is no copy, or none yet. The engine sets this and the following attributes.
         chunk: Elements of each shard of the resident copy.
         refreshing: The chain that makes the resident copy, even after it has ended.
+        fingerprint: Checksum of this rank's primary shard at the last refresh, on CPU.
         age: Refreshes with differences since the last refresh with whole weights. None: the next refresh sends whole weights.
     """
 
@@ -79,6 +80,7 @@ class Parameter:
     resident: torch.Tensor | None = None
     chunk: int = 0
     refreshing: Chain[None] | None = None
+    fingerprint: int = 0
     age: int | None = None
 
     @property
@@ -108,7 +110,10 @@ def alike(
 
 
 def routes_of(
-    module: torch.nn.Module, plan: ShardPlan, part_of: Callable[[Any], ShardPlan | None] = lambda _: None
+    module: torch.nn.Module,
+    plan: ShardPlan,
+    part_of: Callable[[Any], ShardPlan | None] = lambda _: None,
+    packed: Collection[torch.nn.Parameter] = (),
 ) -> tuple[dict[torch.nn.Parameter, Route], set[torch.nn.Parameter]]:
     """Returns the route of every parameter of a model: the usual one, or one for each different plan of excepted parameters.
 
@@ -116,9 +121,10 @@ def routes_of(
         module: The model.
         plan: The shard plan. Its exceptions are patterns for the names of parameters in ``module``.
         part_of: Returns the plan of a parameter that only some ranks share, see `ShardPlan.of_part`; None for others.
+        packed: Parameters that hold codes, although `holds_codes` finds no sign of it.
 
     Returns:
-        The routes, and the parameters that travel as bytes (`holds_codes`).
+        The routes, and the parameters that travel as bytes.
 
     Raises:
         ConfigError: As in `ShardPlan.plans_of`.
@@ -127,6 +133,7 @@ def routes_of(
     for name, param in module.named_parameters(remove_duplicate=False):  # a pattern may use any name of a tied one
         names.setdefault(param, []).append(plain_name(name))
     codes = {param for one in module.modules() for param in one.parameters(recurse=False) if holds_codes(param, one)}
+    codes.update(packed)
     # The usual route is number 0, even if all parameters are excepted.
     routes, found = {(plan.way, False): Route(plan, 0)}, dict[torch.nn.Parameter, Route]()
     for param, own in zip(names, plan.plans_of(list(names.values()))):

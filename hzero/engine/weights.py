@@ -20,8 +20,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
-from hzero.codecs.codec import Codec
+from hzero.codecs.codec import Codec, fingerprints
 from hzero.codecs.formats import Rows, chunk_numel
 from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import BoundProgram
@@ -61,6 +62,7 @@ class Weights:
         self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered often
         self._copies = any(param.route.copies for param in self.parameters.values())
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes before their first unshard, with their last keys
+        self._follows = False  # whether the front end calls `mark_written`
         self._mark(self.parameters.values())
         self.note_change()
 
@@ -109,6 +111,31 @@ class Weights:
     def is_due(self, param: Parameter) -> bool:
         """Whether the copy of a parameter will be rebuilt before its next use."""
         return param.key in self._stale
+
+    def mark_written(self, group: dist.ProcessGroup | None) -> list[Parameter]:
+        """Marks parameters whose primary shards any rank has written since their last refresh, in whatever way. Collective.
+
+        Front ends call it before the first unshard of each forward and backward. On a device it marks nothing, since the host
+        would have to wait.
+
+        Args:
+            group: The ranks that call it. None: the world.
+
+        Returns:
+            The marked parameters.
+        """
+        kept = [param for param in self.parameters.values() if param.route.copies and param.key not in self._stale]
+        self._follows = self._accelerator is None
+        if not self._follows or not kept:
+            return []
+        # One rank may have written, and a refresh takes all of them.
+        prints = _fingerprints(kept)
+        changed = [param.fingerprint != found for param, found in zip(kept, prints)]
+        written = torch.tensor(changed, dtype=torch.uint8)
+        self.collectives.lanes.between(dist.all_reduce, written, dist.ReduceOp.MAX, group)
+        found = [param for param, mark in zip(kept, written.tolist()) if mark]
+        self.mark_edited(*found)
+        return found
 
     def _mark(self, params: Iterable[Parameter]) -> None:
         for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():
@@ -189,6 +216,8 @@ class Weights:
             param.refreshing, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
             del self._stale[param.key]
+        for param, found in zip(params, _fingerprints(params) if self._follows else ()):
+            param.fingerprint = found
         return chain
 
     def _shards(self, params: Sequence[Parameter], bucket: Bucket) -> list[torch.Tensor]:
@@ -336,6 +365,12 @@ class Weights:
         else:
             held = copy.view(plan.resident_rows, -1)[plan.rank_row]
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
+
+
+def _fingerprints(params: Sequence[Parameter]) -> list[int]:
+    """Fingerprints of this rank's primary shards."""
+    found: list[int] = fingerprints([[param.shard()] for param in params]).tolist()
+    return found
 
 
 def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[_Gather]:

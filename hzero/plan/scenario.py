@@ -49,6 +49,7 @@ class Job:
         gradient_itemsize: Bytes of an element of the gradient shard; None: as for a weight, DeepSpeed's default.
         offload: Whether the optimizer and the gradient shard are on the host.
         state_itemsize: Bytes of an element of the master and of Adam's moments; 2 with ``bf16_optimizer_states``.
+        kept: ``stage3_param_persistence_threshold``: stock ZeRO-3 gathers parameters of at most this many elements once per step.
         hierarchical: Whether the library keeps buffers for hierarchical all-gathers.
         tensor: Devices of a tensor group, which divide every matrix. ``model`` then has the parameters of one device.
         sequence: The block's key ``sequence``; None without it.
@@ -71,6 +72,7 @@ class Job:
     sub_group: int
     gradient_itemsize: int | None
     offload: bool
+    kept: int = 0
     hierarchical: bool = False
     state_itemsize: int = 4
     tensor: int = 1
@@ -104,6 +106,7 @@ class Job:
             reduce=int(zero.reduce_bucket_size),
             contiguous=zero.contiguous_gradients,
             reuse=int(zero.stage3_max_reuse_distance),
+            kept=int(zero.stage3_param_persistence_threshold),
             sub_group=int(zero.sub_group_size),
             gradient_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(gradient),
             offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
@@ -182,17 +185,18 @@ def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
         whole = (Bucket(f"{n} layers", model.layer * n, (weights + attention) * n, 2 * n) for n in counts)
         return [embedding, *whole, head]
     of_layer = []
-    for index, part in enumerate(_split(model.layer, job.prefetch)):
+    for index, part in enumerate(_split(model.layer, job.prefetch, job.kept)):
         # The operations of attention belong to the bucket of the first matrix.
         flops = weights / job.layer * sum(part) + (attention if index == 0 else 0.0)
         of_layer.append(Bucket(f"layer.{index}", tuple(part), flops, 2 * (index == 0)))
     return [embedding, *of_layer * layers, head]
 
 
-def _split(numels: Sequence[int], limit: int) -> list[list[int]]:
+def _split(numels: Sequence[int], limit: int, kept: int) -> list[list[int]]:
     parts: list[list[int]] = [[]]
     for numel in numels:
-        if parts[-1] and sum(parts[-1]) + numel > limit:
+        # Kept parameters need no gather of their own. Their gradients are reduced with others.
+        if parts[-1] and sum(parts[-1]) + numel > limit and min(numel, max(parts[-1])) > kept:
             parts.append([])
         parts[-1].append(numel)
     if len(parts) > 1 and sum(parts[-1]) < limit // 100:  # a remaining bias

@@ -125,10 +125,11 @@ def _plans_of(scheme: Scheme | ShardPlan, job: Job) -> tuple[list[Any], list[int
 
 
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
-    """The job with the buckets of a scheme: FSDP gathers and reduces one layer at a time."""
-    if isinstance(scheme, Scheme) and scheme.engine == "fsdp":
-        return replace(job, prefetch=job.layer)
-    return job
+    """The job with the buckets of a scheme: FSDP gathers and reduces one layer at a time, and stock ZeRO-3 keeps parameters."""
+    if isinstance(scheme, Scheme) and (scheme.engine, scheme.stage) == ("deepspeed", 3):
+        return job
+    fsdp = isinstance(scheme, Scheme) and scheme.engine == "fsdp"
+    return replace(job, kept=0, prefetch=job.layer if fsdp else job.prefetch)
 
 
 def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simulated) -> dict[str, float]:
@@ -239,6 +240,9 @@ class _Builder:
         stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], reductions))
         for index in range(count):
             self._chains("after", job.accumulation - 1, index, [stepped])
+        # One by one (`_post_step` in DeepSpeed 0.19.8).
+        for numel in (numel for bucket in self._buckets for numel in bucket.numels if numel <= job.kept):
+            self._chain(0, "forward", 0, Bucket(f"kept {numel}", (numel,), 0.0), [stepped])
         return self._tasks
 
     def _messages(self, number: int) -> list[tuple[int, Bucket]]:

@@ -69,6 +69,20 @@ def check_exceptions_travel_by_their_own_codec() -> None:
         assert not torch.equal(got["up.bias"], want["up.bias"])
 
 
+def check_packed_codes_without_a_quantisation_state_keep_their_bits() -> None:
+    """Another frozen weight beside them is rounded."""
+    model = AwkwardNet()
+    codes = torch.randint(0, 256, (333, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    model.packed = torch.nn.Parameter(codes.view(torch.bfloat16), requires_grad=False)
+    model.plain = torch.nn.Parameter(torch.randn(333, dtype=torch.bfloat16), requires_grad=False)
+    before = {name: getattr(model, name).detach().view(torch.int16).clone() for name in ("packed", "plain")}
+    engine = engine_of(ds_config(block_of("topo"), bf16={"enabled": True}), model)
+    read = read_of(engine)
+    kept = [torch.equal(read[name].view(torch.int16), bits) for name, bits in before.items()]
+    assert kept == [True, False]
+    engine.destroy()
+
+
 def check_codec_zfp_trains_as_without_a_codec_but_for_its_noise() -> None:
     losses, moved = {}, {}
     for rate in (None, 12, 20):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -228,6 +229,42 @@ def check_master_weights_set_by_the_user() -> None:
     hook.remove()
     torch.testing.assert_close(seen[0], torch.full_like(seen[0], 3.0), rtol=2**-7, atol=0.0)
     engine.destroy()
+
+
+def check_weights_written_into_shards_reach_the_next_unshard() -> None:
+    """In every way, by all ranks or by one, before a forward or a backward, with what stock makes of them."""
+    ways: dict[str, Callable[[Any], Any]] = {
+        "copy": lambda shard: shard.copy_(shard * 0.9),
+        "lerp": lambda shard: shard.lerp_(torch.ones_like(shard), 0.1),
+        "data": lambda shard: shard.data.mul_(0.9),
+        "foreach": lambda shard: torch._foreach_mul_([shard], 0.9),
+        "replaced": lambda shard: setattr(shard, "data", shard * 0.9),
+        "one rank": lambda shard: shard.mul_(0.9) if dist.get_rank() == 2 else None,
+    }
+    # Stock would otherwise keep what it has gathered.
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    found: list[list[float]] = []
+    for block in (None, block_of("lossless"), block_of("zero1")):
+        engine, norms = engine_of(ds_config(block, 2, zero_optimization={"stage": 3, **zero})), list[float]()
+        losses = train(engine, 1, 2)
+        with torch.no_grad():
+            for write in ways.values():
+                for param in engine.module.parameters():
+                    write(param.ds_tensor)
+                losses.append(mean_over_ranks(engine(batch(1, 0))))
+
+        def loss_of(engine: Any, step: int, micro: int) -> torch.Tensor:
+            loss = engine(batch(step, micro))
+            if dist.get_rank() == 1:
+                engine.module.up.weight.ds_tensor.data.mul_(0.5)
+            return loss
+
+        losses += train(engine, 1, 2, first=1, norms=norms, loss_of=loss_of)
+        found.append(losses + norms)
+        engine.destroy()
+    assert len({round(loss, 4) for loss in found[0]}) == len(found[0])
+    for losses in found[1:]:
+        assert_losses(losses, found[0])
 
 
 def check_checkpoints_are_stock() -> None:

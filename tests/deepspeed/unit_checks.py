@@ -25,7 +25,7 @@ WIDTH, VOCAB, LENGTH, STEPS, MICRO = 36, 31, 7, 2, 2
 #: Through the model: of each micro-step forward and backward, and an evaluation between the steps.
 PASSES = STEPS * 2 * MICRO + 1
 #: Sizes of DeepSpeed's buffers: nothing ahead and nothing kept, a part of a layer ahead, its defaults.
-NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 10**4}
+NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
 A_PART_AHEAD = {"stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 0}
 
 
@@ -338,13 +338,12 @@ def check_a_layer_is_no_larger_than_the_limit() -> None:
             "layer": {},
             "divided": {"unit_numel": layer - 1},
             "none": {"unit_numel": 0},
+            "small": {"unit_numel": 1},
         }
         most, lines = {}, {}
         for name, block in blocks.items():
             with contextlib.redirect_stderr(io.StringIO()) as said:
-                engine = _engine(
-                    lambda: Decoder(experts=8), block, {**NOTHING_AHEAD, "stage3_max_live_parameters": 10**6}
-                )
+                engine = _engine(lambda: Decoder(experts=8), block, NOTHING_AHEAD)
             lines[name] = said.getvalue()
             sizes: list[int] = []
             with torch.no_grad():
@@ -361,7 +360,9 @@ def check_a_layer_is_no_larger_than_the_limit() -> None:
     if dist.get_rank() == 0:
         assert "; gathers by layer (Layer x 3); transport" in lines["layer"], lines
         assert "; gathers by layer (Attention x 3, ModuleList x 3); transport" in lines["divided"], lines
-        assert all("; gathers by module; transport" in lines[name] for name in ("module", "none")), lines
+        whys = {"module": 'unit "module"', "none": "unit_numel 0", "small": "no layer within unit_numel 1"}
+        for name, why in whys.items():
+            assert f"; gathers by module ({why}); transport" in lines[name], lines
     assert most["module"] + 0.2 < most["layer"] < most["module"] + 1.1, most
     assert most["divided"] < most["layer"] - 0.2, most
     assert abs(most["none"] - most["module"]) < 0.1, most
