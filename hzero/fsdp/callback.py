@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hzero.fsdp.state import FsdpState, apply, config_of
-from hzero.validation import ConfigError
 
 
 class Callback:
@@ -18,6 +18,7 @@ class Callback:
     Args:
         preset: See `apply`.
         topology: See `apply`.
+        accumulation: See `apply`.
         block: Other keys of the block. See `apply`.
 
     Attributes:
@@ -27,14 +28,11 @@ class Callback:
         ConfigError: A key or value is wrong.
     """
 
-    def __init__(self, preset: str = "topo", topology: Any = "discover", **block: Any) -> None:
-        if "accumulation" in block:
-            raise ConfigError(
-                f"hzero.fsdp.Callback: accumulation: found {block['accumulation']!r}; expected no such key, since Trainer marks "
-                "the last backward of a step (gradient_accumulation_steps)"
-            )
+    def __init__(
+        self, preset: str = "topo", topology: Any = "discover", accumulation: int | None = None, **block: Any
+    ) -> None:
         config_of(preset, topology, block)  # raises before the data is read
-        self._how = preset, topology, block
+        self._how = partial(apply, preset=preset, topology=topology, accumulation=accumulation, **block)
         self._model: Any = None
         self.state: FsdpState | None = None
 
@@ -53,8 +51,7 @@ class Callback:
             return
         if self.state is not None:
             self.state.close()
-        preset, topology, block = self._how
-        self.state, self._model = apply(model, preset, topology, **block), model
+        self.state, self._model = self._how(model), model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Waits for all hops, so that the wire log of `state` is complete."""

@@ -364,7 +364,9 @@ class FsdpState(Engine):
         self._prints = self._fingerprints(flats)
         # Refreshes read shards that a step has changed anyway, but differences need to know of other changes.
         awaits = torch.tensor([flat.route.plan.differences > 0 or not self.weights.is_due(flat) for flat in flats])
-        edited = awaits.to(self.device) if known is None else (self._prints != known).to(self.device) & awaits
+        edited = awaits.to(self.device, non_blocking=True)
+        if known is not None:
+            edited &= (self._prints != known).to(self.device, non_blocking=True)
         reads, self._evaluated = self._synchronous or evaluates or self._evaluated or known is None, evaluates
         if reads:
             self._mark_edited(flats, self._meet("a forward or backward", edited))
