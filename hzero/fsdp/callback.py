@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from hzero.fsdp.state import FsdpState, apply, config_of
@@ -32,7 +31,7 @@ class Callback:
         self, preset: str = "topo", topology: Any = "discover", accumulation: int | None = None, **block: Any
     ) -> None:
         config_of(preset, topology, block)  # raises before the data is read
-        self._how = partial(apply, preset=preset, topology=topology, accumulation=accumulation, **block)
+        self._how = preset, topology, accumulation, block
         self._model: Any = None
         self.state: FsdpState | None = None
 
@@ -51,7 +50,8 @@ class Callback:
             return
         if self.state is not None:
             self.state.close()
-        self.state, self._model = self._how(model), model
+        *how, block = self._how
+        self.state, self._model = apply(model, *how, **block), model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Waits for all hops, so that the wire log of `state` is complete."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import os
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import hzero.fsdp
+from hzero import ConfigError
 from tests.fsdp.training import WORLD, mesh_of
 from tests.rank_main import same_on_all_ranks
 
@@ -362,3 +366,116 @@ def check_ranks_stay_equal_under_actions_at_random() -> None:
         assert len(whole) > len(loop.params) and same_on_all_ranks(whole), f"{preset}, seed {seed}: {loop.taken}"
         assert loop.state is not None
         loop.state.close()
+
+
+# ---- loops of other shapes ------------------------------------------------------------------------------------------
+
+
+def muon(loop: Loop) -> None:
+    """Two optimizers, one of which needs matrices."""
+    matrices = torch.optim.Muon([param for param in loop.params if param.ndim == 2], lr=0.02)
+    others = torch.optim.AdamW([param for param in loop.params if param.ndim == 1], lr=0.01)
+    for _ in range(3):
+        backward(loop)
+        backward(loop)
+        for optimizer in (matrices, others):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def compiled_step(loop: Loop) -> None:
+    adam = torch.optim.AdamW(loop.params, lr=torch.tensor(0.01))
+    compiled = torch.compile(lambda: adam.step(), backend="eager")
+    for _ in range(3):
+        backward(loop)
+        compiled()
+        adam.zero_grad()
+
+
+def scaled(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for micro in range(5):
+        scaler.scale(loop.loss()).backward()
+        if micro % 2 or micro == 4:  # a short last window
+            scaler.unscale_(loop.optimizer)
+            clip(loop)
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+
+
+def sharpness_aware(loop: Loop) -> None:
+    """Weights are moved along the gradient inside a step, and back."""
+    for _ in range(3):
+        backward(loop)
+        kept = [param.detach().clone() for param in loop.params]
+        with torch.no_grad():
+            torch._foreach_add_(loop.params, loop.grads(), alpha=0.05)
+        loop.optimizer.zero_grad()
+        backward(loop)
+        for param, value in zip(loop.params, kept):
+            param.data.copy_(value)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def swapped_tensors(loop: Loop) -> None:
+    backward(loop)
+    param = loop.params[1]
+    torch.utils.swap_tensors(param, nn.Parameter(param.detach() * 0.5))
+    evaluate(loop)
+
+
+def check_loops_of_other_shapes_give_what_fsdp2_gives() -> None:
+    for loop_of in (muon, compiled_step, scaled, sharpness_aware, swapped_tensors):
+        stock, own = Loop(0, None), Loop(0, {"preset": "lossless"})
+        for loop in (stock, own):
+            loop_of(loop)
+            evaluate(loop)
+        near = [math.isclose(one, other, rel_tol=2e-6) for one, other in zip(own.seen, stock.seen, strict=True)]
+        assert all(near), f"{loop_of.__name__}: {own.seen}; {stock.seen}"
+        assert own.state is not None
+        own.state.close()
+
+
+def check_a_closure_with_gradients_that_are_not_finite_changes_no_weight() -> None:
+    loop = Loop(0, {"preset": "lossless"})
+    before = [param.detach().clone() for param in loop.params]
+
+    def closure() -> float:
+        loss = loop.loss()
+        loss.backward()
+        loop.grads()[0].mul_(math.nan)
+        return loss.item()
+
+    loop.optimizer.step(closure)
+    assert all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(before, loop.params))  # type: ignore[operator]
+    assert loop.state is not None
+    loop.state.close()
+
+
+def check_the_environment_applies_hzero() -> None:
+    """In the first forward of a root, once. Wrong values and uses are one error."""
+    stock = Loop(1, None)
+    stock.run(ACTIONS)
+    block = json.dumps({"preset": "lossless", "topology": TOPOLOGY})
+    with mock.patch.dict(os.environ, HZERO_FSDP=block):
+        loop = Loop(1, None)
+        loop.run(ACTIONS)
+        assert all(
+            math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-7)
+            for one, other in zip(loop.seen, stock.seen, strict=True)
+        )
+        with pytest.raises(ConfigError, match=r"hzero\.fsdp\.apply already"):
+            hzero.fsdp.apply(loop.model)
+        applied = Loop(1, {"preset": "topo"})
+        evaluate(applied)
+        assert applied.state is not None
+        applied.state.close()
+    for value, message in (
+        ("tpo", "HZERO_FSDP.preset: found 'tpo'.*did you mean 'topo'"),
+        ('{"preset": ', "HZERO_FSDP: found .*; expected a preset or a JSON object"),
+        ('{"unit": "layer"}', "HZERO_FSDP: unit: found 'layer'"),
+    ):
+        with mock.patch.dict(os.environ, HZERO_FSDP=value), pytest.raises(ConfigError, match=message):
+            evaluate(Loop(1, None))
