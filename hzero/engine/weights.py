@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hzero.codecs.codec import Codec, fingerprints
 from hzero.codecs.formats import Rows, chunk_numel
-from hzero.comm import Bucket, Chain, Collectives, in_buckets
+from hzero.comm import Bucket, Chain, Collectives, blaming, in_buckets
 from hzero.comm.runtime import BoundProgram
 from hzero.config import PLAIN
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
@@ -132,7 +132,8 @@ class Weights:
         prints = _fingerprints(kept)
         changed = [param.fingerprint != found for param, found in zip(kept, prints)]
         written = torch.tensor(changed, dtype=torch.uint8)
-        self.collectives.lanes.between(dist.all_reduce, written, dist.ReduceOp.MAX, group)
+        with blaming():
+            self.collectives.lanes.between(dist.all_reduce, written, dist.ReduceOp.MAX, group)
         found = [param for param, mark in zip(kept, written.tolist()) if mark]
         self.mark_edited(*found)
         return found

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hzero.codecs.codec import FLOAT_DTYPES, fingerprints
-from hzero.comm import lasting, shared_watchdog
+from hzero.comm import blaming, lasting, shared_watchdog
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import Block, HZeroConfig, parse_config
 from hzero.engine.engine import Engine, Owners, ranks_of
@@ -413,8 +413,9 @@ class FsdpState(Engine):
         if marks is not None:
             message[len(_MEETINGS) :][: len(marks)] = marks
         self.lanes.before_others()
-        dist.all_reduce(message, dist.ReduceOp.MAX, self.group)
-        found: list[int] = message.tolist()
+        with blaming():
+            dist.all_reduce(message, dist.ReduceOp.MAX, self.group)
+            found: list[int] = message.tolist()
         others = [name for name, there in zip(_MEETINGS, found) if there and name != where]
         if others:
             raise RuntimeError(
