@@ -174,6 +174,7 @@ class DeviceKernels:
     on_device, kind = True, "cuda"
 
     def __init__(self) -> None:
+        self._refused = ""  # why the installation's code objects are not used
         index = torch.cuda.current_device()  # loads and initialises the runtime
         architecture = self._architecture(index)
         if torch.version.hip and not architecture.startswith("gfx9"):
@@ -198,7 +199,8 @@ class DeviceKernels:
     def describe(self) -> str:
         """Architecture of the current device, and the origin of its kernels."""
         architecture = self._architecture(torch.cuda.current_device())
-        how = "built with the installation" if self._built("encode", architecture).exists() else "compiled on first use"
+        built = self._built("encode", architecture).exists() and not self._refused
+        how = "built with the installation" if built else f"compiled on first use{self._refused}"
         return f"kernels for {architecture}, {how}"
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
@@ -247,15 +249,23 @@ class DeviceKernels:
         The result keeps their code, since HIP may read it while a module is loaded.
         """
         architecture = self._architecture(index)
-        modules = {}
         with torch.cuda.device(index):
             self._enter(index)
-            for family in FAMILIES:
-                built, module = self._built(family, architecture), ctypes.c_void_p()
-                code = read_whole(built) if built.exists() else self._compiled(family, architecture)
+            return {family: self._loaded(family, architecture) for family in FAMILIES}
+
+    def _loaded(self, family: str, architecture: str) -> tuple[ctypes.c_void_p, bytes]:
+        """Loads a code object. If the runtime refuses the installation's, as of a newer ROCm, it is compiled here."""
+        module, built = ctypes.c_void_p(), self._built(family, architecture)
+        if built.exists() and not self._refused:
+            code = read_whole(built)
+            try:
                 self._runtime(family, "ModuleLoadData", ctypes.byref(module), code)
-                modules[family] = module, code
-        return modules
+                return module, code
+            except RuntimeError as error:
+                self._refused = f"; the installation's were refused: {error}"
+        code = self._compiled(family, architecture)
+        self._runtime(family, "ModuleLoadData", ctypes.byref(module), code)
+        return module, code
 
     def _compiled(self, family: str, architecture: str) -> bytes:
         source = self._sources / f"{family}.hip"

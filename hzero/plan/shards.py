@@ -201,6 +201,16 @@ class ShardPlan:
         if config.refresh_differences and not differs:
             how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
             notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
+        noisy = [
+            f"{config.codecs[role][tier].codec} of {role} on {tier}"
+            for role in ROLES
+            for tier in config.codecs[role].written
+            if grid.size(tier) > 1 and _is_noisy(config.codecs[role][tier])
+        ]
+        if noisy:
+            adaptations.append(
+                f"stochastic rounding of {', '.join(noisy)} adds more noise than there is signal (-1 dB); use nearest, or int4"
+            )
         fetched = [tier for tier in tiers_inside(weights) if grid.size(tier) > 1]
         codecs = config.codecs
         if differs:
@@ -434,3 +444,8 @@ def _nearest_to(pattern: str, names: Sequence[str]) -> list[str]:
         return max(SequenceMatcher(None, meant, part).ratio() for part in (name, *name.split(".")))
 
     return sorted(names, key=likeness, reverse=True)
+
+
+def _is_noisy(codec: CodecConfig) -> bool:
+    """Whether a round trip adds more noise than there is signal: stochastic rounding to four levels, -1 dB on normal numbers."""
+    return codec.rounding == "stochastic" and codec.traits.codes is not None and codec.traits.codes.bits <= 2

@@ -110,6 +110,7 @@ class Gpu:
         compiled: Name and options of each source that was compiled.
         loaded: Code of the modules that were loaded.
         launched: Kernel, workgroups, threads and stream of each launch.
+        refused: Code that the runtime refuses to load.
         status: What calls give, by name, instead of success.
         calls: Names of all calls.
     """
@@ -119,6 +120,7 @@ class Gpu:
         self.compiled: list[tuple[str, tuple[str, ...]]] = []
         self.loaded: list[bytes] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.refused = b""
         self.status: dict[str, int] = {}
         self.calls: list[str] = []
         self.context = 0
@@ -173,6 +175,8 @@ class Gpu:
 
     def _load(self, module: int, code: int, *_: int) -> None:
         self.loaded.append(ctypes.string_at(code))
+        if self.refused:
+            self.status["load"] = WRONG_DEVICE * (self.loaded[-1] == self.refused)
         self._handle(module, self.loaded[-1])
 
     def _find(self, function: int, module: int, name: int, _: int) -> None:

@@ -229,6 +229,16 @@ def test_code_objects_of_the_installation_come_first(gpu: Gpu, tmp_path: Path) -
         assert f".{own}." in path.name, "hzero/native is of other sources: make setup"
 
 
+def test_code_objects_that_the_runtime_refuses_are_compiled_again(gpu: Gpu, tmp_path: Path) -> None:
+    """As those of a newer ROCm."""
+    _built_before(tmp_path / "native")
+    gpu.refused = b"built before"
+    kernels = launchers.DeviceKernels()
+    assert torch.equal(_encode(kernels), REFERENCE.encode(*ENCODING))
+    assert [file for file, _ in gpu.compiled] == [f"{family}.hip" for family in FAMILIES]
+    assert "compiled on first use; the installation's were refused: encode" in kernels.describe()
+
+
 #: An ELF with a table of 10 sections at its end, and the header that hipcc puts before one.
 ELF = b"\x7fELF\x02".ljust(40, b"\0") + struct.pack("<Q10xHH2x", 1000, 64, 10) + bytes(1000 - 64 + 640)
 BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__".ljust(4096, b"\0")

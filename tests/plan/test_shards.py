@@ -182,6 +182,16 @@ def test_presets_never_mean_whole_copies_by_accident(layout: tuple[int, int, int
     assert len([note for note in explicit.notes if "unused" in note]) == 1
 
 
+def test_two_bits_with_stochastic_rounding_are_a_warning() -> None:
+    """If the codec is used on a tier with several ranks."""
+    block = parse_config(
+        {"preset": "topo", "codecs": {"gradients": {"node": {"codec": "int2", "rounding": "stochastic"}}}}
+    )
+    (warning,) = ShardPlan.from_config(block, Grid(2, 4, 2), 0).adaptations
+    assert warning.startswith("stochastic rounding of int2 of gradients on node adds more noise than there is signal")
+    assert not any("noise" in one for one in ShardPlan.from_config(block, Grid(1, 4, 2), 0).adaptations)
+
+
 def test_where_differences_have_no_effect_or_another_one() -> None:
     """They need a lossy hop outside the weights' scope of this machine, and are not what a use gathers."""
     codecs = {"weights": {"gcd": "none", "gpu": "int4", "node": "int4"}}
