@@ -217,6 +217,7 @@ class StageState(Engine):
         self._make_whole = detacher(module)
         managed = managed_parameters(module, routes, codes)
         super().__init__(config, plan, owners, module, managed, bucket_numel, current_device(), device, parts=parts)
+        self.weights.follows_writes = device is None  # on a device, the host would wait
         self._exact = self._evaluating = False  # see `exact` and `_enter_mode`
         for one in managed:
             one.attach(self)

@@ -48,7 +48,10 @@ class Weights:
     Attributes:
         version: Number of weight changes so far; also the seed of their stochastic rounding.
         parameters: Parameters by key.
+        follows_writes: Whether the front end calls `mark_written`, which needs fingerprints.
     """
+
+    follows_writes = False
 
     def __init__(
         self, collectives: Collectives, parameters: Iterable[Parameter], bucket_numel: int, accelerator: Any = None
@@ -62,7 +65,6 @@ class Weights:
         self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered often
         self._copies = any(param.route.copies for param in self.parameters.values())
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes before their first unshard, with their last keys
-        self._follows = False  # whether the front end calls `mark_written`
         self._mark(self.parameters.values())
         self.note_change()
 
@@ -125,8 +127,7 @@ class Weights:
             The marked parameters.
         """
         kept = [param for param in self.parameters.values() if param.route.copies and param.key not in self._stale]
-        self._follows = self._accelerator is None
-        if not self._follows or not kept:
+        if not self.follows_writes or not kept:
             return []
         # One rank may have written, and a refresh takes all of them.
         prints = _fingerprints(kept)
@@ -217,7 +218,7 @@ class Weights:
             param.refreshing, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
             del self._stale[param.key]
-        for param, found in zip(params, _fingerprints(params) if self._follows else ()):
+        for param, found in zip(params, _fingerprints(params) if self.follows_writes else ()):
             param.fingerprint = found
         return chain
 

@@ -36,7 +36,9 @@ class Codes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        codes, halves = torch.randint(0, 255, (7, 3), dtype=torch.uint8), torch.randn(5, 2, dtype=torch.bfloat16)
+        # FSDP2 of older torch shards floating-point numbers only.
+        dtype = torch.uint8 if torch.__version__ >= "2.13" else torch.bfloat16
+        codes, halves = torch.randint(0, 255, (7, 3)).to(dtype), torch.randn(5, 2, dtype=torch.bfloat16)
         self.codes, self.halves = nn.Parameter(codes, requires_grad=False), nn.Parameter(halves, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
