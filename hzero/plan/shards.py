@@ -209,7 +209,7 @@ class ShardPlan:
         ]
         if noisy:
             adaptations.append(
-                f"stochastic rounding of {', '.join(noisy)} adds more noise than there is signal (-1 dB); use nearest, or int4"
+                f"stochastic rounding of {', '.join(noisy)} adds as much noise as signal (+0.5 to -1 dB); use nearest or int4"
             )
         fetched = [tier for tier in tiers_inside(weights) if grid.size(tier) > 1]
         codecs = config.codecs
@@ -447,5 +447,5 @@ def _nearest_to(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _is_noisy(codec: CodecConfig) -> bool:
-    """Whether a round trip adds more noise than there is signal: stochastic rounding to four levels, -1 dB on normal numbers."""
+    """Whether a round trip adds about as much noise as signal: +0.5, -0.4 and -1 dB for blocks of 32, 64 and 128."""
     return codec.rounding == "stochastic" and codec.traits.codes is not None and codec.traits.codes.bits <= 2

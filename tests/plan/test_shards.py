@@ -188,7 +188,7 @@ def test_two_bits_with_stochastic_rounding_are_a_warning() -> None:
         {"preset": "topo", "codecs": {"gradients": {"node": {"codec": "int2", "rounding": "stochastic"}}}}
     )
     (warning,) = ShardPlan.from_config(block, Grid(2, 4, 2), 0).adaptations
-    assert warning.startswith("stochastic rounding of int2 of gradients on node adds more noise than there is signal")
+    assert warning.startswith("stochastic rounding of int2 of gradients on node adds as much noise as signal")
     assert not any("noise" in one for one in ShardPlan.from_config(block, Grid(1, 4, 2), 0).adaptations)
 
 
