@@ -394,6 +394,7 @@ EIGHT = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
         ({"topology": EIGHT},
          {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8, "gradient_accumulation_steps": 2}, None,
          "int8 / int4; data parallel over 4 of 8 ranks (2 nodes x 2 GPUs x 2 GCDs)"),
+        ({"topology": EIGHT, "unit": "module"}, {}, None, 'int8 / int4; gathers by module (unit "module")'),
         ({}, {}, None, "topo, on the grid of the ranks that are started"),
         ({}, {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2}, 4, "topo on 4 nodes x 4 GPUs x 2 GCDs;"),
         ({"topology": "node.yaml"}, {}, 80, "topo on 16 groups x 5 nodes x 2 GPUs x 2 GCDs"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.model import LONG, checks
 from hzero.config import parse_config
-from hzero.plan.collectives import Scheme, step_traffic
+from hzero.plan.collectives import OTHERS, Scheme, step_traffic
 from hzero.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
 from hzero.plan.memory import activations, footprint
 from hzero.plan.scenario import Job, buckets_of, read_scenario
@@ -152,6 +152,18 @@ def test_small_models_are_gathered_together_and_kept() -> None:
     assert gathers(2 * sum(job.model.after) + 1) == ["5 layers", "5 layers", "embedding"]
     assert gathers(10**9) == []
     assert len(gathers(10**9, Scheme("fsdp"))) == job.model.layers + 2, "FSDP2 gathers each layer, and again"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kept", "alone", "together"), [("ZeRO-3", 0, 0, 6), ("ZeRO-3", 10**5, 26, 4), ("topo", 10**5, 0, 6)]
+)
+def test_stock_zero3_gathers_small_parameters_once_per_step(scheme: str, kept: int, alone: int, together: int) -> None:
+    """Biases and norms of three layers and of the head, one by one. Gathers of a layer then have a matrix each."""
+    machine, job = _machine(48), replace(_model("gpt_neox_20b"), kept=kept)
+    made = OTHERS[scheme] if scheme in OTHERS else _preset(scheme, machine.grid)
+    names = [task.name for task in tasks_of(made, job, machine, 3) if task.lane != COMPUTE]
+    assert sum("kept" in name for name in names) == alone
+    assert len({name for name in names if name.startswith("forward layer")}) == together
 
 
 # ---- steps --------------------------------------------------------------------------------------------------------------
