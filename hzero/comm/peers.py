@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hzero.codecs.formats import PAYLOAD_FORMAT
 from hzero.comm.lanes import DeviceStreams
-from hzero.comm.watchdog import LaneHops, shared_watchdog
+from hzero.comm.watchdog import LaneHops, caused_by_peer, shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
 from hzero.plan.shards import ShardPlan
@@ -198,8 +198,7 @@ def blaming() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        of_group = isinstance(error, dist.DistError) or "/gloo/" in str(error)
-        if isinstance(error, PeerError) or not of_group or dist.group.WORLD is None:
+        if isinstance(error, PeerError) or not caused_by_peer(error) or dist.group.WORLD is None:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         script = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]

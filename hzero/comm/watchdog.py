@@ -99,7 +99,7 @@ class Watchdog:
         self._rank, self._world_size, self._world = rank, world_size, dist.group.WORLD
         self._store = functools.cache(connect)
         self.lanes: dict[str, LaneHops] = {}
-        self._error: Missing | None = None  # the first rank that ended with an error
+        self._error: Missing | None = None  # the first rank that ended with an error, or the ranks that it missed
         self._missing: tuple[int, Missing] = -1, ((), "")  # ended hops when a wait failed, and the missing ranks
         self._answered, self._warned = time.monotonic(), (-1, -1)
         self._stopped = threading.Event()
@@ -139,7 +139,8 @@ class Watchdog:
         }
         self._store().set(f"hzero rank {self._rank}", json.dumps(record))
         if self._error is None:  # read now: the store may end with that rank
-            self._error = json.loads(self._store().compare_set("hzero error", "", "null"))
+            error = json.loads(self._store().compare_set("hzero error", "", "null"))
+            self._error = error if error and self._rank not in error[0] else None
         self._answered = time.monotonic()
 
     def _who(self) -> str:
@@ -150,11 +151,14 @@ class Watchdog:
         return sum(lane.ended for lane in list(self.lanes.values()))
 
     def tell(self, error: BaseException) -> None:
-        """Reports to all ranks that this one ends with an error. The first error that no other rank caused counts."""
+        """Reports to all ranks that this one ends with an error, or which ranks it has missed. The first report counts."""
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        report = json.dumps(((self._rank,), f"{self._who()}, which has ended with {what}"))
+        found: Missing = (self._rank,), f"{self._who()}, which has ended with {what}"
+        if caused_by_peer(error):  # others may fail only once this rank has ended, perhaps with the store
+            found = self._missing[1] if self._missing[1][0] else self.missing()
+        report = json.dumps((found[0], found[1].removeprefix("waited for ")))
         with contextlib.suppress(NoAnswer, RuntimeError):
-            if not isinstance(error, PeerError):
+            if found[0]:
                 in_time(lambda: self._store().compare_set("hzero error", "null", report), _ANSWER_S)
         if self._rank == 0:  # the store may end with this rank while others read it
             time.sleep(2 * self.period_s)
@@ -246,6 +250,14 @@ def shared_watchdog() -> Watchdog:
         hook_errors()
         _of_world = dist.group.WORLD, Watchdog(dist.get_rank(), dist.get_world_size(), connection_to_store())
     return _of_world[1]
+
+
+def caused_by_peer(error: BaseException | None) -> bool:
+    """Whether an error, or one that it follows, is a collective that failed, of hzero or of torch."""
+    if error is None or isinstance(error, (PeerError, dist.DistError)):
+        return error is not None
+    of_gloo = isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    return of_gloo or caused_by_peer(error.__cause__ or error.__context__)
 
 
 def stop_watchdog() -> None:

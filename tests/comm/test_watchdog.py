@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hzero.comm.watchdog import WRITES_PER_S, LaneHops, Watchdog, _judged
+from hzero.validation import PeerError
 from tests.ranks import on_ranks
 
 test_on_ranks = on_ranks({4: ("tests.comm.watchdog_checks",)}, timeout=120)
@@ -69,3 +71,18 @@ def test_large_worlds_write_and_read_little() -> None:
     assert asked == [75_261, 75_262, 75_263, *range(61)] and found == sorted(asked)
     assert text.endswith("which has never said where it is and 56 more")
     one.stop()
+
+
+@pytest.mark.parametrize("error", [PeerError("rank 3 is gone"), RuntimeError("[/gloo/pair.cc] closed")])
+def test_a_rank_that_fails_because_a_peer_is_gone_names_the_peer(error: Exception) -> None:
+    """It reports the peer before it ends, since others may fail only then. The named rank ignores the report."""
+    store = dist.HashStore()
+    ranks = [Watchdog(rank, 4, lambda: dist.PrefixStore("test", store)) for rank in range(4)]
+    ranks[1]._missing = 0, ((3,), "waited for rank 3 (gone)")
+    other = RuntimeError("while it saves")
+    other.__cause__ = error
+    ranks[1].tell(other)
+    for one in ranks:
+        one._write()
+        one.stop()
+    assert [one._error for one in ranks] == [[[3], "rank 3 (gone)"]] * 3 + [None]
