@@ -98,12 +98,12 @@ def _read(stock: Callable[..., Any], config: Any, param_dict: dict[str, Any], *a
 
 
 def _shard(stock: Callable[..., None], state: Any) -> None:
-    """Wraps ``FSDPState._lazy_init``, if the environment has a block for FSDP2."""
-    if not os.environ.get("HZERO_FSDP"):
-        return stock(state)
-    from hzero.fsdp.state import apply_from_environment
+    """Wraps ``FSDPState._init_shared_state``, which FSDP2 calls once for each root: applies the environment's block to it."""
+    stock(state)
+    if written := os.environ.get("HZERO_FSDP"):
+        from hzero.fsdp.state import apply_written
 
-    return apply_from_environment(stock, state)
+        apply_written(written, state)
 
 
 def _constructing(then: Callable[..., None]) -> Callable[..., None]:
@@ -194,7 +194,7 @@ _WATCHED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "deepspeed.runtime.config": ("DeepSpeedConfig", "_initialize_params", _read),
     "accelerate.accelerator": ("Accelerator", "__init__", _constructing(_follow_accelerator)),
     "transformers.trainer": ("Trainer", "__init__", _constructing(_follow_trainer)),
-    "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState", "_lazy_init", _shard),
+    "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState", "_init_shared_state", _shard),
     # Trainer's own class is a subclass.
     "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", "__init__", _constructing(_check_as_written)),
 }

@@ -33,14 +33,7 @@ _READ = {
     ),
     "mesh": ("shard_process_group",),
     "parameter": (
-        *(
-            "mp_policy",
-            "sharded_param",
-            "_sharded_param_data",
-            "padded_sharded_param_size",
-            "_orig_size",
-            "grad_offload_event",
-        ),
+        *("mp_policy", "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "grad_offload_event"),
     ),
 }
 
@@ -341,11 +334,6 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
             "model first"
         )
     return list(found.values())
-
-
-def is_uninitialized(state: Any) -> bool:
-    """Whether no forward has run yet in a module with this FSDP state, or in a module that contains it."""
-    return state._is_root is None
 
 
 def root_module(state: Any) -> torch.nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from hzero.fsdp.modules import (
     backward_number,
     before_forwards,
     is_applied,
-    is_uninitialized,
     keep_reducing,
     root_module,
     sharded_modules,
@@ -62,8 +60,8 @@ def apply(
     preset's scope, such as a package or a node. Forward and backward gather from this scope, and a refresh crosses the outer
     tiers once per optimizer step. Every backward sums gradients over the node. The sums cross nodes once per optimizer step.
 
-    Weights may be written in any way at any time. At the beginning of each forward and backward, fingerprints of the shards
-    tell which ones were written, and these are refreshed.
+    You may write weights in any way at any time. At the beginning of each forward and backward, hzero compares fingerprints of
+    the shards, and refreshes written ones.
 
     The sums cross nodes in the backward that is expected to be the last of the step. That is
 
@@ -119,19 +117,17 @@ def config_of(preset: str, topology: Any, block: Mapping[str, Any], where: str =
     return parse_config({"preset": preset, "topology": topology, **block}, where)
 
 
-def apply_from_environment(stock: Callable[[Any], None], fsdp_state: Any) -> None:
-    """Wraps ``FSDPState._lazy_init``: applies the block of the environment variable `VARIABLE` to a root module, once.
+def apply_written(written: str, root: Any) -> None:
+    """Applies hzero to a root module, in a program that cannot be edited. A model that has hzero already is left as it is.
 
-    So programs that cannot be edited use hzero. FSDP2 calls the method at the beginning of each forward, and knows the root from
-    the first one. A model to which the program has applied hzero is left as it is.
+    Args:
+        written: Value of the environment variable `VARIABLE`: a preset, or a block in JSON.
+        root: The root's FSDP state, which knows its modules.
 
     Raises:
-        ConfigError: See `apply`. Or the variable is not a preset or a JSON object.
+        ConfigError: See `apply`. Or the value is not a preset or a JSON object.
     """
-    begins = is_uninitialized(fsdp_state)
-    stock(fsdp_state)
-    written = os.environ.get(VARIABLE, "")
-    if not begins or not written or is_applied(model := root_module(fsdp_state)):
+    if is_applied(model := root_module(root)):
         return
     with on_all_ranks():
         block: dict[str, Any] = {"preset": written}
@@ -338,12 +334,12 @@ class FsdpState(Engine):
         That is at the first gather of each forward and backward, at the second gather of the same module in it, and at gathers
         outside of both.
         """
-        phase = backward_number()
-        outside = phase < 0 and not unit.module.in_forward
-        if phase < 0:
-            phase = -self._forwards - 1
+        number = backward_number()
+        in_backward = number >= 0
+        outside = not in_backward and not unit.module.in_forward
+        phase = number if in_backward else -self._forwards - 1
         if outside or phase != self._phase or unit in self._gathered:
-            self._compare(evaluates=backward_number() < 0 and not torch.is_grad_enabled())
+            self._compare(evaluates=not in_backward and not torch.is_grad_enabled())
             self._phase, self._gathered = phase, set()
         self._gathered.add(unit)
 
@@ -369,7 +365,7 @@ class FsdpState(Engine):
             edited &= (self._prints != known).to(self.device, non_blocking=True)
         reads, self._evaluated = self._synchronous or evaluates or self._evaluated or known is None, evaluates
         if reads:
-            self._mark_edited(flats, self._meet("a forward or backward", edited))
+            self.weights.mark_edited(*itertools.compress(flats, self._meet("a forward or backward", edited)))
         else:
             self._late.append((flats, edited))
 
@@ -386,10 +382,6 @@ class FsdpState(Engine):
 
     def _fingerprints(self, flats: Sequence[FlatParam]) -> torch.Tensor:
         return fingerprints([flat.owner.module.shards(flat.members) for flat in flats])
-
-    def _mark_edited(self, flats: Sequence[FlatParam], edited: Sequence[int]) -> None:
-        if written := [flat for flat, marked in zip(flats, edited) if marked]:
-            self.weights.mark_edited(*written)
 
     def _meet(self, where: str, marks: torch.Tensor | None = None) -> list[int]:
         """Combines marks of all ranks, and checks that all ranks are at the same point. Collective; waits for the device.
@@ -593,8 +585,8 @@ class FsdpState(Engine):
     def _refuse_late(self) -> None:
         names: dict[str, None] = {}
         for flats, edited in self._late:
-            marked = [flat for flat, mark in zip(flats, self._meet("optimizer.step()", edited)) if mark]
-            self._mark_edited(flats, [flat in marked for flat in flats])
+            marked = list(itertools.compress(flats, self._meet("optimizer.step()", edited)))
+            self.weights.mark_edited(*marked)
             names.update((flat.name, None) for flat in marked)
         self._late.clear()
         raise of_all_ranks(
