@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             extra = "data,train" if parsed.command == "data" else "train"
             needed = f'".[{extra}]" in a checkout of hzero'
             if parsed.command == "plan":  # hydra-core's antlr4 runtime is not axolotl's
-                needed = " ".join([*missing, "in its own environment"]).replace("hydra", "hydra-core")
+                packages = ["hydra-core" if name == "hydra" else name for name in missing]
+                needed = f"{' '.join(packages)} in its own environment"
             raise ConfigError(f"{parsed.command}: {missing[0]} is not installed; run pip install {needed}")
         status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         if why := lost_output():

@@ -55,7 +55,7 @@ BUSY_S, PAUSE_S = 0.05, 0.01
 #: Seconds after which nothing more of a closed connection's messages travels, and that the end of the process waits for messages.
 LINGER_S, FLUSH_S = 1.0, 10.0
 
-#: The job's key, and the messages that carry it. Its tag precedes those of connections.
+#: The job's key, and the messages that carry it. Connections use higher tags.
 _key = bytearray(secrets.token_bytes(32)) if WORLD.rank == 0 else bytearray(32)
 _keys = (
     [WORLD.Isend(_key, rank, 16383) for rank in range(1, WORLD.size)]

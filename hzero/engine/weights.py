@@ -129,13 +129,11 @@ class Weights:
         kept = [param for param in self.parameters.values() if param.route.copies and param.key not in self._stale]
         if not self.follows_writes or not kept:
             return []
-        # One rank may have written, and a refresh takes all of them.
-        prints = _fingerprints(kept)
-        changed = [param.fingerprint != found for param, found in zip(kept, prints)]
-        written = torch.tensor(changed, dtype=torch.uint8)
+        changed = [param.fingerprint != found for param, found in zip(kept, _fingerprints(kept))]
+        written = torch.tensor(changed, dtype=torch.uint8)  # one rank may have written, and all must refresh
         with blaming():
             self.collectives.lanes.between(dist.all_reduce, written, dist.ReduceOp.MAX, group)
-        found = [param for param, mark in zip(kept, written.tolist()) if mark]
+        found = list(itertools.compress(kept, written.tolist()))
         self.mark_edited(*found)
         return found
 

@@ -184,11 +184,11 @@ class ShardPlan:
         if least is None:
             outer = [grid.size(tier) for tier in tiers_outside(gradients) if grid.size(tier) > 1]
             least = _PART_BYTES if outer and outer[-1] >= _MANY_PEERS else 0
+        written = [(role, tier, config.codecs[role][tier]) for role in ROLES for tier in config.codecs[role].written]
         unused = [
-            f"{config.codecs[role][tier].codec} of {role} on {tier}"
-            for role in ROLES
-            for tier in config.codecs[role].written
-            if grid.size(tier) == 1 and not config.codecs[role][tier].traits.plain
+            f"{codec.codec} of {role} on {tier}"
+            for role, tier, codec in written
+            if grid.size(tier) == 1 and not codec.traits.plain
         ]
         if unused:
             notes.append(f"codecs on tiers of size 1 are unused: {', '.join(unused)}")
@@ -202,10 +202,9 @@ class ShardPlan:
             how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
             notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
         noisy = [
-            f"{config.codecs[role][tier].codec} of {role} on {tier}"
-            for role in ROLES
-            for tier in config.codecs[role].written
-            if grid.size(tier) > 1 and _is_noisy(config.codecs[role][tier])
+            f"{codec.codec} of {role} on {tier}"
+            for role, tier, codec in written
+            if grid.size(tier) > 1 and _is_noisy(codec)
         ]
         if noisy:
             adaptations.append(

@@ -183,7 +183,7 @@ async def check_all_tags_taken(address: str) -> None:
 
 
 async def check_strangers(address: str) -> None:
-    """Whoever connects without the job's key learns nothing that helps, and nothing that it sends is read."""
+    """A client without the job's key learns nothing useful, and its messages are not read."""
     host, port = address.removeprefix("mpi://").rsplit(":", 1)
     for proof in (None, bytes(32)):
         reader, writer = await asyncio.open_connection(host, port)
@@ -309,7 +309,7 @@ async def opened() -> Comm:
     return comm
 
 
-#: Addresses at which this process listened before the cluster: MPI's, and those of the checks.
+#: Addresses at which this process listened before the cluster started, such as MPI's.
 BEFORE: set[tuple[str, int]] = set()
 
 
@@ -320,7 +320,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def asks_for_proof(host: str, port: int) -> bool:
-    """Whether a listener begins as those of ``mpi://`` do, instead of waiting for a request."""
+    """Whether a listener speaks first, as a listener of ``mpi://`` does, instead of waiting for a request."""
     with socket.create_connection((host, port), 5) as stream:
         stream.settimeout(2)
         try:

@@ -10,7 +10,7 @@ from hzero.data.cluster import workers
 
 
 def sockets(_: object = None) -> tuple[int, list[str]]:
-    """This process, and its sockets of all families, but those of event loops to themselves."""
+    """The id of this process, and its internet sockets."""
     return os.getpid(), [str(one) for one in psutil.Process().net_connections("inet")]
 
 

@@ -232,7 +232,7 @@ def check_master_weights_set_by_the_user() -> None:
 
 
 def check_weights_written_into_shards_reach_the_next_unshard() -> None:
-    """In every way, by all ranks or by one, before a forward or a backward, with what stock makes of them."""
+    """All ranks or one rank write in every way, before a forward or a backward. Losses equal stock's."""
     ways: dict[str, Callable[[Any], Any]] = {
         "copy": lambda shard: shard.copy_(shard * 0.9),
         "lerp": lambda shard: shard.lerp_(torch.ones_like(shard), 0.1),

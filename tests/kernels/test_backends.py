@@ -230,7 +230,7 @@ def test_code_objects_of_the_installation_come_first(gpu: Gpu, tmp_path: Path) -
 
 
 def test_code_objects_that_the_runtime_refuses_are_compiled_again(gpu: Gpu, tmp_path: Path) -> None:
-    """As those of a newer ROCm."""
+    """Code objects of a newer ROCm are an example."""
     _built_before(tmp_path / "native")
     gpu.refused = b"built before"
     kernels = launchers.DeviceKernels()
