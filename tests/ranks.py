@@ -200,7 +200,8 @@ def _outcomes(folder: Path, names: list[str], timeout: float) -> dict[str, Outco
 
 def environment(**more: str) -> dict[str, str]:
     """Our environment without the variables of a launcher, and with others."""
-    ours = ("SLURM_", "PMI", "OMPI_", "MPI_", "RANK")
+    # Without buffers, Python writes a line and its end separately, so ranks that share a pipe print into each other's.
+    ours = ("SLURM_", "PMI", "OMPI_", "MPI_", "RANK", "PYTHONUNBUFFERED")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), **more}
 

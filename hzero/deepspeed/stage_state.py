@@ -31,7 +31,7 @@ from hzero.comm import lasting, shared_lanes
 from hzero.config import HZeroConfig
 from hzero.deepspeed import autoep, autotp
 from hzero.deepspeed.refusals import check_partition
-from hzero.engine.engine import Engine, Owners, Traffic
+from hzero.engine.engine import PASS, Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
 from hzero.plan.shards import ShardPlan
@@ -310,6 +310,13 @@ class StageState(Engine):
             its = [managed for managed in marked if managed.owner is owner]
             owner.weights.mark_stale(its if stepped is not None else None)
 
+    def follow_writes(self, where: str = PASS) -> list[Parameter]:
+        """Marks parameters that the user has written, and drops what was gathered of them. See `Engine.follow_writes`."""
+        found = super().follow_writes(where)
+        for managed in cast("list[Managed]", found):
+            managed.drop()
+        return found
+
     def drop_gathered(self) -> None:
         """Drops all gathered parameters, since all weights have changed."""
         for managed in self._managed:
@@ -383,8 +390,8 @@ class StageState(Engine):
                 return Handles([wanted[0].stock["all_gather_coalesced"](params, **how)])
         if not self.units.begun:
             self.units.begun = True
-            for managed in cast("list[Managed]", self.weights.mark_written(self.group)):
-                managed.drop()
+            if self.weights.follows_writes:
+                self.follow_writes()
         for managed in wanted:
             if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: cannot gather, since it is not partitioned: {managed.param.ds_summary()}")

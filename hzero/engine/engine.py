@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import backends
-from hzero.comm import Collectives, Communicator, WireLog, in_use, limit_waits, peers_of, shared_lanes
+from hzero.comm import Collectives, Communicator, WireLog, blaming, in_use, limit_waits, peers_of, shared_lanes
 from hzero.comm.peers import Peers, unused_name
 from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wires import STAGE, Lane
@@ -27,6 +28,10 @@ from hzero.topology import Grid, resolve_grid
 from hzero.validation import ConfigError, is_rank_0
 
 logger = logging.getLogger("hzero")
+
+#: Points at which the ranks compare what they are about to do.
+PASS, USE, STEP = "a forward or backward", "a gradient before the last backward of a step", "optimizer.step()"
+_MEETINGS = (PASS, USE, STEP)
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,7 @@ class Engine(Traffic):
         weights: The resident weights.
         gradients: Reductions and accumulators.
         guard: Stops a training that diverges.
+        most_marks: Maximum number of marks in `meet`.
     """
 
     #: Advice in the audit's message: how to change weights without making resident copies stale.
@@ -189,6 +195,7 @@ class Engine(Traffic):
     ) -> None:
         super().__init__(config, module, device, accelerator)
         self.plan, self.owners, self.group = plan, owners, group
+        self.most_marks = 2 + len(parameters)
         settings = {"hzero": config.model_dump(exclude={"written"})}
         name = unused_name(STAGE, self.lanes.failures, owners.group, owners.ranks, settings)
         roles, peers = dict[tuple[str, str], str](), dict[Lane, Peers]()
@@ -202,6 +209,54 @@ class Engine(Traffic):
         self.weights = Weights(self._collectives, parameters, bucket_numel, accelerator)
         self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))
         self.guard = Guard(self.weights, config.guard, device, self.ADVICE, group)
+
+    # ---- what the user does ----------------------------------------------------------------------------------------
+
+    def meet(self, where: str, marks: torch.Tensor | None = None) -> list[int]:
+        """Combines marks of all ranks, and checks that all ranks are at the same point. Collective; waits for the device.
+
+        All messages have one size, so ranks at different points find each other out instead of waiting for ever.
+
+        Args:
+            where: `PASS`, `USE` or `STEP`.
+            marks: bool ``[n]``, at most `most_marks`.
+
+        Returns:
+            For each mark, whether it is set on a rank.
+
+        Raises:
+            RuntimeError: Other ranks are elsewhere, such as if one rank reads a gradient that others do not read.
+        """
+        message = torch.zeros(len(_MEETINGS) + self.most_marks, dtype=torch.uint8)
+        message[_MEETINGS.index(where)] = 1
+        message = message.to(self.device)
+        if marks is not None:
+            message[len(_MEETINGS) :][: len(marks)] = marks
+        with blaming():
+            self.lanes.between(dist.all_reduce, message, dist.ReduceOp.MAX, self.group)
+            found: list[int] = message.tolist()
+        others = [name for name, there in zip(_MEETINGS, found) if there and name != where]
+        if others:
+            raise RuntimeError(
+                f"hzero: this rank is at {where}, other ranks are at {' and '.join(others)}; all ranks must use gradients and "
+                "weights in the same order, also for logging"
+            )
+        return found[len(_MEETINGS) :]
+
+    def follow_writes(self, where: str = PASS) -> list[Parameter]:
+        """Marks parameters whose primary shards any rank has written, so that all ranks refresh them. See `meet`.
+
+        Front ends call it before the first unshard of each forward and backward.
+
+        Returns:
+            The marked parameters.
+        """
+        compared, written = self.weights.written()
+        if written is None:  # on all ranks
+            return []
+        found = list(itertools.compress(compared, self.meet(where, written)))
+        self.weights.mark_edited(*found)
+        return found
 
     # ---- the optimizer step ----------------------------------------------------------------------------------------
 
@@ -218,6 +273,8 @@ class Engine(Traffic):
         self.weights.before_change()  # waits for all submitted hops, so the collectives that follow have one order with them
         if self._synchronous:
             self.settle()
+        if self.guard.audits_next and self.weights.follows_writes:
+            self.follow_writes(STEP)  # what the user has written is no fault
         self.guard.before_step(params, gradient_of)
 
     def after_step(self, *, done: bool) -> None:

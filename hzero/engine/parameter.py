@@ -63,7 +63,7 @@ class Parameter:
             None if there is no copy, or none yet. The engine sets this and the following attributes.
         chunk: Elements of each shard of the resident copy.
         refreshing: The chain that makes the resident copy, even after it has ended.
-        fingerprint: Checksum of this rank's primary shard at the last refresh, on CPU.
+        fingerprint: Checksum of the `memory` from which the resident copy is made, int64 ``[]``. None if there is none.
         age: Refreshes with differences since the last refresh with whole weights. None: the next refresh sends whole weights.
     """
 
@@ -80,13 +80,17 @@ class Parameter:
     resident: torch.Tensor | None = None
     chunk: int = 0
     refreshing: Chain[None] | None = None
-    fingerprint: int = 0
+    fingerprint: torch.Tensor | None = None
     age: int | None = None
 
     @property
     def differs(self) -> bool:
         """Whether the next refresh sends a difference."""
         return self.age is not None and self.age + 1 < self.route.plan.differences
+
+    def memory(self) -> list[torch.Tensor]:
+        """Returns the tensors of this rank's primary shard, which the user may write at any time."""
+        return [self.shard()]
 
 
 def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:

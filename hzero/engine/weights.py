@@ -20,11 +20,10 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from hzero.codecs.codec import Codec, fingerprints
 from hzero.codecs.formats import Rows, chunk_numel
-from hzero.comm import Bucket, Chain, Collectives, blaming, in_buckets
+from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import BoundProgram
 from hzero.config import PLAIN
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
@@ -48,10 +47,10 @@ class Weights:
     Attributes:
         version: Number of weight changes so far; also the seed of their stochastic rounding.
         parameters: Parameters by key.
-        follows_writes: Whether the front end calls `mark_written`, which needs fingerprints.
+        follows_writes: Whether the front end follows what the user writes into primary shards, which needs fingerprints.
     """
 
-    follows_writes = False
+    follows_writes = True
 
     def __init__(
         self, collectives: Collectives, parameters: Iterable[Parameter], bucket_numel: int, accelerator: Any = None
@@ -99,6 +98,8 @@ class Weights:
             for param in marked:
                 param.age = None
         self._mark(marked)
+        # Other refreshes read the shards as they will be, but a difference cannot express what a user may write meanwhile.
+        self._take_fingerprints([param for param in marked if param.differs])
         self.note_change()
 
     def mark_edited(self, *params: Parameter) -> None:
@@ -110,32 +111,25 @@ class Weights:
         self._mark(params)
         self.note_change()
 
-    def is_due(self, param: Parameter) -> bool:
-        """Whether the copy of a parameter will be rebuilt before its next use."""
-        return param.key in self._stale
-
-    def mark_written(self, group: dist.ProcessGroup | None) -> list[Parameter]:
-        """Marks parameters whose primary shards any rank has written since their last refresh, in whatever way. Collective.
-
-        Front ends call it before the first unshard of each forward and backward. On a device it marks nothing, since the host
-        would have to wait.
-
-        Args:
-            group: The ranks that call it. None: the world.
+    @torch.no_grad()
+    def written(self) -> tuple[list[Parameter], torch.Tensor | None]:
+        """Compares this rank's primary shards with those from which the copies are made. No host wait.
 
         Returns:
-            The marked parameters.
+            The compared parameters, the same on all ranks. And for each one, whether its shard was written in whatever way since
+            its refresh or, if it sends a difference, since the step; bool ``[n]`` on the shards' device, None for none.
         """
-        kept = [param for param in self.parameters.values() if param.route.copies and param.key not in self._stale]
-        if not self.follows_writes or not kept:
-            return []
-        changed = [param.fingerprint != found for param, found in zip(kept, _fingerprints(kept))]
-        written = torch.tensor(changed, dtype=torch.uint8)  # one rank may have written, and all must refresh
-        with blaming():
-            self.collectives.lanes.between(dist.all_reduce, written, dist.ReduceOp.MAX, group)
-        found = list(itertools.compress(kept, written.tolist()))
-        self.mark_edited(*found)
-        return found
+        kept = [param for param in self.parameters.values() if param.key not in self._stale or param.differs]
+        pairs = [(param, param.fingerprint) for param in kept if param.fingerprint is not None]
+        if not pairs:
+            return [], None
+        now = fingerprints([param.memory() for param, _ in pairs])
+        return [param for param, _ in pairs], now != torch.stack([then for _, then in pairs])
+
+    def _take_fingerprints(self, params: Sequence[Parameter]) -> None:
+        if params and self.follows_writes:
+            for param, now in zip(params, fingerprints([param.memory() for param in params])):
+                param.fingerprint = now
 
     def _mark(self, params: Iterable[Parameter]) -> None:
         for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():
@@ -216,8 +210,8 @@ class Weights:
             param.refreshing, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
             del self._stale[param.key]
-        for param, found in zip(params, _fingerprints(params) if self.follows_writes else ()):
-            param.fingerprint = found
+        if not differs:
+            self._take_fingerprints(params)
         return chain
 
     def _shards(self, params: Sequence[Parameter], bucket: Bucket) -> list[torch.Tensor]:
@@ -365,12 +359,6 @@ class Weights:
         else:
             held = copy.view(plan.resident_rows, -1)[plan.rank_row]
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
-
-
-def _fingerprints(params: Sequence[Parameter]) -> list[int]:
-    """Fingerprints of this rank's primary shards."""
-    found: list[int] = fingerprints([[param.shard()] for param in params]).tolist()
-    return found
 
 
 def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[_Gather]:

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hzero.codecs.codec import FLOAT_DTYPES, fingerprints
-from hzero.comm import blaming, lasting, shared_watchdog
+from hzero.codecs.codec import FLOAT_DTYPES
+from hzero.comm import lasting, shared_watchdog
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import Block, HZeroConfig, parse_config
-from hzero.engine.engine import Engine, Owners, ranks_of
+from hzero.engine.engine import STEP, USE, Engine, Owners, ranks_of
 from hzero.engine.guard import StaleWeightsError, speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.fsdp.modules import (
@@ -41,8 +41,6 @@ logger = logging.getLogger("hzero")
 
 #: Environment variable with a preset or a block in JSON, for programs that cannot be edited.
 VARIABLE = "HZERO_FSDP"
-#: Points at which the ranks compare what they are about to do.
-_MEETINGS = ("a forward or backward", "a gradient before the last backward of a step", "optimizer.step()")
 #: Keys of the block that only have an effect with DeepSpeed.
 _OF_DEEPSPEED = ("unit", "unit_numel", "checkpoint")
 
@@ -154,6 +152,10 @@ class FlatParam(Parameter):
 
     owner: Unit
     members: list[int]
+
+    def memory(self) -> list[torch.Tensor]:
+        """Returns the shards as FSDP2 has them."""
+        return self.owner.module.shards(self.members)
 
 
 @dataclass(eq=False)
@@ -274,6 +276,7 @@ class FsdpState(Engine):
         # One refresh for each module, with the size of FSDP2's messages.
         super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, group)
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module
+        self.most_marks = 2 + sum(len(unit.routes) for unit in self._units)
         self._backwards = 0  # since the last step; backwards of a loss in chunks count with the next one
         self._recent = (1, 1)  # backwards of the last two steps
         self._in_backward = self._crosses = self._flagged = self._counts = False
@@ -281,9 +284,8 @@ class FsdpState(Engine):
         self._forwards = 0  # begun so far
         self._phase: int | None = None  # forward or backward for which shards were compared last
         self._gathered: set[Unit] = set()  # since then
-        self._prints: torch.Tensor | None = None  # fingerprints of all shards in `_copied` then
         self._evaluated = True  # whether that was without gradients
-        self._late: list[tuple[list[FlatParam], torch.Tensor]] = []  # comparisons that the host has not read
+        self._late: list[tuple[list[Parameter], torch.Tensor]] = []  # comparisons that the host has not read
         self._discarded = False
         for unit in self._units:
             unit.module.attach(_Gather(self, unit), _Reduce(self, unit))
@@ -339,11 +341,21 @@ class FsdpState(Engine):
         outside = not in_backward and not unit.module.in_forward
         phase = number if in_backward else -self._forwards - 1
         if outside or phase != self._phase or unit in self._gathered:
+            self._follow_training()
             self._compare(evaluates=not in_backward and not torch.is_grad_enabled())
             self._phase, self._gathered = phase, set()
         self._gathered.add(unit)
 
-    @torch.no_grad()
+    def _follow_training(self) -> None:
+        """Makes other flat parameters for modules with other trained parameters than before."""
+        for unit in self._units:
+            if unit.trains != unit.module.trained():
+                for flat in unit.flats:
+                    self.weights.remove(flat)
+                unit.lay_out(self._keys)
+                self.weights.parameters.update((flat.key, flat) for flat in unit.flats)
+                self.weights.mark_edited(*unit.flats)
+
     def _compare(self, *, evaluates: bool) -> None:
         """Marks the parameters whose shards were written since their refresh, on any rank. Collective.
 
@@ -354,67 +366,13 @@ class FsdpState(Engine):
         Args:
             evaluates: Whether gradients are off.
         """
-        flats, known = self._copied(), self._prints
-        if not flats:
-            return
-        self._prints = self._fingerprints(flats)
-        # Refreshes read shards that a step has changed anyway, but differences need to know of other changes.
-        awaits = torch.tensor([flat.route.plan.differences > 0 or not self.weights.is_due(flat) for flat in flats])
-        edited = awaits.to(self.device, non_blocking=True)
-        if known is not None:
-            edited &= (self._prints != known).to(self.device, non_blocking=True)
-        reads, self._evaluated = self._synchronous or evaluates or self._evaluated or known is None, evaluates
+        reads, self._evaluated = self._synchronous or evaluates or self._evaluated, evaluates
         if reads:
-            self.weights.mark_edited(*itertools.compress(flats, self._meet("a forward or backward", edited)))
-        else:
-            self._late.append((flats, edited))
-
-    def _copied(self) -> list[FlatParam]:
-        """Returns the flat parameters that have copies, after an update to the parameters that are trained now."""
-        for unit in self._units:
-            if unit.trains != unit.module.trained():
-                for flat in unit.flats:
-                    self.weights.remove(flat)
-                unit.lay_out(self._keys)
-                self.weights.parameters.update((flat.key, flat) for flat in unit.flats)
-                self._prints = None
-        return [flat for unit in self._units for flat in unit.flats if flat.route.copies]
-
-    def _fingerprints(self, flats: Sequence[FlatParam]) -> torch.Tensor:
-        return fingerprints([flat.owner.module.shards(flat.members) for flat in flats])
-
-    def _meet(self, where: str, marks: torch.Tensor | None = None) -> list[int]:
-        """Combines marks of all ranks, and checks that all ranks are at the same point. Collective; waits for the device.
-
-        All messages have one size, so ranks at different points find each other out instead of waiting for ever.
-
-        Args:
-            where: One of `_MEETINGS`.
-            marks: bool ``[n]`` for n parameters with copies at most, or less.
-
-        Returns:
-            For each mark, whether it is set on a rank.
-
-        Raises:
-            RuntimeError: Other ranks are elsewhere, such as if one rank reads a gradient that others do not read.
-        """
-        size = 2 + sum(len(unit.routes) for unit in self._units)
-        message = torch.zeros(len(_MEETINGS) + size, dtype=torch.uint8)
-        message[_MEETINGS.index(where)] = 1
-        message = message.to(self.device)
-        if marks is not None:
-            message[len(_MEETINGS) :][: len(marks)] = marks
-        self.lanes.before_others()
-        with blaming():
-            dist.all_reduce(message, dist.ReduceOp.MAX, self.group)
-            found: list[int] = message.tolist()
-        others = [name for name, there in zip(_MEETINGS, found) if there and name != where]
-        if others:
-            raise RuntimeError(
-                f"hzero: this rank is at {where}, other ranks are at {' and '.join(others)}; all ranks must use gradients and "
-                "weights in the same order, also for logging"
-            )
-        return found[len(_MEETINGS) :]
+            self.follow_writes()
+            return
+        compared, written = self.weights.written()
+        if written is not None:
+            self._late.append((compared, written.to(self.device, non_blocking=True)))
 
     def mark_stale(self) -> None:
         """Refreshes all weights before their next use. Call it on all ranks.
@@ -500,10 +458,10 @@ class FsdpState(Engine):
         for unit in self._units:
             unit.module.release_gradients()
 
-    def _use(self, where: str = "a gradient before the last backward of a step") -> None:
+    def _use(self, where: str = USE) -> None:
         """Completes the sums because gradients are used. Collective."""
         if self.gradients.waiting:
-            self._meet(where)
+            self.meet(where)
             self._complete()
 
     @torch.no_grad()
@@ -547,14 +505,12 @@ class FsdpState(Engine):
     def _prepare_step(self, optimizer: torch.optim.Optimizer, flats: list[FlatParam]) -> None:
         if not flats:
             return
-        self._use("optimizer.step()")
+        self._use(STEP)
 
         def gradient_of(flat: Any) -> torch.Tensor:
             shards = [one.flatten().float() for one in flat.owner.module.gradients(flat.members)]
             return torch.cat(shards) if shards else torch.empty(0)
 
-        if self.guard.audits_next:
-            self._compare(evaluates=True)  # writes since the last gather are no fault
         self.before_step(flats, gradient_of)
         # A loss scaler that passes found_inf to the optimizer handles such steps.
         guarded = self.config.guard.discarded_steps and getattr(optimizer, "found_inf", None) is None
@@ -576,7 +532,7 @@ class FsdpState(Engine):
             largest = torch.stack(torch._foreach_norm(locals_, float("inf")))
             found = (~largest.isfinite().all()).to(self.device).view(1)
         late = torch.cat([found[:0], *(edited for _, edited in self._late)]).any().view(1)
-        not_finite, written, *_ = self._meet("optimizer.step()", torch.cat([found, late]))
+        not_finite, written, *_ = self.meet(STEP, torch.cat([found, late]))
         if written:
             self._refuse_late()
         self._late.clear()
@@ -585,7 +541,7 @@ class FsdpState(Engine):
     def _refuse_late(self) -> None:
         names: dict[str, None] = {}
         for flats, edited in self._late:
-            marked = list(itertools.compress(flats, self._meet("optimizer.step()", edited)))
+            marked = list(itertools.compress(flats, self.meet(STEP, edited)))
             self.weights.mark_edited(*marked)
             names.update((flat.name, None) for flat in marked)
         self._late.clear()
@@ -603,9 +559,6 @@ class FsdpState(Engine):
             return
         if not self._discarded:
             self.weights.mark_stale(flats)
-            if any(flat.route.plan.differences for flat in flats):
-                copied = self._copied()
-                self._prints = None if self._prints is None else self._fingerprints(copied)
         self.after_step(done=not self._discarded)
         if self._backwards:
             self._recent = self._recent[1], self._backwards
