@@ -255,7 +255,7 @@ def _apart(key: tuple[Any, ...]) -> Iterator[None]:
     name: Any = f"hzero {hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()}"
     changes = {
         "_process_group_name": lambda ranks, use_hashed_name: name,
-        "_get_split_source": lambda world: None,
+        "_get_split_source": lambda *_: None,
         "ProcessGroupGloo": _gloo_of_one_thread(),
         "sorted": list,
     }
