@@ -10,8 +10,8 @@ from datasets import load_dataset
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hzero.data.cluster import workers
-from hzero.data.prepare import prepare, settings_of
+from hzero.tools.data.cluster import workers
+from hzero.tools.data.prepare import prepare, settings_of
 
 ROUNDS, LENGTH, SIZE = 3, 2048, 2000
 

@@ -21,7 +21,7 @@ from dask_mpi import initialize
 from distributed.comm import Comm, connect, listen
 from distributed.protocol import to_serialize
 
-from hzero.data.mpi import WORLD
+from hzero.tools.data.mpi import WORLD
 
 # Dask logs connections that the end of a cluster closes, some as errors with a traceback, over TCP too.
 logging.getLogger("distributed").setLevel(logging.CRITICAL)

@@ -135,7 +135,7 @@ def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[
     if preset == "stock":
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     else:
-        machine = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
+        machine = {"nodes": 2, "packages_per_node": 2, "devices_per_package": 2}
         config["hzero"] = {"preset": preset, "topology": machine, "guard": {"every": 0, "discarded_steps": 0}}
         engine = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 

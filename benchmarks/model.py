@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, cast
 import yaml
 
 from hzero.config import BASE_TIERS, PLAIN
-from hzero.experiment import Architecture
-from hzero.plan.against import PIPELINE, Degrees, best_degrees, price
-from hzero.plan.collectives import Scheme
-from hzero.plan.machine import Machine, load_profile
-from hzero.plan.program import Cross, Kind
-from hzero.plan.scenario import Job, Scenario
+from hzero.program.program import Cross, Kind
+from hzero.tools.experiment import Architecture
+from hzero.tools.plan.against import PIPELINE, Degrees, best_degrees, price
+from hzero.tools.plan.collectives import Scheme
+from hzero.tools.plan.machine import Machine, load_profile
+from hzero.tools.plan.scenario import Job, Scenario
 from hzero.topology import Grid
 
 #: From this size on an all-reduce is long: bandwidth sets its pace.

@@ -166,7 +166,7 @@ class StepsRow(_Row):
         losses: Of every optimizer step, warm-up included.
         bytes: Of one optimizer step.
         busiest: Of the measured bytes, those that the busiest link of each tier carries one way: the link of the rank
-            that sends most in gcd and gpu, the trunk of the node that sends most in node.
+            that sends most inside nodes, the trunk of the node that sends most between nodes.
         cpu_s: Processor seconds of all ranks per step.
         fetches: Gathers of each weight per micro-step, on average; None if the engine gathers nothing.
         memory: Of a rank.

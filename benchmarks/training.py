@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hzero.experiment import Experiment, compose, transformers_config
+from hzero.tools.experiment import Experiment, compose, transformers_config
 from hzero.validation import ConfigError
 
 #: Keys of a model's shape.

@@ -98,7 +98,7 @@ def ddp() -> Any:
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a build of minutes that ZeRO-3 does not use
 deepspeed.init_distributed("gloo", verbose=False)
-TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": dist.get_world_size() // 4}
+TOPOLOGY = {"nodes": 2, "packages_per_node": 2, "devices_per_package": dist.get_world_size() // 4}
 NODE = dist.get_world_size() // 2
 schemes: dict[str, Any] = {
     HSDP: lambda: hsdp(NODE, flags=True),

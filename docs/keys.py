@@ -13,12 +13,12 @@ from griffe import Docstring
 from pydantic import BaseModel
 
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
-from hzero.experiment import Configuration, compose, key_lines
-from hzero.plan.collectives import Scheme
-from hzero.plan.command import plan_dict
-from hzero.plan.machine import CONSTANTS, load_profile
-from hzero.plan.memory import footprint
-from hzero.plan.scenario import read_scenario
+from hzero.tools.experiment import Configuration, compose, key_lines
+from hzero.tools.plan.collectives import Scheme
+from hzero.tools.plan.command import plan_dict
+from hzero.tools.plan.machine import CONSTANTS, load_profile
+from hzero.tools.plan.memory import footprint
+from hzero.tools.plan.scenario import read_scenario
 
 #: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
 MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)

@@ -18,10 +18,16 @@ def train(steps: int, device: str = "cpu") -> list[float]:
     model = DistributedDataParallel(net.to(device))
     state = hzero.comm.DdpState(
         {
-            "codecs": {"node": "int4", "gpu": "int8"},  # gradients on their way to the sum; gcd is not named: none
-            "gather": {"node": "int8", "gpu": "int8"},  # the mean on its way back
-            "error_feedback": ["node"],
-            "topology": {"gpus_per_node": 2, "gcds_per_gpu": 1},  # leave it out on a real machine: it is discovered
+            "codecs": {
+                "inter_node": "int4",
+                "intra_node": "int8",
+            },  # gradients on their way to the sum; intra_package is not named: none
+            "gather": {"inter_node": "int8", "intra_node": "int8"},  # the mean on its way back
+            "error_feedback": ["inter_node"],
+            "topology": {
+                "packages_per_node": 2,
+                "devices_per_package": 1,
+            },  # leave it out on a real machine: it is discovered
         }
     )
     model.register_comm_hook(state, hzero.comm.ddp_hook)

@@ -13,7 +13,7 @@ import hzero
 
 GPU = torch.cuda.is_available()
 # On GPUs hzero discovers where the ranks sit. CPU ranks stand for nodes with one MI250X (two GCDs) each.
-TOPOLOGY = "discover" if GPU else {"gpus_per_node": 1, "gcds_per_gpu": 2}
+TOPOLOGY = "discover" if GPU else {"packages_per_node": 1, "devices_per_package": 2}
 MICRO_BATCHES = 2
 
 

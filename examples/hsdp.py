@@ -11,13 +11,15 @@ import hzero
 def train(steps: int, codec: str = "int8", devices: int = 2) -> tuple[list[float], list[hzero.comm.WireEntry]]:
     """Trains on nodes of so many devices, and returns the losses and the bytes between nodes."""
     shape = dist.get_world_size() // devices, devices
-    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("node", "gcd"))
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("node", "device"))
     torch.manual_seed(0)  # equal weights on all nodes; if you load them, broadcast them over mesh["node"]
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    fully_shard(model, mesh=mesh["gcd"])  # with the mesh of two dimensions FSDP2 would average them itself, in float32
+    fully_shard(
+        model, mesh=mesh["device"]
+    )  # with the mesh of two dimensions FSDP2 would average them itself, in float32
     block = {
         "codecs": codec,
-        "topology": {"gpus_per_node": 1, "gcds_per_gpu": 1},
+        "topology": {"packages_per_node": 1, "devices_per_package": 1},
     }  # the group has one device of each node
     nodes = hzero.comm.Communicator(block, mesh["node"].get_group(), uses=("sums", "copies"))
     model.set_all_reduce_hook(lambda gradients: gradients.copy_(nodes.all_reduce(gradients, "mean")))

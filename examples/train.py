@@ -11,7 +11,7 @@ import hzero
 
 GPU = torch.cuda.is_available()
 # On GPUs hzero discovers where the ranks sit. CPU ranks stand for two nodes with one MI250X (two GCDs) each.
-TOPOLOGY = "discover" if GPU else {"gpus_per_node": 1, "gcds_per_gpu": 2}
+TOPOLOGY = "discover" if GPU else {"packages_per_node": 1, "devices_per_package": 2}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 64,
     "gradient_accumulation_steps": 2,

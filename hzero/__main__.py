@@ -1,5 +1,5 @@
 """``python -m hzero``."""
 
-from hzero.cli import main
+from hzero.tools.cli import main
 
 raise SystemExit(main())

@@ -13,7 +13,7 @@ from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, CodecName, RecordF
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
-Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
+Tier: TypeAlias = Literal["intra_package", "intra_hive", "intra_node", "inter_node", "inter_group", "inter_cluster"]
 #: The ranks over which a state is sharded, see `tiers_inside`. The order of `SCOPES` is narrowest first.
 Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluster", "world"]
 #: The kind of state that a message carries.
@@ -30,9 +30,9 @@ CollectiveOrder: TypeAlias = Literal["strict", "lanes"]
 
 TIERS: tuple[Tier, ...] = typing.get_args(Tier)
 #: Tiers of every machine, some of size 1. The other tiers must be declared.
-BASE_TIERS: tuple[Tier, ...] = ("gcd", "gpu", "node")
+BASE_TIERS: tuple[Tier, ...] = ("intra_package", "intra_node", "inter_node")
 #: The tiers between nodes, which their NICs carry.
-NET_TIERS: tuple[Tier, ...] = TIERS[TIERS.index("node") :]
+NET_TIERS: tuple[Tier, ...] = TIERS[TIERS.index("inter_node") :]
 SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 DIMENSIONS: tuple[Dimension, ...] = typing.get_args(Dimension)
@@ -97,7 +97,7 @@ class Preset(NamedTuple):
         sums = self.gradients_codec if tier in NET_TIERS else self.inner_codec or self.gradients_codec
         of = {"weights": self.weights_codec, "gradients": sums, "optimizer": self.optimizer_codec}
         codec = of.get(role, self.dimensions_codec)
-        finer = TRAITS[codec].between_groups if tier == "group" and isinstance(codec, str) else None
+        finer = TRAITS[codec].between_groups if tier == "inter_group" and isinstance(codec, str) else None
         return finer or codec
 
 
@@ -175,28 +175,32 @@ class CodecConfig(Frozen):
 PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
 
 #: Tiers that must be declared, and the tier whose codec is the default of each.
-OPTIONAL_TIERS: dict[Tier, Tier] = {"hive": "gpu", "group": "node", "cluster": "group"}
+OPTIONAL_TIERS: dict[Tier, Tier] = {
+    "intra_hive": "intra_node",
+    "inter_group": "inter_node",
+    "inter_cluster": "inter_group",
+}
 
 
 class TierCodecs(Frozen):
     """One codec for each tier.
 
     Attributes:
-        hive: Codec of tier `hive`, with the keys of `TIER`; null is the codec of `gpu`.
-        group: Codec of tier `group`; null is the codec of `node`, but `int8` instead of `int4`.
-        cluster: Codec of tier `cluster`; null is the codec written for `group`, or else the codec of `node`.
+        intra_hive: Codec of this tier, with the keys of `TIER`; null is the codec of `intra_node`.
+        inter_group: Codec of this tier; null is the codec of `inter_node`, but `int8` instead of `int4`.
+        inter_cluster: Codec of this tier; null is the codec written for `inter_group`, or else the codec of `inter_node`.
     """
 
-    gcd: CodecConfig
-    hive: CodecConfig | None = None
-    gpu: CodecConfig
-    node: CodecConfig
-    group: CodecConfig | None = None
-    cluster: CodecConfig | None = None
+    intra_package: CodecConfig
+    intra_hive: CodecConfig | None = None
+    intra_node: CodecConfig
+    inter_node: CodecConfig
+    inter_group: CodecConfig | None = None
+    inter_cluster: CodecConfig | None = None
 
     def __getitem__(self, tier: Tier) -> CodecConfig:
         codec = self._written(tier)
-        if tier == "group" and self.group is None:
+        if tier == "inter_group" and self.inter_group is None:
             return codec.model_copy(update={"codec": codec.traits.between_groups or codec.codec})
         return codec
 
@@ -211,7 +215,7 @@ class TierCodecs(Frozen):
 
 
 #: No codec on any tier.
-UNCODED = TierCodecs(gcd=PLAIN, gpu=PLAIN, node=PLAIN)
+UNCODED = TierCodecs(intra_package=PLAIN, intra_node=PLAIN, inter_node=PLAIN)
 
 
 class CodecsConfig(Frozen):
@@ -276,7 +280,7 @@ class ShardConfig(Frozen):
 
 
 class NodeAllGather(Frozen):
-    """The algorithm of the all-gathers between nodes: on tiers ``node``, ``group`` and ``cluster``.
+    """The algorithm of the all-gathers between nodes: on tiers ``inter_node``, ``inter_group`` and ``inter_cluster``.
 
     Attributes:
         algorithm: Algorithm for short messages; long ones use the library's. `doubling` (Bruck et al. 1997) needs log2(nodes)
@@ -370,30 +374,32 @@ Groups: TypeAlias = Annotated[int | Literal["automatic"] | None, BeforeValidator
 
 
 class TopologyConfig(Frozen):
-    """Places of the ranks: a source, or with `gpus_per_node` a declared grid.
+    """Places of the ranks: a source, or with `packages_per_node` a declared grid.
 
     Attributes:
         source: ``discover``, the default, finds the places; a file may describe the node. A preset's name declares the grid of
             such nodes. You may write the source instead of the block.
         nodes: Nodes of the world; null derives it from the world size.
-        gpus_per_node: Packages of a node.
-        gcds_per_gpu: Devices of a package.
-        gpus_per_hive: Packages of a hive, a part of a node with faster links inside than between hives; 1: the node has no hives.
-        nodes_per_group: Nodes of a group, for example of one switch or cabinet; null for one group of all nodes. Tier ``group``
-            joins the groups, so that collectives between nodes become two of fewer ranks. `automatic`, the default, makes
-            groups from 64 nodes on, with the divisor of the number of nodes that is nearest to its square root. Together with
-            `source` it overrides the source's.
+        packages_per_node: Packages of a node.
+        devices_per_package: Devices of a package.
+        packages_per_hive: Packages of a hive, a part of a node with faster links inside than between hives; 1: the node has no
+            hives.
+        nodes_per_group: Nodes of a group, for example of one switch or cabinet; null for one group of all nodes. Tier
+            ``inter_group`` joins the groups, so that collectives between nodes become two of fewer ranks. `automatic`, the
+            default, makes groups from 64 nodes on, with the divisor of the number of nodes that is nearest to its square root.
+            Together with `source` it overrides the source's.
         switch_nodes: Nodes of one switch group of the network; `automatic` prefers one of its divisors.
-        clusters: Parts of the world that slow links connect, on tier ``cluster``. Each has the same number of nodes and groups.
+        clusters: Parts of the world that slow links connect, on tier ``inter_cluster``. Each has the same number of nodes and
+            groups.
         order: Numbering of the ranks, slowest tier first. A tier that you leave out is placed next to the tier that it divides:
-            ``hive`` next to ``gpu``, ``group`` and ``cluster`` next to ``node``.
+            ``intra_hive`` next to ``intra_node``, ``inter_group`` and ``inter_cluster`` next to ``inter_node``.
     """
 
     source: str = "discover"
     nodes: int | None = Field(default=None, ge=1, le=1_000_000)
-    gpus_per_node: int | None = Field(default=None, ge=1, le=1000)
-    gcds_per_gpu: int = Field(default=1, ge=1, le=1000)
-    gpus_per_hive: int = Field(default=1, ge=1)
+    packages_per_node: int | None = Field(default=None, ge=1, le=1000)
+    devices_per_package: int = Field(default=1, ge=1, le=1000)
+    packages_per_hive: int = Field(default=1, ge=1)
     nodes_per_group: Groups = AUTOMATIC
     switch_nodes: int | None = Field(default=None, ge=1)
     clusters: int = Field(default=1, ge=1)
@@ -406,8 +412,8 @@ class TopologyConfig(Frozen):
         written = tuple(map(str, value)) if isinstance(value, (list, tuple)) else ()
         if not set(BASE_TIERS) <= set(written) <= set(TIERS) or len(set(written)) < len(written):
             raise ValueError(
-                f"found {reprlib.repr(value)}; expected node, gpu and gcd in some order, slowest first, and optionally "
-                f"{', '.join(OPTIONAL_TIERS)}"
+                f"found {reprlib.repr(value)}; expected inter_node, intra_node and intra_package in some order, slowest first, "
+                f"and optionally {', '.join(OPTIONAL_TIERS)}"
             )
         return written
 
@@ -419,8 +425,8 @@ class TopologyConfig(Frozen):
             raise ValueError(
                 f".{of_grid[0]}: found together with source {self.source!r}, which states the places of ranks; expected only one"
             )
-        if of_grid and self.gpus_per_node is None:
-            raise ValueError(".gpus_per_node: missing")
+        if of_grid and self.packages_per_node is None:
+            raise ValueError(".packages_per_node: missing")
         return self
 
 
@@ -430,7 +436,7 @@ def _source_alone(value: Any) -> Any:
     if not isinstance(value, (str, Mapping, TopologyConfig)):
         raise ValueError(
             f'found {reprlib.repr(value)}; expected "discover", a file, a preset, or '
-            '{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
+            '{"nodes": .., "packages_per_node": .., "devices_per_package": ..}'
         )
     return {"source": value} if isinstance(value, str) else value
 
@@ -509,7 +515,7 @@ class HZeroConfig(Block):
             `checkpoint`, the refresh after a save is whole too, so that a resumed run has the same bits as an uninterrupted
             run. A master that a script sets (`safe_set_full_fp32_param`) is sent as a difference, and is exact after a few
             steps.
-        node_all_gather: Algorithm of the all-gathers on tier ``node``.
+        node_all_gather: Algorithm of the all-gathers on tier ``inter_node``.
         exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints store.
             Logged evaluations, and the choice of the best checkpoint, then use the saved weights; otherwise they use the
             decoded weights. An evaluation then uses DeepSpeed's flat gathers over the world, which the wire log does not
@@ -644,8 +650,8 @@ def codecs_by_tier(written: Any, default: Mapping[Any, Any], size: Any, *, group
         written: One codec for all tiers, or codecs by tier.
         default: Default codecs of the tiers.
         size: The ``block_size`` of codecs that write none.
-        groups_as_nodes: Whether tier ``group`` has the codec of ``node`` by default. Copies and activations need this, since
-            all of their bytes cross groups. Otherwise `TierCodecs` chooses.
+        groups_as_nodes: Whether tier ``inter_group`` has the codec of ``inter_node`` by default. Copies and activations need
+            this, since all of their bytes cross groups. Otherwise `TierCodecs` chooses.
     """
     if isinstance(written, str) or (isinstance(written, Mapping) and "codec" in written):
         written = dict.fromkeys(BASE_TIERS, written)
@@ -653,7 +659,10 @@ def codecs_by_tier(written: Any, default: Mapping[Any, Any], size: Any, *, group
         return written
     tiers = {**{tier: {} for tier in BASE_TIERS}, **written}
     if groups_as_nodes:
-        tiers, default = {"group": tiers["node"], **tiers}, {**default, "group": default["node"]}
+        tiers, default = (
+            {"inter_group": tiers["inter_node"], **tiers},
+            {**default, "inter_group": default["inter_node"]},
+        )
     return {tier: _leaf(codec, default.get(tier), size) for tier, codec in tiers.items()}
 
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hzero import autoload
-from hzero.launch import launched
-from hzero.terminal import keep_streams
+from hzero.tools.launch import launched
+from hzero.tools.terminal import keep_streams
 from hzero.validation import ConfigError, Parser
 
 

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hzero.launch import UNFINISHED
 from hzero.validation import ConfigError, is_rank_0, seconds_of
 
 #: A second Ctrl-C ends the process only after this many seconds, since launchers repeat the terminal's Ctrl-C.
@@ -71,7 +70,7 @@ class StopAndSave:
         ConfigError: The time limit is not a duration.
     """
 
-    status = UNFINISHED
+    status = os.EX_TEMPFAIL
 
     def __init__(
         self,

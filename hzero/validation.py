@@ -25,6 +25,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 #: A rate or a time. Quotients of numbers outside these limits may overflow.
 Quantity = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
+#: New names of keys and tiers.
+_RENAMED = {
+    "gcd": "intra_package",
+    "hive": "intra_hive",
+    "gpu": "intra_node",
+    "node": "inter_node",
+    "group": "inter_group",
+    "cluster": "inter_cluster",
+    "gpus_per_node": "packages_per_node",
+    "gcds_per_gpu": "devices_per_package",
+    "gpus_per_hive": "packages_per_hive",
+}
 T = TypeVar("T")
 E = TypeVar("E", bound="ConfigError | PlainError")
 M = TypeVar("M", bound=BaseModel)
@@ -289,6 +301,8 @@ def some(items: Sequence[str], most: int, separator: str = ", ") -> str:
 def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The possible value most similar to ``value``; None if none is similar."""
     names, tried = list(possible), (str(value), str(value).lower())  # most names are lower-case
+    if (now := _RENAMED.get(str(value))) in names:
+        return now
     return next((near[0] for one in tried if (near := difflib.get_close_matches(one, names, 1, cutoff))), None)
 
 

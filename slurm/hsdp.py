@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Trainer, TrainingArguments
 
-from hzero.commands.train import _prepare_process
-from hzero.data import corpus
-from hzero.experiment import compose
-from hzero.launch import launched, run_launched
+from hzero.tools.commands.train import _prepare_process
+from hzero.tools.data import corpus
+from hzero.tools.experiment import compose
+from hzero.tools.launch import launched, run_launched
 from hzero.validation import from_rank_0
 
 
 def train(arguments: list[str]) -> None:
     """Trains on this rank. Rank 0 writes ``steps.jsonl``, as `hzero train` does, and the peak of its memory."""
-    from hzero.commands.trainer import arguments_of, batch_of, build_model, join
+    from hzero.tools.commands.trainer import arguments_of, batch_of, build_model, join
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -42,7 +42,7 @@ def train(arguments: list[str]) -> None:
         model.gradient_checkpointing_enable(given["gradient_checkpointing_kwargs"])
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (dist.get_world_size() // local, local)
-    mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("node", "device"))
+    mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("inter_node", "device"))
     narrow = torch.bfloat16 if experiment.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
     units = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]

@@ -17,12 +17,14 @@ from typing import Any
 from unittest import mock
 
 from hzero import validation
-from hzero.commands.train import IMPORTS
-from hzero.launch import die_with_parent, renew_thread_pool
+from hzero.tools.commands.train import IMPORTS
+from hzero.tools.launch import die_with_parent, renew_thread_pool
 
 ROOT = Path(__file__).resolve().parent.parent
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.commands.links", *IMPORTS])
+_SERVER.set_forkserver_preload(
+    ["hzero.tools.cli", "hzero.tools.commands.doctor", "hzero.tools.commands.links", *IMPORTS]
+)
 
 
 def fork(
@@ -169,7 +171,7 @@ class Command:
 
 
 def _hzero(arguments: list[str]) -> int:
-    from hzero.cli import main
+    from hzero.tools.cli import main
 
     sys.argv = ["hzero", *arguments]
     return main(arguments)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hzero.launch import die_with_parent, renew_thread_pool
+from hzero.tools.launch import die_with_parent, renew_thread_pool
 
 #: Maximum wait of one collective in a check: a hang must fail, and soon.
 HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from hzero.launch import free_port
+from hzero.tools.launch import free_port
 from tests.forks import fork, join
 
 ROOT = Path(__file__).resolve().parent.parent

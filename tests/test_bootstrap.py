@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.launch import rank_variables
+from hzero.tools.launch import rank_variables
 from hzero.validation import ConfigError
 from tests.ranks import run_python
 

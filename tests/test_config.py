@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hzero.config import DIMENSIONS, TIERS, CodecConfig, parse_config
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
@@ -25,8 +25,8 @@ def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
     ):
         config = parse_config({"preset": preset})
         gradients = {tier: config.codecs["gradients"][tier].codec for tier in TIERS}
-        group = {"group": "int8"} if between == "int4" else {}
-        inner = dict.fromkeys(("gcd", "hive", "gpu"), inside)
+        group = {"inter_group": "int8"} if between == "int4" else {}
+        inner = dict.fromkeys(("intra_package", "intra_hive", "intra_node"), inside)
         assert gradients == dict.fromkeys(TIERS, between) | inner | group
         assert len({config.codecs["weights"][tier] for tier in TIERS}) == 1 and config.error_feedback == ()
 
@@ -37,7 +37,13 @@ def test_presets_of_activations() -> None:
         ("topo", "int8", "int4", "none", "none"),
         ("zhybrid", high, low, high, high),
         ("mzhybrid", "none", low, "mpc", "mpc"),
-        ("hybrid", "int8", {"gcd": "int8", "gpu": "int8", "node": "int4"}, {"codec": "int8", "rotation": 64}, "int8"),
+        (
+            "hybrid",
+            "int8",
+            {"intra_package": "int8", "intra_node": "int8", "inter_node": "int4"},
+            {"codec": "int8", "rotation": 64},
+            "int8",
+        ),
     ):
         config = parse_config({"preset": name})
         roles = {"weights": weights, "gradients": gradients, **dict.fromkeys(DIMENSIONS, activations)}
@@ -46,39 +52,52 @@ def test_presets_of_activations() -> None:
         assert all(config.codecs[role][tier] == same[role][tier] for role in roles for tier in TIERS)
         assert config.written_dimensions == (), "what a preset says of dimensions that nobody uses is no mistake"
     # Settings are of one codec: what names another one has none of the preset's.
-    codecs = {"gradients": {"gcd": {"rate": 12}, "gpu": "int4"}, "tensor": "none", "expert": {"node": "int8"}}
+    codecs = {
+        "gradients": {"intra_package": {"rate": 12}, "intra_node": "int4"},
+        "tensor": "none",
+        "expert": {"inter_node": "int8"},
+    }
     config = parse_config({"preset": "zhybrid", "codecs": codecs})
-    assert config.codecs.gradients.gcd == CodecConfig(codec="zfp", rate=12)
-    assert config.codecs.gradients.gpu == CodecConfig(codec="int4")
-    assert config.codecs.gradients.node == CodecConfig(codec="zfp", rate=8)
-    assert config.written_dimensions == ("expert",) and config.codecs.expert.gpu.rate == 16
+    assert config.codecs.gradients.intra_package == CodecConfig(codec="zfp", rate=12)
+    assert config.codecs.gradients.intra_node == CodecConfig(codec="int4")
+    assert config.codecs.gradients.inter_node == CodecConfig(codec="zfp", rate=8)
+    assert config.written_dimensions == ("expert",) and config.codecs.expert.intra_node.rate == 16
 
 
 def test_an_override_replaces_one_leaf() -> None:
     config = parse_config(
         {
             "preset": "topo",
-            "codecs": {"gradients": {"gcd": "none", "node": {"codec": "int8", "rounding": "stochastic"}}},
+            "codecs": {
+                "gradients": {"intra_package": "none", "inter_node": {"codec": "int8", "rounding": "stochastic"}}
+            },
             "block_size": 256,
-            "error_feedback": ["node", "gcd"],
+            "error_feedback": ["inter_node", "intra_package"],
         }
     )
     gradients = config.codecs["gradients"]
-    assert (gradients["gcd"].codec, gradients["gpu"].codec, gradients["node"].codec) == ("none", "int4", "int8")
-    assert gradients["node"].rounding == "stochastic"
+    assert (gradients["intra_package"].codec, gradients["intra_node"].codec, gradients["inter_node"].codec) == (
+        "none",
+        "int4",
+        "int8",
+    )
+    assert gradients["inter_node"].rounding == "stochastic"
     assert {config.codecs["weights"][tier].block_size for tier in TIERS} == {256}
-    assert config.error_feedback == ("gcd", "node")
+    assert config.error_feedback == ("intra_package", "inter_node")
     # A leaf that names settings alone keeps the preset's codec.
-    kept = parse_config({"preset": "topo", "codecs": {"gradients": {"node": {"block_size": 64}}}})
-    assert (kept.codecs["gradients"]["node"].codec, kept.codecs["gradients"]["node"].block_size) == ("int4", 64)
+    kept = parse_config({"preset": "topo", "codecs": {"gradients": {"inter_node": {"block_size": 64}}}})
+    assert (kept.codecs["gradients"]["inter_node"].codec, kept.codecs["gradients"]["inter_node"].block_size) == (
+        "int4",
+        64,
+    )
 
 
 def test_a_dimension_takes_codecs_by_tier_or_one_name_for_all() -> None:
     assert parse_config({}).codecs.dimensions == ()
-    codecs = parse_config({"block_size": 64, "codecs": {"tensor": "int8", "expert": {"node": "int4"}}}).codecs
+    codecs = parse_config({"block_size": 64, "codecs": {"tensor": "int8", "expert": {"inter_node": "int4"}}}).codecs
     assert codecs.dimensions == ("tensor", "expert")
     assert {codecs.tensor[tier] for tier in TIERS} == {CodecConfig(codec="int8", block_size=64)}
-    names = [codecs["expert"][tier].codec for tier in ("gcd", "gpu", "node", "group")]
+    names = [codecs["expert"][tier].codec for tier in ("intra_package", "intra_node", "inter_node", "inter_group")]
     assert names == ["none", "none", "int4", "int4"]
     assert {codecs.sequence[tier].codec for tier in TIERS} == {"none"}
     rotated = parse_config({"codecs": {"sequence": {"codec": "int4", "rotation": 64}}}).codecs.sequence
@@ -131,7 +150,7 @@ def test_scopes_of_exceptions_are_the_blocks_unless_they_are_written() -> None:
     assert [own.weights_scope for own in narrow] == ["world", "world", "node", "device", "device"]
 
 
-def codec(of: Any, role: str = "weights", tier: str = "gpu") -> dict[str, Any]:
+def codec(of: Any, role: str = "weights", tier: str = "intra_node") -> dict[str, Any]:
     return {"codecs": {role: {tier: of}}}
 
 
@@ -150,26 +169,27 @@ BAD: list[tuple[Any, str]] = [
     ({"shard": {"except": {"*": {"weight": "node"}}}}, "shard.except.*: found key 'weight'; expected .. did you mean 'weights'"),
     ({"shard": {"except": {"": {}}}}, "shard.except: found an empty pattern; expected one such as *norm*"),
     ({"shard": {"except": {"*": "node"}}}, "shard.except.*: found 'node'; expected a block with keys weights, gradients"),
-    (codec("int8", tier="gpuu"), "codecs.weights: found key 'gpuu'; expected .. did you mean 'gpu'"),
-    (codec("int9"), "codecs.weights.gpu.codec: found 'int9'"),
+    (codec("int8", tier="intra_nod"), "codecs.weights: found key 'intra_nod'; expected .. did you mean 'intra_node'"),
+    (codec("int9"), "codecs.weights.intra_node.codec: found 'int9'"),
     ({"codecs": {"tensors": "int8"}}, "codecs: found key 'tensors'; expected .. did you mean 'tensor'"),
-    (codec({"codec": "int8", "block_size": 8}), "codecs.weights.gpu.block_size: found 8"),
+    (codec({"codec": "int8", "block_size": 8}), "codecs.weights.intra_node.block_size: found 8"),
     (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; expected int8, int4, int2"),
     (codec({"codec": "bf16", "rounding": "stochastic"}), "found rounding 'stochastic' with codec bf16; expected int8"),
     (codec({"codec": "none", "rounding": "stochastic"}), "found rounding 'stochastic' with codec none; expected int8"),
-    (int4(scale="fp32"), "codecs.gradients.gpu: found key 'scale'"),
-    ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
+    (int4(scale="fp32"), "codecs.gradients.intra_node: found key 'scale'"),
+    ({"error_feedback": ["inter_nodes"]}, "did you mean 'inter_node'"),
     ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling'; expected a block with keys algorithm"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "node_all_gather: found algorithm 'pairs' without below_bytes"),
-    (codec("exp"), "codecs.weights.gpu.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp or mpc"),
-    (codec("mpc", "gradients", "node"), f"codecs.gradients.node: {NO_FIXED_SIZE}"),
-    (codec("mpc"), f"codecs.weights.gpu: {NO_FIXED_SIZE}"),
+    (codec("exp"), "codecs.weights.intra_node.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp or mpc"),
+    (codec("mpc", "gradients", "inter_node"), f"codecs.gradients.inter_node: {NO_FIXED_SIZE}"),
+    (codec("mpc"), f"codecs.weights.intra_node: {NO_FIXED_SIZE}"),
     ({"codecs": {"except": {"*": "mpc"}}}, f"codecs.except.*: {NO_FIXED_SIZE}"),
-    (codec({"codec": "int8", "rate": 8}), "codecs.weights.gpu: found rate 8 with codec int8; expected zfp"),
-    (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.gpu: found dimension 1 with codec bf16; expected mpc"),
+    (codec({"codec": "int8", "rate": 8}), "codecs.weights.intra_node: found rate 8 with codec int8; expected zfp"),
+    (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.intra_node: found dimension 1 with codec bf16; expected mpc"),
     ({"preset": "zero3", "refresh_differences": True}, "refresh_differences: found true with weights over the world, of which"),
-    ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with codec "
-     "none, where a difference has no fewer bytes; expected bf16, int8, int4, int2, zfp in hzero.codecs.weights"),
+    ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on "
+     "intra_node, inter_node with codec none, where a difference has no fewer bytes; "
+     "expected bf16, int8, int4, int2, zfp in hzero.codecs.weights"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
     ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
     ({"refresh_message_bytes": 1 << 31}, "refresh_message_bytes: found 2147483648"),
@@ -177,10 +197,12 @@ BAD: list[tuple[Any, str]] = [
     ({"guard": 5.5}, "guard.discarded_steps: found 5.5; expected a valid integer"),
     ({"block_size": 24}, "block_size: found 24; expected a multiple of 16"),
     ({"boundary_message_bytes": -1}, "boundary_message_bytes: found -1; expected greater than or equal to 0"),
-    ({"codecs": {"weights": {"node": "INT8"}}}, "codecs.weights.node.codec: found 'INT8'; expected .. (did you mean 'int8'?)"),
+    (codec("INT8"), "codecs.weights.intra_node.codec: found 'INT8'; expected .. (did you mean 'int8'?)"),
+    (codec("int8", tier="node"), "codecs.weights: found key 'node'; expected .. (did you mean 'inter_node'?)"),
+    ({"topology": {"gpus_per_node": 4}}, "topology: found key 'gpus_per_node'; expected .. (did you mean 'packages_per_node'?)"),
     ({"checkpoint": True}, "checkpoint: found True; expected a block with keys same_batch, verify, trust"),
-    ({"topology": {"nodes": 2}}, "topology.gpus_per_node: missing"),
-    ({"topology": {"gpus_per_node": 2, "order": ["node", "gpu"]}}, "topology.order"),
+    ({"topology": {"nodes": 2}}, "topology.packages_per_node: missing"),
+    ({"topology": {"packages_per_node": 2, "order": ["inter_node", "intra_node"]}}, "topology.order"),
 ]  # fmt: skip
 
 
@@ -200,11 +222,11 @@ def grid_of(topology: Any, ranks: int) -> Grid:
 
 def test_topology_from_a_file_and_its_complaints(tmp_path: Path) -> None:
     file = tmp_path / "machine.yaml"
-    file.write_text("topology: {gpus_per_node: 4, gcds_per_gpu: 2, bandwidth_gb_s: {node: 12.5}}\n")
+    file.write_text("topology: {packages_per_node: 4, devices_per_package: 2, bandwidth_gb_s: {node: 12.5}}\n")
     assert grid_of(str(file), 48).nodes == 6
-    file.write_text(json.dumps({"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}))
+    file.write_text(json.dumps({"nodes": 2, "packages_per_node": 2, "devices_per_package": 2}))
     assert grid_of(str(file), 8).world_size == 8
-    with pytest.raises(ConfigError, match="nodes=3 or gpus_per_node=3 or gcds_per_gpu=3 would fit"):
+    with pytest.raises(ConfigError, match="nodes=3 or packages_per_node=3 or devices_per_package=3 would fit"):
         grid_of(str(file), 12)
     with pytest.raises(ConfigError, match="no single factor"):
         grid_of(str(file), 7)
@@ -219,7 +241,9 @@ def test_a_dump_is_discovered_from_whatever_its_name(tmp_path: Path) -> None:
 def test_auto_and_presets() -> None:
     assert grid_of("frontier", 16) == Grid(2, 4, 2)
     assert grid_of("mi300x", 8) == Grid(1, 8, 1)
-    with pytest.raises(ConfigError, match="gpus_per_node=4 x gcds_per_gpu=2 is 8 ranks a node, but the world has 12"):
+    with pytest.raises(
+        ConfigError, match="packages_per_node=4 x devices_per_package=2 is 8 ranks a node, but the world has 12"
+    ):
         grid_of("lumi", 12)
     assert grid_of("discover", 1) == Grid(1, 1, 1)
     with pytest.raises(ConfigError, match="discovery found 1 ranks; expected 8"):
@@ -231,9 +255,9 @@ def test_auto_and_presets() -> None:
 
 
 def test_order_is_a_permutation() -> None:
-    grid = grid_of({"nodes": 2, "gpus_per_node": 3, "order": ["gpu", "gcd", "node"]}, 6)
-    assert grid.stride("node") == 1
-    assert list(grid.tier_group(0, "gpu")) == [0, 2, 4]
+    grid = grid_of({"nodes": 2, "packages_per_node": 3, "order": ["intra_node", "intra_package", "inter_node"]}, 6)
+    assert grid.stride("inter_node") == 1
+    assert list(grid.tier_group(0, "intra_node")) == [0, 2, 4]
 
 
 def test_a_number_is_the_guards_limit_of_discarded_steps() -> None:

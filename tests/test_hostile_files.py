@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import line_of, read_rows
 from hzero import block
-from hzero.commands.doctor import check_config
 from hzero.config import PRESETS, parse_config
-from hzero.experiment import Experiment, compose
 from hzero.files import read_json
-from hzero.plan.links_file import read_links
+from hzero.tools.commands.doctor import check_config
+from hzero.tools.experiment import Experiment, compose
+from hzero.tools.plan.links_file import read_links
 from hzero.topology import resolve_grid
 from hzero.topology.machine import Machine
 from hzero.validation import ConfigError
@@ -79,9 +79,11 @@ def damaged(good: Any) -> st.SearchStrategy[bytes]:
 
 BLOCK = {
     "preset": "topo", "shard": {"weights": "package", "gradients": "node"}, "block_size": 128,
-    "codecs": {"weights": {"gpu": "int8"}, "gradients": {"node": {"codec": "int4", "block_size": 64, "rounding": "nearest"}}},
-    "error_feedback": ["node"], "node_all_gather": {"algorithm": "pairs", "below_bytes": 1024}, "exact_evaluation": True,
-    "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2, "order": ["node", "gpu", "gcd"]},
+    "codecs": {"weights": {"intra_node": "int8"},
+               "gradients": {"inter_node": {"codec": "int4", "block_size": 64, "rounding": "nearest"}}},
+    "error_feedback": ["inter_node"], "node_all_gather": {"algorithm": "pairs", "below_bytes": 1024}, "exact_evaluation": True,
+    "topology": {"nodes": 2, "packages_per_node": 2, "devices_per_package": 2,
+                 "order": ["inter_node", "intra_node", "intra_package"]},
 }  # fmt: skip
 DEEPSPEED = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "hzero": BLOCK}}
 
@@ -98,7 +100,7 @@ def test_what_is_damaged_here_is_good(tmp_path: Path) -> None:
 def test_blocks(value: Any) -> None:
     def read() -> None:
         parsed = parse_config(value)
-        if parsed.topology.gpus_per_node is not None:
+        if parsed.topology.packages_per_node is not None:
             with contextlib.suppress(ConfigError):  # names the key topology
                 resolve_grid(parsed.topology, 8)
 

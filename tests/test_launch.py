@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hzero.launch import run_ranks
+from hzero.tools.launch import run_ranks
 from tests.forks import alive, fork, join, run_script, torchrun
 from tests.ranks import run_python
 
@@ -19,7 +19,7 @@ from tests.ranks import run_python
 COMMAND = """
 import errno, os, signal, sys, time
 from pathlib import Path
-from hzero.launch import run_ranks
+from hzero.tools.launch import run_ranks
 from hzero.validation import ConfigError, PeerError
 folder = Path(sys.argv[1])
 def wait():
@@ -119,7 +119,7 @@ def test_a_log_that_is_a_link_or_a_pipe_is_not_written(tmp_path: Path) -> None:
 SPAWNED = """
 import functools, operator, os, sys, torch
 from pathlib import Path
-from hzero.launch import run_ranks
+from hzero.tools.launch import run_ranks
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
 for work in (functools.partial(operator.mul, 1, 75), functools.partial(operator.truediv, 1, 0)):
     print(run_ranks(work, 2, logs=Path(sys.argv[1])), flush=True)
@@ -198,7 +198,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path) -> None:
 #: A rank under torchrun.
 RANK = """
 import os, sys, time
-from hzero.launch import launched
+from hzero.tools.launch import launched
 assert launched()
 open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w"), time.sleep(60)
 """
@@ -221,7 +221,7 @@ def test_ranks_end_with_the_agent_of_torchrun(tmp_path: Path) -> None:
 #: Forks from a process that was forked itself before PyTorch made its pool, as a rank is; threads of C need the pool at once.
 POOL = """
 import ctypes, os, sys, torch
-from hzero.launch import renew_thread_pool
+from hzero.tools.launch import renew_thread_pool
 if os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 torch.set_num_threads(1)

@@ -9,19 +9,18 @@ from pathlib import Path
 
 from tests.ranks import ROOT, run_python
 
-#: Lowest first. A module belongs to the longest name that it starts with, and imports modules of its own layer and of those
-#: before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
+#: The engine's folders and files, lowest first; tools are above them. A module belongs to the longest name that it starts with,
+#: and imports modules of its own layer and of those before it. `hzero` alone is the package's surface, which imports the stage
+#: when asked for it.
 LAYERS = [
-    "hzero.validation", "hzero.files", "hzero.block", "hzero.terminal",
-    "hzero.launch", "hzero.manifest", "hzero.stop",
-    "hzero.codecs.formats", "hzero.config",
-    "hzero.topology", "hzero.plan.shards", "hzero.plan.program",
-    "hzero.codecs", "hzero.comm", "hzero.sequence", "hzero.engine", "hzero.fsdp", "hzero.deepspeed",
-    "hzero.autoload", "hzero",
-    "hzero.experiment", "hzero.data", "hzero.plan", "hzero.run", "hzero.commands", "hzero.cli", "hzero.__main__",
+    "hzero.validation", "hzero.files", "hzero.block", "hzero.manifest", "hzero.stop", "hzero.codecs.formats", "hzero.config",
+    "hzero.topology", "hzero.program", "hzero.codecs", "hzero.comm", "hzero.sequence", "hzero.engine",
+    "hzero.fsdp", "hzero.deepspeed", "hzero.autoload", "hzero",
+    "hzero.tools.terminal", "hzero.tools.launch", "hzero.tools.experiment", "hzero.tools.data", "hzero.tools.plan",
+    "hzero.run", "hzero.tools.commands", "hzero.tools.cli", "hzero.tools", "hzero.__main__",
 ]  # fmt: skip
 #: Layers that may import DeepSpeed.
-WITH_DEEPSPEED = {"hzero.deepspeed", "hzero.commands"}
+WITH_DEEPSPEED = {"hzero.deepspeed", "hzero.tools.commands"}
 
 
 @cache
@@ -64,6 +63,21 @@ def test_dependencies_go_downwards_only() -> None:
     assert not upwards, "\n".join(upwards)
 
 
+def test_no_files_import_each_other() -> None:
+    """Not in functions either. Files without imports of remaining files are taken away until only circles are left."""
+    remaining = {name: _imports(path) - {name} for name, path in _modules().items() if name.startswith("hzero")}
+    while leaves := [name for name, imports in remaining.items() if not imports & remaining.keys()]:
+        for name in leaves:
+            del remaining[name]
+    assert not remaining, f"in circles, or above them: {sorted(remaining)}"
+
+
+def test_the_engine_loads_no_tool() -> None:
+    code = "import sys, hzero.deepspeed, hzero.fsdp; print([name for name in sys.modules if name.startswith('hzero.tools')])"
+    done = run_python("-c", code)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done
+
+
 def test_commands_in_texts_name_what_exists() -> None:
     """Module names after ``-m`` and files after ``python``, in texts and in code as in help texts."""
     texts = [path for pattern in ("Makefile", ".ci/run", "scripts/*", "slurm/*", "*.md") for path in ROOT.glob(pattern)]
@@ -87,14 +101,14 @@ def test_the_front_end_of_deepspeed_loads_few_files() -> None:
     count = "sum(name.partition('.')[0] == 'hzero' for name in sys.modules)"
     done = run_python("-c", f"import sys, hzero.deepspeed; print({count}, 'files')")
     assert done.returncode == 0, done.stderr
-    assert 20 < int(done.stdout.split()[-2]) <= 45, done.stdout
+    assert 20 < int(done.stdout.split()[-2]) <= 46, done.stdout
 
 
 def test_plans_do_without_deepspeed_and_predictions_without_torch() -> None:
     code = (
-        "import sys, hzero.cli, hzero.plan.command\n"
+        "import sys, hzero.tools.cli, hzero.tools.plan.command\n"
         "assert 'torch' not in sys.modules\n"
-        "assert hzero.cli.main(['plan', 'model=gpt_neox_20b', 'topology=frontier', 'nodes=9408']) == 0\n"
+        "assert hzero.tools.cli.main(['plan', 'model=gpt_neox_20b', 'topology=frontier', 'nodes=9408']) == 0\n"
         "assert 'deepspeed' not in sys.modules\n"
     )
     done = run_python("-c", code)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hzero.cli import main
+from hzero.tools.cli import main
 from tests.ranks import LONG, ROOT, run
 
 README = ROOT / "README.md"
@@ -22,11 +22,12 @@ PAGES = [README, *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
 
 #: What is appended to a command so that it takes seconds, by how the command begins.
 SHORTER = {
-    "make train": "ARGS='train.steps=2 topology=single_node topology.gcds_per_gpu=2 model.num_layers=1 data.max_bytes=500000"
+    "make train": "ARGS='train.steps=2 topology=single_node topology.devices_per_package=2"
+    " model.num_layers=1 data.max_bytes=500000"
     " train.eval_batches=1 run.dir={run}'",
     "make test": "ARGS='--collect-only -q tests/test_config.py'",
     "hzero links": "--min-bytes 16K --out {run}.json",
-    "hzero train": "train.steps=2 topology=single_node topology.gcds_per_gpu=2 model.num_layers=1 data.max_bytes=500000"
+    "hzero train": "train.steps=2 topology=single_node topology.devices_per_package=2 model.num_layers=1 data.max_bytes=500000"
     " train.eval_batches=1 run.dir={run}",
 }
 
@@ -140,8 +141,8 @@ def test_blocks_of_python_and_json(page: Path) -> None:
 
 def test_table_of_readme_is_what_its_command_computes() -> None:
     """And the rows of the Frontier tutorial for 48 nodes."""
-    from hzero.plan.command import plan_dict
-    from hzero.plan.scenario import read_scenario
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
 
     assert "`hzero plan experiment=paper_20b nodes=48`" in README.read_text()
     schemes = plan_dict(read_scenario(["experiment=paper_20b", "topology.nodes=48"]))["schemes"]
@@ -178,9 +179,9 @@ def test_table_of_readme_is_what_its_command_computes() -> None:
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "recipes" / "cpu.md"], ids=lambda page: page.name)
 def test_bytes_of_the_main_job_are_those_of_the_plan(page: Path) -> None:
     """All but the gathers inside a package: a small model is not gathered again in backward."""
-    from hzero.plan.collectives import step_traffic
-    from hzero.plan.scenario import read_scenario
-    from hzero.terminal import size_text
+    from hzero.tools.plan.collectives import step_traffic
+    from hzero.tools.plan.scenario import read_scenario
+    from hzero.tools.terminal import size_text
 
     scenario = read_scenario([])
     plan, job = scenario.shard_plan("topo"), scenario.job
@@ -189,9 +190,10 @@ def test_bytes_of_the_main_job_are_those_of_the_plan(page: Path) -> None:
     text = page.read_text()
     for (tier, role), size in sizes.items():
         (shown,) = re.findall(rf"^{tier} +{role} +int[48] +([\d.]+ \wB) ", text, flags=re.MULTILINE)
-        assert (tier, role) == ("gcd", "weights") or shown == size_text(size), (tier, role)
+        assert (tier, role) == ("intra_package", "weights") or shown == size_text(size), (tier, role)
     assert (
-        f"received between nodes per step: {size_text(sizes['node', 'weights'] + sizes['node', 'gradients'])};" in text
+        f"received between nodes per step: {size_text(sizes['inter_node', 'weights'] + sizes['inter_node', 'gradients'])};"
+        in text
     )
 
 
@@ -217,8 +219,8 @@ def _keys(page: str, command: str, folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_keys_of_commands_exist(page: Path, folder: Path) -> None:
     """Of `hzero train` and `hzero plan`, in blocks and in jobs of Slurm."""
-    from hzero.experiment import compose, full_names
-    from hzero.plan.scenario import read_scenario
+    from hzero.tools.experiment import compose, full_names
+    from hzero.tools.plan.scenario import read_scenario
 
     name = str(page.relative_to(ROOT))
     for words in _keys(name, "hzero train", folder):
@@ -235,8 +237,8 @@ def test_keys_of_commands_exist(page: Path, folder: Path) -> None:
 
 @LONG
 def test_figures_of_long_sequences(folder: Path) -> None:
-    from hzero.plan.command import plan_dict
-    from hzero.plan.scenario import read_scenario
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
 
     text = (ROOT / "docs" / "sequences.md").read_text()
     ((*keys, parallel),) = _keys("docs/sequences.md", "hzero plan", folder)
@@ -250,8 +252,8 @@ def test_figures_of_long_sequences(folder: Path) -> None:
 
 @LONG
 def test_figures_of_scopes_of_experts(folder: Path) -> None:
-    from hzero.plan.command import plan_dict
-    from hzero.plan.scenario import read_scenario
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
 
     (keys,) = _keys("docs/presets.md", "hzero plan model=hf", folder)
     plans = [plan_dict(read_scenario(one)) for one in (keys, keys[:-1])]
@@ -260,18 +262,18 @@ def test_figures_of_scopes_of_experts(folder: Path) -> None:
         row["wire_bytes"]
         for plan in plans
         for row in plan["traffic"]
-        if (row["role"], row["tier"]) == ("weights", "node")
+        if (row["role"], row["tier"]) == ("weights", "inter_node")
     ]
     between = [f"{size / 1e9:.1f} GB" for size in sizes]
     text = (ROOT / "docs" / "presets.md").read_text()
     assert f"a peak of {peaks[0]} per GCD instead of {peaks[1]}, and {between[0]} of weights" in text
-    assert f"over tier `node` instead of {between[1]}." in text
+    assert f"over tier `inter_node` instead of {between[1]}." in text
 
 
 @LONG
 def test_rows_of_the_frontier_tutorial() -> None:
-    from hzero.plan.command import plan_dict
-    from hzero.plan.scenario import read_scenario
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
 
     schemes = plan_dict(read_scenario(["experiment=paper_10b", "topology.nodes=48"]))["schemes"]
     shown = [schemes[name] for name in ("ZeRO-3", "ZeRO++", "HSDP, node", "topo")]
@@ -282,9 +284,9 @@ def test_rows_of_the_frontier_tutorial() -> None:
 @LONG
 def test_figures_of_many_nodes(folder: Path) -> None:
     """Tables and ratios of the model's page, and README's."""
-    from hzero.plan.against import node_counts
-    from hzero.plan.command import against_dict
-    from hzero.plan.scenario import read_scenario
+    from hzero.tools.plan.against import node_counts
+    from hzero.tools.plan.command import against_dict
+    from hzero.tools.plan.scenario import read_scenario
 
     readme, text = README.read_text(), (ROOT / "docs" / "model.md").read_text()
     rates = []

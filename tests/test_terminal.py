@@ -14,7 +14,7 @@ from tests.ranks import run
 SHOW = f"{sys.executable} -m hzero topology"
 #: More than a pipe's buffer of output, to both streams, then a file that shows that the script has reached its end.
 SCRIPT = (
-    "import sys; from hzero.terminal import keep_streams; keep_streams(); "
+    "import sys; from hzero.tools.terminal import keep_streams; keep_streams(); "
     "[print('\\u2026 line', n, file=s) for n in range(20000) for s in (sys.stdout, sys.stderr)]; open('end', 'w').write('end')"
 )
 

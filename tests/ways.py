@@ -65,7 +65,7 @@ def of_gather(preset: str) -> list[Function]:
 def of_block() -> list[Function]:
     """Those that get the block, as it is written or parsed, or what DeepSpeed keeps it in, until the engine is there."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    from hzero.launch import free_port
+    from hzero.tools.launch import free_port
 
     os.environ.update(variables, MASTER_PORT=str(free_port()))
     import deepspeed
@@ -73,7 +73,7 @@ def of_block() -> list[Function]:
 
     from hzero.config import HZeroConfig
 
-    block = {"preset": "topo", "topology": {"nodes": 1, "gpus_per_node": 1}}
+    block = {"preset": "topo", "topology": {"nodes": 1, "packages_per_node": 1}}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,

@@ -7,7 +7,7 @@ that bridge; where there is more than one node, their trunks meet at the bridge 
             htb: a class a tier                tbf: leaves   tbf: enters
 
 A rank's htb has one class a tier, chosen by destination, so that a tier's bytes are counted where they are sent, and the
-rates of the tiers gcd and gpu hold there. The class of tier node is not shaped: that rate is the trunk's.
+rates of the tiers inside a node hold there. The class of tier inter_node is not shaped: that rate is the trunk's.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _classes(cluster: Cluster, rank: int) -> list[str]:
 
 
 def _class(cluster: Cluster, tier: Tier) -> str:
-    mbit = cluster.rate_mbit(tier) if tier != "node" else None
+    mbit = cluster.rate_mbit(tier) if tier != "inter_node" else None
     bits, size = (UNSHAPED_BITS, UNSHAPED_BURST) if mbit is None else (round(mbit * 1e6), burst(mbit))
     return (
         f"class add dev {INTERFACE} parent 1: classid {CLASSES[tier][0]} "
@@ -150,7 +150,7 @@ def _trunk_ends(cluster: Cluster) -> list[tuple[str, str, float | None]]:
     """Both ends of every trunk: namespace, interface, rate of what is sent there."""
     if cluster.nodes == 1:
         return []
-    rate = cluster.rates_mbit.node
+    rate = cluster.rates_mbit.inter_node
     leaves = [(node_namespace(node), TRUNK, rate) for node in range(cluster.nodes)]
     return leaves + [(SPINE, f"n{node}", rate) for node in range(cluster.nodes)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.cluster import namespace
 from benchmarks.cluster.layout import INTERFACE
 from benchmarks.cluster.shape import Cluster
-from hzero import launch
+from hzero.tools import launch
 from hzero.validation import ConfigError
 
 
@@ -28,7 +28,7 @@ def environment_on(cluster: Cluster, rank: int) -> dict[str, str]:
 
 
 def run_ranks(cluster: Cluster, work: Callable[[], None], logs: Path, threads: int = 1) -> int:
-    """Runs the ranks of a cluster that is set up, as `hzero.launch.run_ranks` does, each in its namespace."""
+    """Runs the ranks of a cluster that is set up, as `hzero.tools.launch.run_ranks` does, each in its namespace."""
     inside = functools.partial(_inside, cluster, work)
     return launch.run_ranks(inside, cluster.world_size, logs=logs, threads=threads, saves=False)
 

@@ -32,14 +32,14 @@ class Rates(Frozen):
     """Rate of the links of each tier in Mbit/s (10**6 bits per second, headers included), in each direction.
 
     Attributes:
-        gcd: Of the link from one rank to the other devices of its package.
-        gpu: Of the link from one rank to the other packages of its node.
-        node: Of the trunk of one node, which its ranks share.
+        intra_package: Of the link from one rank to the other devices of its package.
+        intra_node: Of the link from one rank to the other packages of its node.
+        inter_node: Of the trunk of one node, which its ranks share.
     """
 
-    gcd: Rate
-    gpu: Rate
-    node: Rate
+    intra_package: Rate
+    intra_node: Rate
+    inter_node: Rate
 
 
 class Cluster(Frozen):
@@ -47,26 +47,26 @@ class Cluster(Frozen):
 
     Attributes:
         nodes: Nodes of the world.
-        gpus_per_node: Packages of a node.
-        gcds_per_gpu: Devices of a package.
+        packages_per_node: Packages of a node.
+        devices_per_package: Devices of a package.
         rates_mbit: Rates of the tiers. That of a tier of size 1 is unused.
     """
 
     nodes: Positive
-    gpus_per_node: Positive
-    gcds_per_gpu: Positive
+    packages_per_node: Positive
+    devices_per_package: Positive
     rates_mbit: Rates
 
     @model_validator(mode="after")
     def _fits_one_machine(self) -> Self:
         if not 2 <= self.world_size <= MAX_RANKS:
-            shape = f"{self.nodes}x{self.gpus_per_node}x{self.gcds_per_gpu}"
+            shape = f"{self.nodes}x{self.packages_per_node}x{self.devices_per_package}"
             raise ValueError(f"found {shape}, {self.world_size:,} ranks, expected 2 to {MAX_RANKS} on one machine")
         return self
 
     @classmethod
     def from_text(cls, shape: str, rates: str) -> Self:
-        """Reads the command's ``2x2x2`` and ``200,75,50`` (gcd, gpu, node; ``none`` for one or for all: not shaped).
+        """Reads the command's ``2x2x2`` and ``200,75,50`` (by tier, innermost first; ``none`` for one or for all: not shaped).
 
         Raises:
             ConfigError: Names ``--shape`` or ``--rates``.
@@ -77,10 +77,10 @@ class Cluster(Frozen):
         words = rates.split(",") if rates != "none" else ["none"] * len(BASE_TIERS)
         if len(words) != len(BASE_TIERS):
             raise ConfigError(
-                f"--rates: found {rates!r}, expected Mbit/s of gcd,gpu,node, as in 200,75,50 or none,75,50, or none"
+                f"--rates: found {rates!r}, expected Mbit/s of {','.join(BASE_TIERS)}, as in 200,75,50 or none,75,50, or none"
             )
         found = validated(Rates, dict(zip(BASE_TIERS, map(_number, words))), "--rates")
-        numbers = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), map(int, counts.groups())))
+        numbers = dict(zip(("nodes", "packages_per_node", "devices_per_package"), map(int, counts.groups())))
         return validated(cls, {**numbers, "rates_mbit": found}, "--shape")
 
     def rate_mbit(self, tier: Tier) -> float | None:
@@ -91,17 +91,17 @@ class Cluster(Frozen):
     @property
     def world_size(self) -> int:
         """Ranks of the world."""
-        return self.nodes * self.gpus_per_node * self.gcds_per_gpu
+        return self.nodes * self.packages_per_node * self.devices_per_package
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks of one node."""
-        return self.gpus_per_node * self.gcds_per_gpu
+        return self.packages_per_node * self.devices_per_package
 
     @property
     def grid(self) -> Grid:
         """The same machine as a grid of the stage's plan."""
-        return Grid(self.nodes, self.gpus_per_node, self.gcds_per_gpu)
+        return Grid(self.nodes, self.packages_per_node, self.devices_per_package)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -128,8 +128,8 @@ class Cluster(Frozen):
         if a == b:
             raise ValueError(f"rank {a} sends to itself over no link")
         if self.node_of(a) != self.node_of(b):
-            return "node"
-        return "gpu" if a // self.gcds_per_gpu != b // self.gcds_per_gpu else "gcd"
+            return "inter_node"
+        return "intra_node" if a // self.devices_per_package != b // self.devices_per_package else "intra_package"
 
     def peers(self, rank: int, tier: Tier) -> list[int]:
         """Ranks that ``rank`` reaches over the links of a tier."""

@@ -108,7 +108,7 @@ class Measurement:
     def _wire_s(self, sent: Mapping[Tier, float]) -> list[float]:
         """Seconds of every shaped tier for bytes that all ranks send in a step, spread evenly."""
         cluster = self.config.cluster
-        links = {"gcd": cluster.world_size, "gpu": cluster.world_size, "node": cluster.nodes}
+        links = {"intra_package": cluster.world_size, "intra_node": cluster.world_size, "inter_node": cluster.nodes}
         return [size * 8e-6 / rate / links[tier] for tier, size in sent.items() if (rate := cluster.rate_mbit(tier))]
 
 

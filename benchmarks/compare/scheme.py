@@ -38,7 +38,11 @@ class Job:
     def topology(self) -> dict[str, int]:
         """The grid as hzero's configurations declare it."""
         grid = self.grid
-        return {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
+        return {
+            "nodes": grid.nodes,
+            "packages_per_node": grid.packages_per_node,
+            "devices_per_package": grid.devices_per_package,
+        }
 
     def build(self) -> torch.nn.Module:
         """The float32 model, equal on all ranks. Its weights are rounded to `dtype`, so that all schemes start equal."""

@@ -20,7 +20,7 @@ from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.rows import Bytes, StepsRow
 from benchmarks.training import prepare, tokens
-from hzero.launch import die_with_parent
+from hzero.tools.launch import die_with_parent
 
 #: Longest time that the ranks of another checkout may take to end after ours, in seconds.
 _END_S = 60.0

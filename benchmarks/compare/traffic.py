@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS, Tier, parse_config
-from hzero.plan.collectives import Scheme, chains_of, ring_links, step_traffic
-from hzero.plan.program import Cross
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import Cross
+from hzero.program.shards import ShardPlan
+from hzero.tools.plan.collectives import Scheme, chains_of, ring_links, step_traffic
 from hzero.topology import Grid
 
 

@@ -209,8 +209,8 @@ class _Turns:
         return found
 
     def _busiest(self, tier: str, sent: list[int]) -> int:
-        """Bytes over the busiest link of a tier: a rank's own in gcd and gpu, a node's trunk in node."""
-        share = self._job.grid.scope_size("node") if tier == "node" else 1
+        """Bytes over the busiest link of a tier: a rank's own inside nodes, a node's trunk between them."""
+        share = self._job.grid.scope_size("node") if tier == "inter_node" else 1
         return max(sum(sent[first : first + share]) for first in range(0, self._world, share))
 
     def _say(self, message: str) -> None:

@@ -29,7 +29,7 @@ from benchmarks.compare.store import Store
 from benchmarks.report import write_report
 from benchmarks.rows import LayoutRow, Sent
 from benchmarks.training import MODELS, prepare, tokens
-from hzero import launch
+from hzero.tools import launch
 from hzero.validation import ConfigError, one_of
 
 SUITE = "hybrid"
@@ -57,7 +57,7 @@ def config_of(layout: str, scheme: str, seed: int, given: argparse.Namespace) ->
     readers = math.prod(map(int, SHAPE.split("x"))) // tensor // pipeline
     block: dict[str, Any] = {"preset": SCHEMES[scheme]}
     if scheme == "naive":
-        low = {tier: {"rate": 8} for tier in ("gcd", "gpu", "node")}
+        low = {tier: {"rate": 8} for tier in ("intra_package", "intra_node", "inter_node")}
         block["codecs"] = {role: low for role in NAIVE[layout]}
     return {
         "model": {**MODELS["gpt_neox_1m"], "num_layers": given.layers},

@@ -21,7 +21,7 @@ from hzero.comm import for_dimension
 from hzero.files import replacing
 from hzero.topology import Grid
 
-TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
+TOPOLOGY = {"nodes": 2, "packages_per_node": 2, "devices_per_package": 2}
 GRID = Grid(2, 2, 2)
 #: Share of the tokens, at the end, that evaluations read.
 EVALUATION = 0.02

@@ -63,8 +63,8 @@ class Mpu:
     def __init__(self, layout: Layout) -> None:
         self._rank, self._layout = dist.get_rank(), layout
         timeout = world_timeout()
-        self._tensor = process_group(("mpu tensor", "gcd"), layout.tensor_group(self._rank), timeout)
-        self._data = process_group(("mpu data", "node"), layout.data_group(self._rank), timeout)
+        self._tensor = process_group(("mpu tensor", "intra_package"), layout.tensor_group(self._rank), timeout)
+        self._data = process_group(("mpu data", "inter_node"), layout.data_group(self._rank), timeout)
 
     def get_model_parallel_group(self) -> Any:
         """The tensor group."""

@@ -87,7 +87,7 @@ def _title(what: str, result: Result) -> str:
     cluster = result.config.cluster
     rates = [cluster.rate_mbit(tier) for tier in cluster.tiers]
     shown = " / ".join("no limit" if mbit is None else f"{mbit:g}" for mbit in rates)
-    ranks = cluster.nodes * cluster.gpus_per_node * cluster.gcds_per_gpu
+    ranks = cluster.nodes * cluster.packages_per_node * cluster.devices_per_package
     shape = f"{ranks} CPU ranks, emulated links ({shown} Mbit/s)"
     return f"{what}\n{shape}, accumulation {result.config.train.accumulation}"
 

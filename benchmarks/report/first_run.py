@@ -13,8 +13,8 @@ from typing import Any
 
 from hzero.config import NET_TIERS
 from hzero.files import refusing, replacing
-from hzero.plan.links_file import TierRate, read_links
-from hzero.terminal import size_text
+from hzero.tools.plan.links_file import TierRate, read_links
+from hzero.tools.terminal import size_text
 from hzero.validation import ConfigError
 
 #: Parts that train: as readers know them, and as the plan calls them.
@@ -96,7 +96,7 @@ class Folder:
         sizes = [
             row["received"] for row in rows or () if row["tier"] in NET_TIERS and row["role"] in (roles or row["role"])
         ]
-        return sum(sizes) / grid.get("node", 1) if rows else None
+        return sum(sizes) / grid.get("inter_node", 1) if rows else None
 
     def planned(self, name: str, key: str) -> float | None:
         """``step_s``, ``memory_bytes`` or ``node_bytes`` by the plan; None where it has none."""

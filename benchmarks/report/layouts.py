@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.report.tables import NONE, rate, table
 from benchmarks.rows import LayoutRow, Sent
-from hzero.terminal import size_text
+from hzero.tools.terminal import size_text
 
 #: In the order of the tables.
 LAYOUTS = ("tp2-dp4", "tp2-pp2-dp2")
@@ -37,7 +37,11 @@ def _groups(rows: Sequence[LayoutRow]) -> list[list[LayoutRow]]:
 
 def _title(row: LayoutRow) -> str:
     train = row.config["train"]
-    where = f"links of {row.rates} Mbit/s (gcd, gpu, node)" if row.rates else "without emulated links"
+    where = (
+        f"links of {row.rates} Mbit/s (intra_package, intra_node, inter_node)"
+        if row.rates
+        else "without emulated links"
+    )
     return (
         f"{row.layout}, {where}, {len(row.losses):,} steps; {row.config['model']['name']}, {row.parameters:,} parameters, "
         f"{train['grad_accumulation']} x {train['micro_batch']} sequences per rank, {row.tokens_per_step:,} tokens per step"

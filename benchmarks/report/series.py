@@ -14,7 +14,7 @@ _HOW = ("schemes", "rounds", "warmup", "timeout_s", "threads")
 #: Keys in which the results of a series may differ. The first one is the axis.
 SAME: dict[str, tuple[str, ...]] = {
     "accumulation": ("train.accumulation",),
-    "sweep": ("cluster.rates_mbit.node",),
+    "sweep": ("cluster.rates_mbit.inter_node",),
 }
 #: Suite whose result may be a point of other suites' series.
 _LENDER = "main"

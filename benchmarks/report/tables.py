@@ -10,7 +10,7 @@ from benchmarks.report.results import BASE, LOSSES, STOCK, SUBJECT, Comparison, 
 from benchmarks.report.series import series_of
 from benchmarks.rows import StepsRow
 from hzero.config import Tier
-from hzero.terminal import size_text
+from hzero.tools.terminal import size_text
 
 #: In cells that were not measured.
 NONE = "–"
@@ -43,7 +43,7 @@ def setting(result: Result) -> str:
         for tier in cluster.tiers
     ]
     return (
-        f"{result.title}: {cluster.nodes} x {cluster.gpus_per_node} x {cluster.gcds_per_gpu} (nodes x GPUs x GCDs); "
+        f"{result.title}: {cluster.nodes} x {cluster.packages_per_node} x {cluster.devices_per_package} (nodes x GPUs x GCDs); "
         f"{', '.join(rates)}; {row.parameters:,} parameters, {train.dtype}, micro-batch {train.micro_batch}, accumulation "
         f"{train.accumulation}, {row.tokens_per_step:,} tokens per step; reduce-scatter {config.reduce_scatter}; "
         f"timed steps per scheme: {len(row.step_s)}."

@@ -15,7 +15,7 @@ import torch
 from hzero.codecs.codec import checksums
 from hzero.codecs.formats import PAYLOAD_FORMAT
 from hzero.codecs.reference import trailers
-from hzero.comm.peers import HopError
+from hzero.comm.watchdog import HopError
 from hzero.validation import some
 
 _MASK = 2**64 - 1
@@ -32,7 +32,7 @@ def addresses(
 
     Args:
         number: Number of the message on its lane.
-        senders: Coordinates in the tier group: one for all parts, or 0, 1, .. for the parts.
+        senders: Coordinates in the tier inter_group: one for all parts, or 0, 1, .. for the parts.
         receivers: The same; 0 if all peers receive the same part.
         device: Device of the result.
     """

@@ -39,9 +39,9 @@ from hzero.config import (
     codecs_by_tier,
     parse_config,
 )
-from hzero.plan import program as programs
-from hzero.plan.program import Program
-from hzero.plan.shards import ShardPlan
+from hzero.program import program as programs
+from hzero.program.program import Program
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
@@ -114,10 +114,11 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
 class Communicator:
     """Collectives over a process group of torch.distributed, one hop per tier of the machine, each with the tier's codec.
 
-    Most machines have three tiers: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``. An operation
-    crosses them one after the other: gathers and broadcasts from the outermost inwards, sums and all-to-alls from the innermost
-    outwards. It sends payloads in the codec of each tier. If two tiers have the same codec, a payload that is only copied passes
-    unchanged. All ranks decode the same bytes, including the owner of a tensor, so they get the same bits.
+    Most machines have three tiers: ``intra_package`` (devices of a package), ``intra_node`` (packages of a node) and
+    ``inter_node``. An operation crosses them one after the other: gathers and broadcasts from the outermost inwards, sums and
+    all-to-alls from the innermost outwards. It sends payloads in the codec of each tier. If two tiers have the same codec, a
+    payload that is only copied passes unchanged. All ranks decode the same bytes, including the owner of a tensor, so they get
+    the same bits.
 
     Sums are computed in float32, tier by tier, in the order of the ranks of a tier group; a narrow dtype is never summed. With
     codec ``none`` or ``mpc``, a sum is rounded to the tensor's dtype once per tier. The result depends neither on the library
@@ -201,7 +202,7 @@ class Communicator:
         self._collectives = Collectives(self.plan, peers, WireLog(), lanes, library_sums=False)
         if "messages" in uses and len(ranks) > 1:
             channel = self._channels["messages"]
-            self._wires = wires_of(settings.transport, (channel, "node"), ranks, timeout, self._backend)
+            self._wires = wires_of(settings.transport, (channel, "inter_node"), ranks, timeout, self._backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
         self._summing = programs.reduce_program(self.plan, reducing, len(ranks), shard_order=True)
         self._copying = self._again = programs.gather_program(self.plan, copying) if copying else _NOTHING

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from hzero.comm.peers import MissingPeerError
+from hzero.comm.watchdog import MissingPeerError
 from hzero.comm.wires import DisagreementError, Lane
 from hzero.validation import ConfigError, NoAnswer, in_time, some
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +13,11 @@ import torch.distributed as dist
 
 from hzero.codecs.formats import PAYLOAD_FORMAT
 from hzero.comm.lanes import DeviceStreams
-from hzero.comm.watchdog import LaneHops, caused_by_peer, shared_watchdog
+from hzero.comm.watchdog import LaneHops, MissingPeerError, shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
-from hzero.plan.shards import ShardPlan
-from hzero.validation import ConfigError, PeerError, PlainError, of_every_rank, some
+from hzero.program.shards import ShardPlan
+from hzero.validation import ConfigError, of_every_rank, some
 
 #: Key of the payload format among the settings that ranks compare.
 _FORMAT = "payload format"
@@ -162,45 +160,3 @@ def _refuse_difference(ranks: Sequence[int], every: Sequence[Mapping[str, str]])
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------
-
-
-class HopError(PlainError):
-    """A hop failed, or a message arrived corrupted. The message names the collective, its payload, tier and ranks."""
-
-
-class MissingPeerError(HopError, PeerError):
-    """A collective failed or timed out because peers are gone or late. The message also names them."""
-
-    @classmethod
-    def of(
-        cls, what: str, error: Exception | None = None, lane: LaneHops | None = None, number: int = 0
-    ) -> MissingPeerError:
-        """Returns the error for a failed collective.
-
-        Args:
-            what: Description of the collective and how it ended, with a colon at the end; the missing ranks follow.
-            error: Error of the library.
-            lane: As in `Watchdog.missing`.
-            number: As in `Watchdog.missing`.
-        """
-        ranks, text = shared_watchdog().missing(lane, number)
-        said = f" ({str(error).partition(chr(10))[0]})" if error is not None else ""
-        return cls(f"{what}{text}{said}", ranks)
-
-
-@contextlib.contextmanager
-def blaming() -> Iterator[None]:
-    """Context that names missing ranks if a collective outside hops fails, such as DeepSpeed's all-reduce of the norm.
-
-    Raises:
-        MissingPeerError: A collective failed or timed out.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, PeerError) or not caused_by_peer(error) or dist.group.WORLD is None:
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        script = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]
-        place = f"{script[-1].filename}:{script[-1].lineno} {script[-1].name}"
-        raise MissingPeerError.of(f"hzero: rank {dist.get_rank()}, a collective at {place}: ", error) from error

@@ -25,12 +25,13 @@ from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows
 from hzero.codecs.reference import Adds, module_of
 from hzero.comm.checksum import Arrived, Comparison, addressed, addresses
 from hzero.comm.lanes import Chain, DeviceStreams, Lanes, Steps
-from hzero.comm.peers import HopError, MissingPeerError, Peers
+from hzero.comm.peers import Peers
+from hzero.comm.watchdog import HopError, MissingPeerError
 from hzero.comm.wirelog import HopTimer, WireEntry, WireLog
 from hzero.comm.wires import STAGE, DisagreementError, Lane, Work
 from hzero.config import PLAIN, TIERS, Algorithm, Tier
-from hzero.plan.program import Cross, Decode, Encode, Kind, Program, Sum, Turn
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import Cross, Decode, Encode, Kind, Program, Sum, Turn
+from hzero.program.shards import ShardPlan
 
 T = TypeVar("T")
 #: Computes the result of a run from the output of its last step; None returns that output.

@@ -16,14 +16,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from hzero.comm.wires import connection_to_store
-from hzero.validation import NoAnswer, PeerError, hook_errors, in_time, some
+from hzero.validation import NoAnswer, PeerError, PlainError, hook_errors, in_time, some
 
 #: Minimum seconds between two records of a rank, and maximum records per second of all ranks together.
 PERIOD_S, WRITES_PER_S = 1.0, 2000
@@ -270,3 +271,48 @@ def tell(error: BaseException) -> None:
     """Reports to the other ranks, if there is a world, that this one ends with an error."""
     if _of_world is not None and _of_world[0] is dist.group.WORLD and _of_world[1].pid == os.getpid():  # no fork
         _of_world[1].tell(error)
+
+
+# ---- errors that name missing ranks ------------------------------------------------------------------------------------
+
+
+class HopError(PlainError):
+    """A hop failed, or a message arrived corrupted. The message names the collective, its payload, tier and ranks."""
+
+
+class MissingPeerError(HopError, PeerError):
+    """A collective failed or timed out because peers are gone or late. The message also names them."""
+
+    @classmethod
+    def of(
+        cls, what: str, error: Exception | None = None, lane: LaneHops | None = None, number: int = 0
+    ) -> MissingPeerError:
+        """Returns the error for a failed collective.
+
+        Args:
+            what: Description of the collective and how it ended, with a colon at the end; the missing ranks follow.
+            error: Error of the library.
+            lane: As in `Watchdog.missing`.
+            number: As in `Watchdog.missing`.
+        """
+        ranks, text = shared_watchdog().missing(lane, number)
+        said = f" ({str(error).partition(chr(10))[0]})" if error is not None else ""
+        return cls(f"{what}{text}{said}", ranks)
+
+
+@contextlib.contextmanager
+def blaming() -> Iterator[None]:
+    """Context that names missing ranks if a collective outside hops fails, such as DeepSpeed's all-reduce of the norm.
+
+    Raises:
+        MissingPeerError: A collective failed or timed out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerError) or not caused_by_peer(error) or dist.group.WORLD is None:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        script = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]
+        place = f"{script[-1].filename}:{script[-1].lineno} {script[-1].name}"
+        raise MissingPeerError.of(f"hzero: rank {dist.get_rank()}, a collective at {place}: ", error) from error

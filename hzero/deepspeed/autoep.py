@@ -20,7 +20,7 @@ from hzero.comm.activations import exchange_rows
 from hzero.comm.lanes import Lanes
 from hzero.config import HZeroConfig
 from hzero.engine.engine import Owners, ranks_of
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import ConfigError, agreed, attributes
 

@@ -181,7 +181,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     optimizer states over the world. It keeps these primary shards, so the optimizer step, gradient norm, clipping, loss
     scaling and checkpoints are stock. If the ``"hzero"`` block shards the weights over the package or the node, each rank also
     keeps a resident payload. This is its share of a second, encoded copy of the weights, which is complete inside that scope.
-    Collectives cross one tier of links at a time (``gcd``, ``gpu``, ``node``), each with its codec from the block.
+    Collectives cross one tier of links at a time (``intra_package``, ``intra_node``, ``inter_node``), each with its codec from
+    the block.
 
     Forward and backward gather the weights of a module when they reach it, as in ZeRO-3. They gather from the resident
     payloads, so only over the tiers inside the weights' scope. All ranks decode the same bytes and compute with the same bits.

@@ -328,7 +328,7 @@ def check_mpu(mpu: Any, world: Grid) -> None:
             if world.uneven_clusters and len(ranks_of(mpu.get_pipe_parallel_group())) > 1:
                 raise ConfigError(
                     f"{KEY}.topology: found pipeline stages on clusters of {', '.join(map(str, world.uneven_clusters))} nodes; "
-                    "expected clusters of one size, or a declared topology, whose tier node joins all of them"
+                    "expected clusters of one size, or a declared topology, whose tier inter_node joins all of them"
                 )
             tensor = mpu.get_slice_parallel_group()
             for group in (mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()):

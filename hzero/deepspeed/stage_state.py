@@ -34,7 +34,7 @@ from hzero.deepspeed.refusals import check_partition
 from hzero.engine.engine import PASS, Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 from hzero.sequence import detacher
 from hzero.validation import attributes, is_rank_0
 

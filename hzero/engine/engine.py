@@ -23,7 +23,7 @@ from hzero.engine.gradients import Gradients
 from hzero.engine.guard import GradientOf, Guard, speaks
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid
 from hzero.validation import ConfigError, is_rank_0
 
@@ -368,7 +368,7 @@ class Engine(Traffic):
 
 def undeclared(config: HZeroConfig, device: torch.device) -> str:
     """Remark for the start line if no topology is declared on CPU, where each rank counts as a GPU."""
-    discovers = config.topology.gpus_per_node is None and config.topology.source == "discover"
+    discovers = config.topology.packages_per_node is None and config.topology.source == "discover"
     return " (CPU ranks, no topology declared)" if discovers and device.type == "cpu" else ""
 
 

@@ -16,7 +16,7 @@ import torch
 from hzero.comm import Chain, Collectives, in_buckets
 from hzero.comm.runtime import BoundProgram, seed_of
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
-from hzero.plan.program import IN_FLIGHT
+from hzero.program.program import IN_FLIGHT
 
 logger = logging.getLogger("hzero")
 

@@ -15,7 +15,7 @@ from hzero.comm import Bucket, blaming
 from hzero.config import GuardConfig, Role, Tier
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
-from hzero.plan.shards import Hop
+from hzero.program.shards import Hop
 from hzero.validation import PlainError, is_rank_0, of_all_ranks, some
 
 logger = logging.getLogger("hzero")

@@ -12,8 +12,8 @@ from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel, owned_numel
 from hzero.comm import Bucket, Chain
 from hzero.config import PLAIN
-from hzero.plan.program import StagePrograms
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import StagePrograms
+from hzero.program.shards import ShardPlan
 
 #: Name parts that module wrappers add.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -142,7 +142,9 @@ def routes_of(
     routes, found = {(plan.way, False): Route(plan, 0)}, dict[torch.nn.Parameter, Route]()
     for param, own in zip(names, plan.plans_of(list(names.values()))):
         if (part := part_of(param)) is not None:
-            own = part if own is plan else part.with_codec(own.codecs.weights["gcd"])  # one codec on all tiers
+            own = (
+                part if own is plan else part.with_codec(own.codecs.weights["intra_package"])
+            )  # one codec on all tiers
         way = own.with_codec(PLAIN) if param in codes else own
         if (kind := (way.way, param in codes)) not in routes:
             routes[kind] = Route(way, len(routes))

@@ -27,7 +27,7 @@ from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import BoundProgram
 from hzero.config import PLAIN
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
-from hzero.plan.program import IN_FLIGHT, Program
+from hzero.program.program import IN_FLIGHT, Program
 
 #: Parameters of one message of an unshard, and the program that carries them. None: the copies are whole.
 _Gather: TypeAlias = tuple[list[Parameter], BoundProgram | None]

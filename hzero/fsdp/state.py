@@ -33,7 +33,7 @@ from hzero.fsdp.modules import (
     root_module,
     sharded_modules,
 )
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 from hzero.sequence import attach, detacher
 from hzero.validation import ConfigError, of_all_ranks, on_all_ranks, one_of, some
 
@@ -78,7 +78,7 @@ def apply(
             a mesh with tensor parallelism. All ranks must make the same call.
         preset: Shard degrees and codecs (docs/presets.md).
         topology: Places of the ranks: ``discover``, a preset, a file, or a dictionary such as
-            ``{"gpus_per_node": 4, "gcds_per_gpu": 2}``.
+            ``{"packages_per_node": 4, "devices_per_package": 2}``.
         accumulation: Expected number of backwards per optimizer step. None observes it.
         block: Other keys of the block (docs/configuration.md), such as ``codecs`` or ``error_feedback``.
 
@@ -272,7 +272,7 @@ class FsdpState(Engine):
         accelerator = torch.cuda if first.device.type == "cuda" else None
         together = max((module.ranks for module in modules), key=len)  # the ranks that train the model
         whole_world = len(together) == dist.get_world_size()
-        group = None if whole_world else process_group(("model", "node"), together, world_timeout())
+        group = None if whole_world else process_group(("model", "inter_node"), together, world_timeout())
         # One refresh for each module, with the size of FSDP2's messages.
         super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, group)
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module

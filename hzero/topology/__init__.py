@@ -5,6 +5,7 @@ only arithmetic. Otherwise every rank reads its node (``sources``), identifies i
 merges the reports of each host (``discovery``), derives the packages from the links (``machine``), and forms the grid.
 """
 
-from hzero.topology.grid import Grid, declared_grid, resolve_grid, sub_grid
+from hzero.topology.grid import Grid
+from hzero.topology.resolve import declared_grid, resolve_grid, sub_grid
 
 __all__ = ["Grid", "declared_grid", "resolve_grid", "sub_grid"]

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from hzero.config import TopologyConfig
-from hzero.topology.grid import Grid, declared_grid, resolve_grid
+from hzero.topology.grid import Grid
 from hzero.topology.machine import Device, Link, Machine, bus_id, merge_links, positions
 from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, NoAnswer, in_time, some
@@ -81,13 +80,13 @@ class Place:
         rank: The rank.
         host: Its node.
         package: Index of its package in the node, in the order of PCI bus ids, hive after hive.
-        gcd: Index of its device in the package.
+        device: Index of its device in the package.
     """
 
     rank: int
     host: str
     package: int
-    gcd: int
+    device: int
 
 
 @dataclass(frozen=True)
@@ -158,24 +157,6 @@ def discovered_grid(source: str, world_size: int) -> Grid:
     return grid
 
 
-def ranks_here(topology: TopologyConfig, where: str) -> int:
-    """The number of ranks of a topology if all run on this machine; 0 if the topology does not determine it."""
-    declared = declared_grid(topology, where)
-    if declared is None:
-        return len(machine_of(topology.source).devices)
-    return (declared.nodes or 0) * (declared.gpus_per_node or 0) * declared.gcds_per_gpu
-
-
-def foreseen_grid(topology: TopologyConfig, ranks: int, where: str) -> Grid:
-    """The grid, as from `resolve_grid`, of ``ranks`` ranks that will be started on this node, with ``LOCAL_RANK`` from 0."""
-    if declared_grid(topology, where) is not None:
-        return resolve_grid(topology, ranks, where)
-    machine = machine_of(topology.source)
-    devices = [own_device(machine, {**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-    reports = [RankReport.of(rank, "of this machine", machine, device) for rank, device in enumerate(devices)]
-    return assemble(reports).required_grid().grouped(topology.nodes_per_group)
-
-
 def host_identity(environ: Mapping[str, str] = os.environ) -> str:
     """The identity of this node: ``NCCL_HOSTID`` if it is set, as in NCCL and RCCL; else host name and boot id.
 
@@ -202,10 +183,10 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     sizes = Counter(clusters.values())
     uneven = () if len({*sizes.values()}) == 1 else tuple(sizes.values())
     if len(sizes) > 1:
-        joined = "form clusters, which tier cluster joins"
+        joined = "form clusters, which tier inter_cluster joins"
         if uneven:
             counts = ", ".join(map(str, uneven))
-            joined = f"cannot form clusters of equal size ({counts} nodes), so tier node joins them"
+            joined = f"cannot form clusters of equal size ({counts} nodes), so tier inter_node joins them"
         nodes = {number: host for host, number in reversed(clusters.items())}
         names = ", ".join(f"{'+'.join(hosts[host][0].subnets)} of node {host}" for host in reversed(nodes.values()))
         notes.append(f"nodes on {len(sizes)} fabrics ({names}) {joined}")
@@ -266,7 +247,7 @@ def places_of(reports: Sequence[RankReport]) -> list[Place]:
     found = positions(machine, of_ranks=True)
     named = {device.identity: found[device.number] for device in machine.devices}
     placed = [(report.rank, named[report.device.identity]) for report in reports if report.device is not None]
-    return [Place(rank, host, position.package, position.gcd) for rank, position in placed]
+    return [Place(rank, host, position.package, position.device) for rank, position in placed]
 
 
 def node_of(reports: Sequence[RankReport]) -> Machine:
@@ -556,10 +537,10 @@ def _ranks(ranks: list[int]) -> str:
 def grid_of(places: Sequence[Place], clusters: Mapping[str, int] | None = None) -> Grid:
     """Forms the grid of a world whose nodes have equal packages, and whose packages have equally many devices.
 
-    Coordinates follow physical places. A group of tier ``gpu`` contains devices at the same position of their packages, and a
-    group of tier ``node`` contains devices of the same packages. If one of the six orders of axes matches the ranks, the grid
-    has that order. Nodes whose ranks visit packages in different orders are matched by rank. If no order matches, the grid
-    lists the rank of every place.
+    Coordinates follow physical places. A group of tier ``intra_node`` contains devices at the same position of their packages,
+    and a group of tier ``inter_node`` contains devices of the same packages. If one of the six orders of axes matches the ranks,
+    the grid has that order. Nodes whose ranks visit packages in different orders are matched by rank. If no order matches, the
+    grid lists the rank of every place.
 
     Args:
         places: One per rank, in rank order.
@@ -571,7 +552,7 @@ def grid_of(places: Sequence[Place], clusters: Mapping[str, int] | None = None) 
     hosts = {host: index for index, host in enumerate(dict.fromkeys(place.host for place in places))}
     taken, packages = dict[tuple[str, int, int], int](), Counter((place.host, place.package) for place in places)
     for place in places:
-        if (other := taken.setdefault((place.host, place.package, place.gcd), place.rank)) != place.rank:
+        if (other := taken.setdefault((place.host, place.package, place.device), place.rank)) != place.rank:
             raise ConfigError(
                 f"topology: ranks {other} and {place.rank} are on the same device of node {place.host}; each rank needs a "
                 "device of its own: bind them with --gpus-per-task=1, LOCAL_RANK or ROCR_VISIBLE_DEVICES"
@@ -583,11 +564,11 @@ def grid_of(places: Sequence[Place], clusters: Mapping[str, int] | None = None) 
     first = next(iter(shapes.values()))
     if any(shape != first for shape in shapes.values()) or len(set(first)) != 1:
         raise ConfigError(_refusal(shapes))
-    ordered = sorted(places, key=lambda place: (hosts[place.host], place.package, place.gcd))
+    ordered = sorted(places, key=lambda place: (hosts[place.host], place.package, place.device))
     by_place = np.array([place.rank for place in ordered]).reshape(len(hosts), len(first), first[0])
     # The labels of each axis, in the order of the ranks on rank 0's node and package.
-    node, package, gcd = np.argwhere(by_place == 0)[0]
-    own = (by_place[:, package, gcd], by_place[node, :, gcd], by_place[node, package])
+    node, package, device = np.argwhere(by_place == 0)[0]
+    own = (by_place[:, package, device], by_place[node, :, device], by_place[node, package])
     homes = np.array([(clusters or {}).get(host, 0) for host in hosts])
     by_place = by_place[np.ix_(np.lexsort((own[0], homes)), *map(np.argsort, own[1:]))]
     by_rank = np.take_along_axis(by_place, np.argsort(by_place.min(axis=2), axis=1)[:, :, None], axis=1)

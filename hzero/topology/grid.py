@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hzero.config import AUTOMATIC, BASE_TIERS, HERE, SCOPES, TIERS, Scope, Tier, TopologyConfig, tiers_inside
+from hzero.config import AUTOMATIC, BASE_TIERS, SCOPES, TIERS, Scope, Tier, tiers_inside
 from hzero.validation import ConfigError, some
 
 #: Minimum number of nodes for which groups are chosen. With fewer nodes, groups save no time.
@@ -42,7 +42,11 @@ def chosen_group(nodes: int, switch_nodes: int | None = None) -> int | None:
 def complete_order(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
     """Completes an order of tiers, slowest first. A missing tier is placed next to the tier that it divides."""
     order = list(tiers)
-    around: tuple[tuple[Tier, Tier, int], ...] = (("hive", "gpu", 1), ("group", "node", 0), ("cluster", "group", 0))
+    around: tuple[tuple[Tier, Tier, int], ...] = (
+        ("intra_hive", "intra_node", 1),
+        ("inter_group", "inter_node", 0),
+        ("inter_cluster", "inter_group", 0),
+    )
     for missing, neighbour, after in around:
         if missing not in order:
             order.insert(order.index(neighbour) + after, missing)
@@ -58,12 +62,12 @@ def _check_divides(key: str, part: int, whole: int, what: str) -> None:
 class Coordinates(NamedTuple):
     """A rank's place, by tier."""
 
-    gcd: int
-    hive: int
-    gpu: int
-    node: int
-    group: int
-    cluster: int
+    intra_package: int
+    intra_hive: int
+    intra_node: int
+    inter_node: int
+    inter_group: int
+    inter_cluster: int
 
 
 @dataclass(frozen=True)
@@ -77,25 +81,25 @@ class Grid:
 
     Attributes:
         nodes: Nodes of the world.
-        gpus_per_node: Packages of a node.
-        gcds_per_gpu: Devices of a package.
+        packages_per_node: Packages of a node.
+        devices_per_package: Devices of a package.
         order: Numbering of the ranks: tiers, slowest first, completed by `complete_order`. The default numbers
             the devices of a package, then the packages of a hive, hives, nodes of a group, groups and clusters.
         ranks: The rank of every place, in the default order, if no order of tiers matches; else None.
-        gpus_per_hive: Packages of a hive.
+        packages_per_hive: Packages of a hive.
         nodes_per_group: Nodes of a group; None: one group has all nodes of a cluster.
         clusters: Clusters of the world.
-        uneven_clusters: Nodes of each cluster if their sizes differ; tier ``node`` then joins them. Empty otherwise.
+        uneven_clusters: Nodes of each cluster if their sizes differ; tier ``inter_node`` then joins them. Empty otherwise.
         automatic: Whether `chosen_group` sets ``nodes_per_group``.
         switch_nodes: Nodes of one switch group, for `chosen_group`; None if unknown.
     """
 
     nodes: int
-    gpus_per_node: int
-    gcds_per_gpu: int
+    packages_per_node: int
+    devices_per_package: int
     order: tuple[Tier, ...] = TIERS[::-1]
     ranks: tuple[int, ...] | None = None
-    gpus_per_hive: int = 1
+    packages_per_hive: int = 1
     nodes_per_group: int | None = None
     clusters: int = 1
     uneven_clusters: tuple[int, ...] = dataclasses.field(default=(), compare=False)
@@ -104,7 +108,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", complete_order(self.order))
-        _check_divides("gpus_per_hive", self.gpus_per_hive, self.gpus_per_node, "packages of a node")
+        _check_divides("packages_per_hive", self.packages_per_hive, self.packages_per_node, "packages of a node")
         _check_divides("clusters", self.clusters, self.nodes, "nodes")
         own = self.nodes // self.clusters
         if self.automatic:
@@ -114,7 +118,7 @@ class Grid:
     @property
     def world_size(self) -> int:
         """Ranks of the world."""
-        return self.nodes * self.gpus_per_node * self.gcds_per_gpu
+        return self.nodes * self.packages_per_node * self.devices_per_package
 
     @property
     def regular(self) -> bool:
@@ -122,7 +126,7 @@ class Grid:
         return self.ranks is None
 
     def size(self, tier: Tier) -> int:
-        """Ranks of a tier group."""
+        """Ranks of a tier inter_group."""
         return self._sizes[tier]
 
     @functools.cached_property
@@ -130,12 +134,12 @@ class Grid:
         own = self.nodes // self.clusters
         group = self.nodes_per_group or own
         return {
-            "gcd": self.gcds_per_gpu,
-            "hive": self.gpus_per_hive,
-            "gpu": self.gpus_per_node // self.gpus_per_hive,
-            "node": group,
-            "group": own // group,
-            "cluster": self.clusters,
+            "intra_package": self.devices_per_package,
+            "intra_hive": self.packages_per_hive,
+            "intra_node": self.packages_per_node // self.packages_per_hive,
+            "inter_node": group,
+            "inter_group": own // group,
+            "inter_cluster": self.clusters,
         }
 
     # Ranks are numbered in the order of `_axes`. In an irregular grid, `ranks` lists the rank of every place in that order. A
@@ -206,7 +210,7 @@ class Grid:
         return tuple(found.values())
 
     def stride(self, tier: Tier) -> int:
-        """Distance between the ranks of neighbours in a tier group of a `regular` grid."""
+        """Distance between the ranks of neighbours in a tier inter_group of a `regular` grid."""
         return math.prod(map(self.size, self.order[self.order.index(tier) + 1 :]))
 
     def scope_size(self, scope: Scope) -> int:
@@ -223,9 +227,9 @@ class Grid:
             raise ValueError(f"rank: found {rank}; expected 0..{self.world_size - 1}")
         return Coordinates(*map(int, self._index(rank)))
 
-    def rank(self, gcd: int, hive: int, gpu: int, node: int, group: int, cluster: int) -> int:
+    def rank(self, place: Sequence[int]) -> int:
         """The rank at given coordinates."""
-        return int(self._at((gcd, hive, gpu, node, group, cluster)))
+        return int(self._at(place))
 
     def tier_between(self, first: int, second: int) -> Tier:
         """The outermost tier on which two ranks differ. Messages between them cross it."""
@@ -236,7 +240,7 @@ class Grid:
         """Ranks that differ from ``rank`` only in the coordinate of ``tier``, in the order of that coordinate."""
         place = self.coordinates(rank)
         if not self.regular:
-            return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
+            return [self.rank(place._replace(**{tier: index})) for index in range(self.size(tier))]
         first, stride = rank - getattr(place, tier) * self.stride(tier), self.stride(tier)
         return range(first, first + self.size(tier) * stride, stride)
 
@@ -252,7 +256,7 @@ class Grid:
         """
         if self.automatic:  # groups depend on the nodes of these ranks
             alone = dataclasses.replace(self, automatic=False, nodes_per_group=None).of_ranks(ranks, key)
-            order = complete_order([tier for tier in alone.order if tier != "group"])
+            order = complete_order([tier for tier in alone.order if tier != "inter_group"])
             return dataclasses.replace(alone, order=order, automatic=True, switch_nodes=self.switch_nodes)
         part = self._at(np.ix_(*map(np.unique, self._index(np.array(ranks)))))
         sizes = dict(zip(TIERS, part.shape))
@@ -261,12 +265,12 @@ class Grid:
             has = ", ".join(f"{size} on {tier}" for tier, size in sizes.items() if size > 1)
             raise ConfigError(f"{key}: the group of ranks {group} fills no part of {self} evenly: it has {has}")
         own = Grid(
-            sizes["node"] * sizes["group"] * sizes["cluster"],
-            sizes["gpu"] * sizes["hive"],
-            sizes["gcd"],
-            gpus_per_hive=sizes["hive"],
-            nodes_per_group=sizes["node"] if sizes["group"] > 1 else None,
-            clusters=sizes["cluster"],
+            sizes["inter_node"] * sizes["inter_group"] * sizes["inter_cluster"],
+            sizes["intra_node"] * sizes["intra_hive"],
+            sizes["intra_package"],
+            packages_per_hive=sizes["intra_hive"],
+            nodes_per_group=sizes["inter_node"] if sizes["inter_group"] > 1 else None,
+            clusters=sizes["inter_cluster"],
         )
         number = {rank: index for index, rank in enumerate(ranks)}
         return own.numbered([number[rank] for rank in part.transpose().ravel().tolist()])
@@ -276,7 +280,7 @@ class Grid:
         listed = dataclasses.replace(self, order=TIERS[::-1], ranks=tuple(ranks))
         everywhere = np.ix_(*(np.arange(self.size(tier)) for tier in TIERS))
         # The rank of the second place on each tier determines the order, if there is one.
-        second = {tier: listed.rank(*(int(one == tier) for one in TIERS)) for tier in self.crossed}
+        second = {tier: listed.rank([int(one == tier) for one in TIERS]) for tier in self.crossed}
         tiers = [tier for tier in TIERS[::-1] if tier in (*BASE_TIERS, *second)]
         order = sorted(tiers, key=lambda tier: -second.get(tier, self.world_size))
         for one in (TIERS[::-1], tuple(order)):
@@ -286,90 +290,11 @@ class Grid:
         return listed
 
     def __str__(self) -> str:
-        # The units that each tier joins.
-        names = {"gcd": "GCD", "hive": "GPU", "gpu": "hive" if self.gpus_per_hive > 1 else "GPU"}
-        counts = [(self.size(tier), names.get(tier, tier)) for tier in reversed(self.tiers)]
-        return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
+        return sizes_text({tier: self.size(tier) for tier in self.tiers})
 
 
-# ---- the grid of a run ------------------------------------------------------------------------------------------------------
-
-# The modules that read machines are imported on demand, since a declared grid does not need them.
-
-
-def resolve_grid(topology: TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:
-    """The grid of a run.
-
-    Collective over the world if the topology is discovered. A process discovers its world once.
-
-    Args:
-        topology: A declared grid, or a source (`hzero.topology.sources.read_source`). Without ``nodes``, a declared grid
-            follows from the world size. A file may declare a grid with the same keys, which may be under ``topology``. A
-            preset numbers ranks by device, package and node. ``discover``, and the file of a node, need a discovery.
-        world_size: Ranks of the world.
-        where: Key of the topology, for messages.
-
-    Raises:
-        ConfigError: The file cannot be read, a key is wrong, or the product of the sizes is not the world size; the message
-            has the factors that would fit. In a discovery: the ranks do not form a grid, or packages are ambiguous.
-    """
-    declared = declared_grid(topology, where)
-    if declared is None:
-        from hzero.topology.discovery import discovered_grid
-
-        return discovered_grid(topology.source, world_size).grouped(topology.nodes_per_group)
-    if declared is not topology:
-        where = topology.source
-    inside = (declared.gpus_per_node or 0) * declared.gcds_per_gpu
-    if declared.nodes is None and world_size % inside:
-        node = f"gpus_per_node={declared.gpus_per_node} x gcds_per_gpu={declared.gcds_per_gpu} is {inside} ranks a node"
-        raise ConfigError(f"{where}: {node}, but the world has {world_size}; expected a multiple")
-    grid = _grid(declared, declared.nodes or world_size // inside)
-    if grid.world_size != world_size:
-        factors = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
-        others = {name: grid.world_size // value for name, value in factors.items()}
-        possible = [f"{name}={world_size // other}" for name, other in others.items() if world_size % other == 0]
-        would = f"{' or '.join(possible)} would fit" if possible else "no single factor makes it fit"
-        product = " x ".join(f"{name}={value}" for name, value in factors.items())
-        raise ConfigError(f"{where}: {product} is {grid.world_size} ranks, but the world has {world_size}; {would}")
-    return grid
-
-
-def _grid(declared: TopologyConfig, nodes: int) -> Grid:
-    keys = declared.model_dump(exclude={"source", "nodes", "nodes_per_group"})
-    return Grid(nodes=nodes, **keys).grouped(declared.nodes_per_group)
-
-
-def sub_grid(topology: TopologyConfig, ranks: Sequence[int], world_size: int, where: str) -> Grid:
-    """The grid of a group of ranks, renumbered in the group. See `resolve_grid` for arguments and errors.
-
-    A declared grid is the grid of the group. Collective over the world if the topology is discovered: every rank passes its
-    own group, and the ranks keep their places in the world.
-    """
-    if declared_grid(topology, where) is not None:
-        return resolve_grid(topology, len(ranks), where)
-    return resolve_grid(topology, world_size, where).of_ranks(ranks)
-
-
-def declared_grid(topology: TopologyConfig, where: str) -> TopologyConfig | None:
-    """The declared grid, also from a preset or a file; None if a discovery is needed. Arguments: see `resolve_grid`.
-
-    Raises:
-        ConfigError: The file is missing, or a key is wrong.
-    """
-    declared = topology
-    if topology.gpus_per_node is None:
-        if topology.source in HERE:
-            return None
-        from hzero.topology.machine import Machine, grid_of_nodes
-        from hzero.topology.sources import PRESETS, read_source
-
-        found = read_source(topology.source, where)
-        if isinstance(found, Machine) and topology.source not in PRESETS:
-            return None
-        declared = grid_of_nodes(found, where) if isinstance(found, Machine) else found
-        if "nodes_per_group" in topology.model_fields_set:
-            declared = declared.model_copy(update={"nodes_per_group": topology.nodes_per_group})
-    if declared.nodes is not None:
-        _grid(declared, declared.nodes)  # raises if its parts do not divide it
-    return declared
+def sizes_text(sizes: Mapping[Tier, int]) -> str:
+    """Describes sizes of tiers by the units that each tier joins, outermost first, such as 2 nodes x 4 packages x 2 devices."""
+    units = ("device", "package", "hive" if sizes.get("intra_hive", 1) > 1 else "package", "node", "group", "cluster")
+    counts = [(sizes[tier], unit) for tier, unit in zip(TIERS, units) if tier in sizes]
+    return " x ".join(f"{count} {unit}{'s' if count != 1 else ''}" for count, unit in reversed(counts))

@@ -228,7 +228,7 @@ class NodeTier(NamedTuple):
     Attributes:
         name: Its name.
         groups: Groups of device numbers that differ only in this tier's coordinate.
-        gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. None if one
+        gb_s: GB/s each way of the slowest direct link in the groups; for ``inter_node`` a device's share of the NICs. None if one
             of these rates is unknown.
     """
 
@@ -246,31 +246,31 @@ class Position(NamedTuple):
     """The place of a device in its node. It follows the order of PCI bus ids, so all processes agree.
 
     Attributes:
-        gcd: Index in its package.
+        device: Index in its package.
         hive: Index of its package in the hive, the packages that direct links connect; 0 in a node without hives.
-        gpu: Index of the hive, or of the package in a node without hives.
+        part: Index of the hive, or of the package in a node without hives.
         package: Index of its package in the node, hive after hive.
     """
 
-    gcd: int
+    device: int
     hive: int
-    gpu: int
+    part: int
     package: int
 
 
 def tiers_of(machine: Machine) -> list[NodeTier]:
-    """The tiers of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError`, see `packages_of`."""
+    """The tiers of one node, innermost first; ``inter_node`` has size 1. Raises `AmbiguousTopologyError`, see `packages_of`."""
     places, tiers = positions(machine), list[NodeTier]()
-    for axis, name in enumerate(TIERS[: TIERS.index("node") + 1]):
+    for axis, name in enumerate(TIERS[: TIERS.index("inter_node") + 1]):
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, (*place, _) in places.items():
             groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(number)
         home = {number: group for group in groups.values() for number in group}
         linked = [link.gb_s for link in machine.links if link.b in home[link.a]]
-        rates = [nic.gb_s for nic in machine.nics] if name == "node" else linked
+        rates = [nic.gb_s for nic in machine.nics] if name == "inter_node" else linked
         known, gb_s = [rate for rate in rates if rate is not None], None
         if known and home and len(known) == len(rates):
-            gb_s = sum(known) / len(home) if name == "node" else min(known)
+            gb_s = sum(known) / len(home) if name == "inter_node" else min(known)
         tiers.append(NodeTier(name, _sorted(groups.values()), gb_s))
     return tiers
 
@@ -290,7 +290,7 @@ def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
     for hive, members in enumerate(hives):
         for index, package in enumerate(members):
             place, in_node = (index, hive) if len(hives) > 1 else (0, index), next(numbers)
-            found |= {number: Position(gcd, *place, in_node) for gcd, number in enumerate(packages[package])}
+            found |= {number: Position(device, *place, in_node) for device, number in enumerate(packages[package])}
     return found
 
 
@@ -344,7 +344,7 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     text = " or ".join(f"packages: {[list(package) for package in way]}" for way in ways)
     raise AmbiguousTopologyError(
         f"{machine.source}: ambiguous: the links do not say which devices share a package ({shown} links); declare the "
-        f"machine in a file, for example with {text}, or the grid (gpus_per_node, gcds_per_gpu)"
+        f"machine in a file, for example with {text}, or the grid (packages_per_node, devices_per_package)"
     )
 
 
@@ -357,7 +357,7 @@ def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
     packages = packages_of(machine)
     if len(sizes := {len(package) for package in packages}) > 1:
         raise ConfigError(f"{machine.source}: found packages of {sorted(sizes)} devices; expected one size")
-    shape = {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])}
+    shape = {"packages_per_node": len(packages), "devices_per_package": len(packages[0])}
     return validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes, **keys}, where)
 
 

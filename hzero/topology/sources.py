@@ -58,7 +58,7 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str 
     """
     found = this_machine(environ) if source in HERE else read_source(source, where)
     if isinstance(found, TopologyConfig):
-        raise ConfigError(f"{source}: declares a grid (gpus_per_node); expected a node (devices or packages)")
+        raise ConfigError(f"{source}: declares a grid (packages_per_node); expected a node (devices or packages)")
     return found
 
 
@@ -526,8 +526,8 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
     if set(content) & (set(TopologyConfig.model_fields) - set(DeclaredMachine.model_fields)):
         content.pop("bandwidth_gb_s", None)  # files of conf/topology have it, for plans
         grid = validated(TopologyConfig, content, f"{path}:")
-        if grid.gpus_per_node is None:
-            raise ConfigError(f"{path}: gpus_per_node: missing")
+        if grid.packages_per_node is None:
+            raise ConfigError(f"{path}: packages_per_node: missing")
         return grid
     declared = validated(DeclaredMachine, content, f"{path}:")
     counts = [len(declared.buses or []), sum(map(len, declared.packages or [])), len(declared.numa or [])]

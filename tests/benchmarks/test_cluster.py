@@ -31,10 +31,10 @@ from tests.ranks import ROOT, run_python
         ("run --shape 0x2x2 -- true", "--shape.nodes: found 0"),
         ("run --shape 9x9x9 -- true", "--shape: found 9x9x9, 729 ranks"),
         ("run --rates 1,2 -- true", "--rates: found '1,2'"),
-        ("run --rates 1,2,fast -- true", "--rates.node: found 'fast'"),
-        ("run --rates nan,1,1 -- true", "--rates.gcd: found nan"),
-        ("run --rates 1,0,1 -- true", "--rates.gpu: found 0.0; expected greater than or equal to 0.1"),
-        ("run --rates 1,1,1e6 -- true", "--rates.node: found 1000000.0"),
+        ("run --rates 1,2,fast -- true", "--rates.inter_node: found 'fast'"),
+        ("run --rates nan,1,1 -- true", "--rates.intra_package: found nan"),
+        ("run --rates 1,0,1 -- true", "--rates.intra_node: found 0.0; expected greater than or equal to 0.1"),
+        ("run --rates 1,1,1e6 -- true", "--rates.inter_node: found 1000000.0"),
         ("run", "run: no COMMAND"),
         ("down -- true", "down takes no --"),
         ("start", "invalid choice: 'start'"),
@@ -82,7 +82,12 @@ def _transfer(cluster: Cluster, source: int, target: int, size: int) -> None:
 def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
     cluster, size = Cluster.from_text("2x2x2", "400,400,200"), 1_000_000
     with Network(cluster):
-        for source, target, tier in ((0, 1, "gcd"), (5, 4, "gcd"), (0, 3, "gpu"), (2, 5, "node")):
+        for source, target, tier in (
+            (0, 1, "intra_package"),
+            (5, 4, "intra_package"),
+            (0, 3, "intra_node"),
+            (2, 5, "inter_node"),
+        ):
             before, trunks_before = _sent(cluster), counters.trunks(cluster)
             _transfer(cluster, source, target, size)
             rise = [{name: new[name] - old[name] for name in BASE_TIERS} for new, old in zip(_sent(cluster), before)]
@@ -91,7 +96,7 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
             rise[source][tier] = rise[target][tier] = 0
             assert all(not count for by_tier in rise for count in by_tier.values())
             out = [new[0] - old[0] for new, old in zip(counters.trunks(cluster), trunks_before)]
-            if tier == "node":
+            if tier == "inter_node":
                 assert size < out[0] < 1.03 * size and 0 < out[1] < 0.03 * size
             else:
                 assert max(out) < 1000  # a bridge sends to all ports until it has seen a rank
@@ -101,7 +106,7 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
         assert time.monotonic() - begun > 0.8 * 4 * size * 8 / 200e6
         assert counters.dropped(cluster) == 0
         with (
-            pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} \(2 nodes x 2 GPUs x 2 GCDs"),
+            pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} \(2 nodes x 2 packages x 2 devices"),
             Network(cluster),
         ):
             pass

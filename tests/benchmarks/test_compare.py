@@ -15,7 +15,7 @@ from benchmarks.compare.machine import commit
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import RESULTS, line_of, read_rows
-from hzero.launch import INTERRUPTED
+from hzero.tools.launch import INTERRUPTED
 from tests.benchmarks.test_report import MAIN, changed
 from tests.ranks import LONG, ROOT, run_python
 
@@ -38,7 +38,7 @@ def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
     assert suites >= {"main", "accumulation", "sweep", "codecs", "shards", "convergence"}
     main = next(item for item in asked if item.title == "main/main")
     assert main.config.train.accumulation == 2
-    assert main.config.cluster.rates_mbit == Rates(gcd=200, gpu=75, node=50)
+    assert main.config.cluster.rates_mbit == Rates(intra_package=200, intra_node=75, inter_node=50)
     assert [item.config.train.accumulation for item in asked if item.title.startswith("accumulation/")] == [1, 2, 4, 8]
     assert {item.config.train.seed for item in asked if item.suite == "convergence"} == {0, 1, 2}
     assert all(item.estimated_s() > 0 for item in asked)
@@ -117,13 +117,15 @@ def test_bytes_of_hzero_are_the_plans() -> None:
     }
     m = float(2 * numels[0])
     # Between nodes, all ranks: weights once in int8 (M/2 and scales of 2 bytes in 128), gradients once in int4 (M/4), half each.
-    assert found["topo", "gloo"]["node"] == pytest.approx(2 * m / 2 * (0.5 + 0.25) * (1 + 2 / 128), rel=0.02)
+    assert found["topo", "gloo"]["inter_node"] == pytest.approx(2 * m / 2 * (0.5 + 0.25) * (1 + 2 / 128), rel=0.02)
     # hzero reduces in its own way: nothing goes twice.
     assert all(found[name, "gloo"] == found[name, "ring"] for name in ("topo", "lossless"))
     # Without codec, in the package: weights twice a micro-step, gradients once.
-    assert found["lossless", "gloo"]["gcd"] == 8 * m / 2 * (4 + 2)
+    assert found["lossless", "gloo"]["intra_package"] == 8 * m / 2 * (4 + 2)
     fewer = step_bytes(CATALOG["lossless"], cluster, numels, reduce_scatter="ring", fetches=1.5, **keywords)
-    assert fewer["gcd"] == 8 * m / 2 * (3 + 2) and fewer["node"] == found["lossless", "ring"]["node"]
+    assert (
+        fewer["intra_package"] == 8 * m / 2 * (3 + 2) and fewer["inter_node"] == found["lossless", "ring"]["inter_node"]
+    )
     # A hook of DDP has no plan, not even one with an empty configuration.
     assert step_bytes(CATALOG["ddp-none"], cluster, numels, reduce_scatter="ring", **keywords) == {}
 
@@ -154,15 +156,15 @@ def test_a_measurement_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     pytest.importorskip("transformers", reason="the train extra is not installed")
     arguments = [
         *("suite=one", f"results={tmp_path / 'results'}", "rounds=2"),
-        *("schemes=[zero3-deepspeed,topo]", f"against={ROOT}", "cluster.gpus_per_node=1", "model=gpt_neox_1m"),
+        *("schemes=[zero3-deepspeed,topo]", f"against={ROOT}", "cluster.packages_per_node=1", "model=gpt_neox_1m"),
         *("model.seq_length=32", "model.vocab_size=300", "data.max_bytes=200000"),
-        *("cluster.rates_mbit={gcd: 400, gpu: 150, node: 200}",),
+        *("cluster.rates_mbit={intra_package: 400, intra_node: 150, inter_node: 200}",),
     ]
     done = run_python("-m", "benchmarks.compare", *arguments)
     assert done.returncode == 0 and "1 measurements to take" in done.stdout, done.stdout + done.stderr
     rows: list[Any] = read_rows(tmp_path / "results" / RESULTS)[0]
     assert [row.scheme for row in rows] == ["zero3-deepspeed", "topo", f"topo@{commit(ROOT)}"]
-    links = {"gcd": 4, "node": 2}
+    links = {"intra_package": 4, "inter_node": 2}
     for row in rows:
         assert {"hzero", "torch", "deepspeed"} <= set(row.versions)
         assert row.cpu_s > 0 and row.memory.peak > 0
@@ -171,13 +173,13 @@ def test_a_measurement_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
         assert len(row.step_s) == 2 and len(row.losses) == 4 and row.world_size == 4
         trace = next((tmp_path / "results" / "traces").glob(f"*/{row.scheme}.json.gz"))
         assert trace.stat().st_size > 1000
-        for tier in ("gcd", "node"):
+        for tier in ("intra_package", "inter_node"):
             # Of messages this small headers and acknowledgements are a larger share. hzero's prefetch for backward finds a
             # part of the last layer still there, and does not gather it again.
-            least = 0.98 if tier == "gcd" and row.engine == "hzero" else 1
+            least = 0.98 if tier == "intra_package" and row.engine == "hzero" else 1
             assert least <= row.bytes.measured[tier] / row.bytes.planned[tier] < 1.25, (row.scheme, tier, row.bytes)
     stock, topo, other = rows
-    assert topo.bytes.measured["node"] < stock.bytes.measured["node"] / 4
+    assert topo.bytes.measured["inter_node"] < stock.bytes.measured["inter_node"] / 4
     assert topo.losses == pytest.approx(other.losses, rel=1e-5)  # both checkouts are this one
     report = next((tmp_path / "results" / "report").glob("*-comparison.md"))
     text = report.read_text()

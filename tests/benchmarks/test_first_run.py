@@ -52,11 +52,15 @@ def run(tmp_path: Path) -> Path:
     )
     (tmp_path / "keys.txt").write_text("experiment=paper_10b\ntrain.steps=30\n")
     schemes = {name: {"step_s": step, "node_bytes": size, "memory_bytes": 24e9} for name, (step, size) in PLAN.items()}
-    plan = {"schemes": schemes, "rates_gb_s": {"gcd": 200, "gpu": 50, "node": 11}, "memory": STATES}
+    plan = {
+        "schemes": schemes,
+        "rates_gb_s": {"intra_package": 200, "intra_node": 50, "inter_node": 11},
+        "memory": STATES,
+    }
     _write(tmp_path / "logs/plan.log", plan)
     _write(tmp_path / "logs/doctor.log", {"verdict": "good", "remarks": [], "versions": "hzero 0.1.0, RCCL 2.27.7"})
     row = {
-        "tier": "node",
+        "tier": "inter_node",
         "ranks": 2,
         "algorithm": "library",
         "size_bytes": 2_000_000,
@@ -66,7 +70,7 @@ def run(tmp_path: Path) -> Path:
     _write(
         tmp_path / "links.json",
         {"schema": "hzero-links-1", "date": "", "machine": {}, "versions": {}, "backend": "nccl", "device": "MI250X"}
-        | {"grid": {"gcd": 2, "gpu": 4, "node": 2}, "rows": [{**row, "median_us": 100.0}]},
+        | {"grid": {"intra_package": 2, "intra_node": 4, "inter_node": 2}, "rows": [{**row, "median_us": 100.0}]},
     )
     copy = {"kernel": "copy", "moved_bytes": 2_000_000_000, "seconds": [0.002]}
     _write(tmp_path / FILES["kernels"][0], {"machine": {}}, copy, {**copy, "kernel": "encode int8", "seconds": [0.004]})
@@ -74,10 +78,12 @@ def run(tmp_path: Path) -> Path:
         steps = [{"step": step, "loss": 9.0 - step / 10, "seconds": seconds + (step < 3)} for step in range(1, 31)]
         _write(tmp_path / name / "steps.jsonl", *steps)
         wires = (
-            [{"tier": "node", "role": "weights", "codec": "int8", "received": 2 * BYTES[name]}] if name in BYTES else []
+            [{"tier": "inter_node", "role": "weights", "codec": "int8", "received": 2 * BYTES[name]}]
+            if name in BYTES
+            else []
         )
         states = {row["name"]: row["bytes"] for row in STATES[:2]}
-        summary = {"grid": {"node": 2}, "bytes_per_step": wires, "memory": states, "peak_bytes": 25_000_000_000}
+        summary = {"grid": {"inter_node": 2}, "bytes_per_step": wires, "memory": states, "peak_bytes": 25_000_000_000}
         _write(tmp_path / name / "summary.json", summary)
     (tmp_path / "logs/faults.log").write_text("files: 3, lines: 30, known causes: 0\nverdict: good\n")
     return tmp_path
@@ -92,8 +98,8 @@ def test_the_page_says_which_predictions_hold(run: Path, capsys: pytest.CaptureF
         "| hzero `topo`: bytes into a node per step | **confirmed** | 7.70 GB, planned 7.70 GB |",
         "| hzero `topo`: step over ZeRO-3's | **confirmed** | 0.88, predicted 0.90 |",
         "| FSDP2, HSDP over the node | 30 | 2.300 | 2.280 | +1% | 8.9000 | 6.0000 |",
-        "| node | 10 | 11 | -9% | 100.0 |",
-        "| Links of tier node | **confirmed** | 10 GB/s per device, assumed 11 |",
+        "| inter_node | 10 | 11 | -9% | 100.0 |",
+        "| Links of tier inter_node | **confirmed** | 10 GB/s per device, assumed 11 |",
         "| hzero `topo`: memory of states | **confirmed** | 12.70 GB, planned 12.70 GB |",
         "| FSDP2, HSDP over the node: peak of memory | **confirmed** | 25.00 GB, planned 24.00 GB |",
         "| encode int8 | 500.0 | 0.50 |",
@@ -139,8 +145,8 @@ def test_a_file_that_is_incomplete_leaves_the_rest(run: Path, file: str) -> None
 
 def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
     _write(run / "topo/steps.jsonl", *({"step": step, "loss": 9.5, "seconds": 3.1} for step in range(1, 31)))
-    wires = [{"tier": "node", "role": "weights", "codec": "int8", "received": 2.2 * BYTES["topo"]}]
-    _write(run / "topo/summary.json", {"grid": {"node": 2}, "bytes_per_step": wires})
+    wires = [{"tier": "inter_node", "role": "weights", "codec": "int8", "received": 2.2 * BYTES["topo"]}]
+    _write(run / "topo/summary.json", {"grid": {"inter_node": 2}, "bytes_per_step": wires})
     (run / "logs/kernels.err").write_text("kernels.py: encode int8, kernel, bf16: not bit-equal to the reference\n")
     rows = (
         (run / "parts.tsv").read_text().replace("kernels\t0", "kernels\t1").replace("lanes\t0\t30", "lanes\t124\t180")
@@ -168,8 +174,10 @@ def test_weights_that_are_kept_for_backward_are_not_planned(run: Path, gradients
     }  # 2 gathers of 2 MB, and 1 MB
     _write(run / "logs/plan.log", {"schemes": schemes})
     received = {"weights": 2 * 1.2 * 2e6, "gradients": gradients * 1e6}
-    wires = [{"tier": "node", "role": role, "codec": "", "received": size} for role, size in received.items()]
-    _write(run / "topo/summary.json", {"grid": {"node": 2}, "bytes_per_step": wires, "fetches_per_micro_step": 1.2})
+    wires = [{"tier": "inter_node", "role": role, "codec": "", "received": size} for role, size in received.items()]
+    _write(
+        run / "topo/summary.json", {"grid": {"inter_node": 2}, "bytes_per_step": wires, "fetches_per_micro_step": 1.2}
+    )
     found = {what: (good, text) for what, good, text in predictions(Folder(run))}
     text = "3.40 MB, planned 3.40 MB" if good else "3.50 MB, planned 3.40 MB"
     assert found["hzero `topo`: bytes into a node per step"] == (good, text)

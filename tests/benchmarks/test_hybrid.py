@@ -26,7 +26,7 @@ def test_schemes_have_their_codecs(layout: str) -> None:
             if scheme in ("baseline", "lossless"):
                 assert found == {("none", None)}
             if scheme == "naive":
-                assert found == {("zfp", 8)} and codecs.gradients.node.rate == 8
+                assert found == {("zfp", 8)} and codecs.gradients.inter_node.rate == 8
             if scheme == "zhybrid":
                 assert found == {("zfp", 16)}
 

@@ -122,10 +122,10 @@ def assert_trains(run: Run, reference: Run, tolerance: float = 0.05, fall: float
     assert_losses(run.losses, reference.losses, tolerance)
     assert run.losses != reference.losses
     assert run.codecs == {
-        ("weights", "gcd"): "int8",
-        ("weights", "node"): "int8",
-        ("gradients", "gcd"): "int4",
-        ("gradients", "node"): "int4",
+        ("weights", "intra_package"): "int8",
+        ("weights", "inter_node"): "int8",
+        ("gradients", "intra_package"): "int4",
+        ("gradients", "inter_node"): "int4",
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 #: Four ranks stand for two nodes with one package of two devices.
-TOPOLOGY = {"gpus_per_node": 1, "gcds_per_gpu": 2}
+TOPOLOGY = {"packages_per_node": 1, "devices_per_package": 2}
 BATCH, ACCUMULATION, CLIP, LR = 2, 2, 0.7, 5e-3
 STEPS = 4  # optimizer steps
 

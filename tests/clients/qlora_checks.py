@@ -49,7 +49,7 @@ def _trained(client: str, preset: str | None) -> tuple[Run, set[str]]:
     """A training of adapters, and the codecs of weights: in float32, where sums show no order, and TRL's in bfloat16."""
     low, rows = client == "SFTTrainer", samples(STEPS * ACCUMULATION * BATCH * 4)
     optimizer = {"params": {"lr": 1e-2, "torch_adam": True}}
-    topology = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}
+    topology = {"nodes": 2, "packages_per_node": 1, "devices_per_package": 1}
     config = config_of(preset, bf16={"enabled": low}, optimizer=optimizer, hzero={"topology": topology})
     changes = {"output_dir": str(shared_folder()), "deepspeed": config, "learning_rate": 1e-2, "bf16": low}
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import backends
-from hzero.codecs.codec import Codec, checksums
+from hzero.codecs.codec import Codec, checksums, fingerprints
 from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, RecordFormat, Rows
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, decode_onto, decode_sum, decode_sum_encode, numbers, same
@@ -246,6 +246,26 @@ def decode(payload: torch.Tensor = U, dtype: torch.dtype = F) -> object:
 def decode_checked(*sums: torch.Tensor) -> object:
     message = INT8.encode([X], [10], sizes=[4], outer=4, parts=2)
     return INT8.decoder(Rows.of([10], [4], outer=4, parts=2), F, message.device)(message, None, *sums)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.data())
+def test_fingerprints_tell_contents_apart(numels: list[int], data: st.DataObject) -> None:
+    """Of groups with empty tensors too: one other bit, and the same words in another order, of the group too."""
+    tensors = [torch.arange(numel, dtype=torch.float32) + 10 * place for place, numel in enumerate(numels)]
+    other = torch.ones(3, dtype=torch.bfloat16)
+    both = fingerprints([tensors, [other]])
+    assert torch.equal(both, fingerprints([[tensor.clone() for tensor in tensors], [other]]))
+    words = torch.cat(tensors)
+    if len(words) < 2:
+        return
+    first, second = data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=2, unique=True))
+    swapped = words.clone()
+    swapped[first], swapped[second] = words[second], words[first]
+    flipped = words.clone()
+    flipped.view(torch.int32)[first] ^= 1 << data.draw(st.integers(0, 30))
+    for changed in (swapped, flipped):
+        found = fingerprints([list(changed.split(numels)), [other]])
+        assert found[0] != both[0] and found[1] == both[1]
 
 
 @LONG

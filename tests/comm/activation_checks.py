@@ -103,7 +103,11 @@ def check_activations_with_codec_none_are_those_of_torch() -> None:
 
 
 def check_activations_keep_the_bounds_of_codecs_both_ways() -> None:
-    for codecs in ("int8", {"gcd": "int8", "gpu": "int4"}, {"node": {"codec": "int8", "rotation": 64}, "gcd": "bf16"}):
+    for codecs in (
+        "int8",
+        {"intra_package": "int8", "intra_node": "int4"},
+        {"inter_node": {"codec": "int8", "rotation": 64}, "intra_package": "bf16"},
+    ):
         group = _communicator(SOME[0], codecs=codecs)
         hops = group.plan.gather_hops()
         for name, case in CASES.items():
@@ -170,7 +174,7 @@ def check_uneven_rows_with_codec_none_are_those_of_torch() -> None:
 
 
 def check_uneven_rows_keep_bounds_of_codecs_and_bytes_of_the_plan() -> None:
-    rank, codecs = dist.get_rank(), {"gcd": "int8", "gpu": "int4"}
+    rank, codecs = dist.get_rank(), {"intra_package": "int8", "intra_node": "int4"}
     for grid, (name, counts) in itertools.product(SOME, COUNTS.items()):
         group, matrix = _communicator(grid, codecs=codecs), counts()
         got, want, gradient, wanted = _rows(matrix, group, torch.float32, (37,))

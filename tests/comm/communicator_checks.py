@@ -27,10 +27,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SOME = [GRIDS[WORLD][0], *GRIDS[WORLD][-2:]]
 MIXES = [
     {"codecs": "int8"},
-    {"codecs": {"node": "int4", "gpu": "int8"}, "gather": {"node": "int8", "gpu": "bf16"}},
-    {"codecs": {"node": {"codec": "int8", "rounding": "stochastic"}, "gcd": "int8"}, "gather": "int4"},
-    {"codecs": {"node": {"codec": "zfp", "rate": 9}, "gpu": {"codec": "zfp", "rate": 16}, "gcd": "int8"}},
-    {"codecs": "bf16", "gather": {"node": "none", "gpu": "int4", "gcd": {"codec": "int8", "block_size": 64}}},
+    {"codecs": {"inter_node": "int4", "intra_node": "int8"}, "gather": {"inter_node": "int8", "intra_node": "bf16"}},
+    {"codecs": {"inter_node": {"codec": "int8", "rounding": "stochastic"}, "intra_package": "int8"}, "gather": "int4"},
+    {
+        "codecs": {
+            "inter_node": {"codec": "zfp", "rate": 9},
+            "intra_node": {"codec": "zfp", "rate": 16},
+            "intra_package": "int8",
+        }
+    },
+    {
+        "codecs": "bf16",
+        "gather": {"inter_node": "none", "intra_node": "int4", "intra_package": {"codec": "int8", "block_size": 64}},
+    },
 ]
 
 
@@ -111,7 +120,7 @@ def check_copies_with_codec_mpc_are_the_same_bits_in_fewer_bytes() -> None:
         slot = Codec.from_config(CodecConfig(codec="mpc")).message_bytes([mine.numel()], 1, 4)
         gathers = [entry.wire_bytes for entry in entries if entry.role == "all_gather"]
         assert sum(gathers) < (WORLD - 1) * 4 * mine.numel() < (WORLD - 1) * slot
-    mixed = _communicator(SOME[0], gather={"node": "mpc", "gpu": "int8", "gcd": "mpc"})
+    mixed = _communicator(SOME[0], gather={"inter_node": "mpc", "intra_node": "int8", "intra_package": "mpc"})
     gathered = mixed.all_gather(whole[rank])
     assert same_on_all_ranks([gathered])
     bound = Codec.from_config(CodecConfig(codec="int8")).error_bound(float(torch.cat(whole).abs().max()))
@@ -140,8 +149,8 @@ def check_sums_with_lossless_codecs_are_the_bits_of_codec_none() -> None:
     rank = dist.get_rank()
     mixes = [
         "mpc",
-        {"node": "mpc", "gcd": "mpc"},
-        {"gpu": {"codec": "mpc", "dimension": 7}, "node": "none"},
+        {"inter_node": "mpc", "intra_package": "mpc"},
+        {"intra_node": {"codec": "mpc", "dimension": 7}, "inter_node": "none"},
     ]
     some = slice(0, None, 2) if WORLD == 8 else slice(1, None, 4)
     for number, (codecs, grid) in list(enumerate(itertools.product(mixes, SOME)))[some]:
@@ -164,7 +173,7 @@ def check_sums_with_lossless_codecs_are_the_bits_of_codec_none() -> None:
         assert sent == {hop.codec.codec for hop in group.plan.reduce_hops()}
     for first, second in (("mpc", "int8"), ("int8", "mpc")):  # a lossy tier before or behind
         beside, plain = (
-            _communicator(SOME[0], codecs={"gcd": a, "gpu": b}, gather="none")
+            _communicator(SOME[0], codecs={"intra_package": a, "intra_node": b}, gather="none")
             for a, b in ((first, second), (first.replace("mpc", "none"), second.replace("mpc", "none")))
         )
         everyone = _everyones((WORLD, 77), torch.bfloat16)
@@ -310,9 +319,9 @@ def check_ranks_with_other_formats_or_settings_are_named_before_any_message() ->
     )
     with own, pytest.raises(ConfigError, match=f"payload format: found {found}"):
         _communicator(SOME[0], codecs="int8")
-    found = f"communicator.codecs.gcd.rotation: found 64 on rank 1, 64 on rank {WORLD - 1}; expected 128, as on rank 0$"
+    found = f"communicator.codecs.intra_package.rotation: found 64 on rank 1, 64 on rank {WORLD - 1}; expected 128, as on rank 0$"
     with pytest.raises(ConfigError, match=found):
-        _communicator(SOME[0], codecs={"gcd": {"codec": "int8", "rotation": 64 if rank in outer else 128}})
+        _communicator(SOME[0], codecs={"intra_package": {"codec": "int8", "rotation": 64 if rank in outer else 128}})
     total = _communicator(SOME[0]).all_reduce(torch.ones(3))
     assert total.tolist() == [float(WORLD)] * 3
 
@@ -324,7 +333,7 @@ def check_groups_smaller_than_the_world() -> None:
     halves = [dist.new_group(list(range(half))), dist.new_group(list(range(half, WORLD)))]
     mine, everyone = halves[rank >= half], _everyones((half, 9))
     total = torch.stack([everyone[member] for member in members]).sum(0)
-    settings = {"topology": {"gpus_per_node": half, "gcds_per_gpu": 1}, "transport": TRANSPORT}
+    settings = {"topology": {"packages_per_node": half, "devices_per_package": 1}, "transport": TRANSPORT}
     groups = [Communicator(settings, mine)]
     if rank < half:
         groups.append(Communicator(settings, mine, timeout=timedelta(seconds=71)))  # with groups of its own
@@ -379,19 +388,22 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
         (lambda: group.broadcast(fine, WORLD), rf"broadcast: src: found {WORLD}; expected 0\.\.{WORLD - 1}"),
         (lambda: group.send(fine, own), rf"send: dst: found {own}, this rank itself"),
         (lambda: Communicator({"codec": "int8"}), "communicator: found key 'codec'; expected .*did you mean 'codecs'"),
-        (lambda: Communicator({"codecs": {"node": "int3"}}), r"communicator.codecs.node.codec: found 'int3'"),
+        (
+            lambda: Communicator({"codecs": {"inter_node": "int3"}}),
+            r"communicator.codecs.inter_node.codec: found 'int3'",
+        ),
         (lambda: Communicator(uses=["sum"]), "communicator: uses: found 'sum'; expected sums, copies or messages"),
         (lambda: Communicator(timeout=3), r"communicator: timeout: found 3; expected a positive datetime\.timedelta"),
         (lambda: Communicator(group=[0, 1]), r"communicator: group: found \[0, 1\]; expected a process group"),
         (lambda: Communicator({"topology": None}), 'communicator.topology: found None; expected "discover"'),
         (
-            lambda: Communicator({"codecs": {"node": "mpc"}, "error_feedback": ["node"]}),
-            "communicator.error_feedback: found 'node', whose codec 'mpc' loses nothing",
+            lambda: Communicator({"codecs": {"inter_node": "mpc"}, "error_feedback": ["inter_node"]}),
+            "communicator.error_feedback: found 'inter_node', whose codec 'mpc' loses nothing",
         ),
         (lambda: reduce_from(fine, dist.group.WORLD), "group: found ProcessGroup; expected a Communicator"),
         (
-            lambda: Communicator({"topology": {"gpus_per_node": 5, "gcds_per_gpu": 1}}),
-            f"communicator.topology: gpus_per_node=5 x gcds_per_gpu=1 is 5 ranks a node, but the world has {WORLD}",
+            lambda: Communicator({"topology": {"packages_per_node": 5, "devices_per_package": 1}}),
+            f"communicator.topology: packages_per_node=5 x devices_per_package=1 is 5 ranks a node, but the world has {WORLD}",
         ),
     ]
     for call, message in refused:
@@ -403,7 +415,7 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
 
 def check_the_wire_log_counts_rows_that_change_places() -> None:
     """Of an all-to-all every tier carries all rows once, less those that stay."""
-    group = _communicator(SOME[0], codecs={"node": "int8"}, gather={"node": "int8"})
+    group = _communicator(SOME[0], codecs={"inter_node": "int8"}, gather={"inter_node": "int8"})
     group.wire_log.reset()
     group.all_to_all(torch.ones(WORLD, 40))
     entries = {entry.tier: entry for entry in group.wire_log.entries()}

@@ -94,7 +94,7 @@ def check_lossy_hooks_train_and_error_feedback_helps() -> None:
     for name, config in {
         "int8": {"codecs": "int8"},
         "int4": {"codecs": "int4"},
-        "int4 with feedback": {"codecs": "int4", "error_feedback": ["gcd", "gpu", "node"]},
+        "int4 with feedback": {"codecs": "int4", "error_feedback": ["intra_package", "intra_node", "inter_node"]},
     }.items():
         state = _state(GRIDS[WORLD][0], **config)
         losses, _gradients = _train(state, 8)
@@ -109,7 +109,7 @@ def check_lossy_hooks_train_and_error_feedback_helps() -> None:
 
 def check_residuals_of_former_buckets_are_dropped() -> None:
     """DDP rebuilds buckets after the first step."""
-    state = _state(GRIDS[WORLD][0], codecs="int8", error_feedback=["gcd"])
+    state = _state(GRIDS[WORLD][0], codecs="int8", error_feedback=["intra_package"])
     dropped = []
     clear = state.communicator.feedback.clear
 
@@ -145,7 +145,7 @@ def check_examples_of_the_page_run() -> None:
         "torch": torch,
         "dist": dist,
         "model": _net(),
-        "TOPOLOGY": {"gpus_per_node": 2, "gcds_per_gpu": 1},
+        "TOPOLOGY": {"packages_per_node": 2, "devices_per_package": 1},
     }
     for block in blocks:
         if "--8<--" not in block and (TRANSPORT == "mpi" or '"mpi"' not in block):

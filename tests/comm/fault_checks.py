@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from hzero.comm import Chain, HopError, WireLog, peers_of, shared_watchdog
 from hzero.comm.wires import TorchWires, process_group
 from hzero.config import ALGORITHMS
-from hzero.plan.program import gather_program, reduce_program
+from hzero.program.program import gather_program, reduce_program
 from hzero.topology.grid import Grid
 from tests.comm.faulty import CORRUPTIONS, Fault, FaultyCollectives
 from tests.comm.tiered_checks import GRIDS, WORLD, _bucket, _collectives, _everyones
@@ -65,7 +65,7 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
     """Of every algorithm, by codec and without; wherever in payload and checksum."""
     grid, rank, found = Grid(WORLD, 1, 1), dist.get_rank(), 0
     for index, (algorithm, codec) in enumerate(itertools.product(ALGORITHMS, ("none", "int8"))):
-        codecs, setting = {"node": codec}, {"algorithm": algorithm, "below_bytes": 1 << 30}
+        codecs, setting = {"inter_node": codec}, {"algorithm": algorithm, "below_bytes": 1 << 30}
         collectives = _faulty(
             grid, seed=index, weights=codecs, gradients=codecs, node_all_gather=setting, checksum=True
         )
@@ -90,7 +90,9 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
                 assert collectives.done and not decoded, case
                 summed = "reduce-scatter" if codec == "none" else "all-to-all"
                 role, kind = ("weights", "all-gather") if name == "gather" else ("gradients", summed)
-                assert f"{kind} of {role} of 6 parameters (ids 0..5) in codec {codec} on tier 'node'" in text, case
+                assert f"{kind} of {role} of 6 parameters (ids 0..5) in codec {codec} on tier 'inter_node'" in text, (
+                    case
+                )
                 senders = {int(sender) for sender in re.findall(r"from rank (\d+) with", text)}
                 checksums = re.findall(r"with checksum ([0-9a-f]{32}), sent with ([0-9a-f]{32})", text)
                 assert senders and senders <= set(range(WORLD)) and all(a != b for a, b in checksums), (case, text)
@@ -110,7 +112,7 @@ def check_a_group_needs_nothing_of_other_ranks() -> None:
         world.bound_device_id = torch.device("cuda", 0)
         try:
             if rank < 2:
-                group, ones = process_group(("alone", "node"), [1, 0], seconds), torch.ones(3)
+                group, ones = process_group(("alone", "inter_node"), [1, 0], seconds), torch.ones(3)
                 dist.all_reduce(ones, group=group)
                 assert ones.tolist() == [2.0] * 3
                 assert dist.get_process_group_ranks(group) == [1, 0]
@@ -124,7 +126,7 @@ def check_a_group_needs_nothing_of_other_ranks() -> None:
 def check_an_exchange_waits_for_no_other_rank() -> None:
     """An all-to-all with empty parts does: it has a message to every rank, and from it."""
     rank, seconds = dist.get_rank(), timedelta(seconds=20)
-    wires = TorchWires(process_group(("exchange", "node"), range(WORLD), seconds), seconds)
+    wires = TorchWires(process_group(("exchange", "inter_node"), range(WORLD), seconds), seconds)
     order = c10d._get_default_store()
     for pair in range(WORLD // 2):  # one after the other
         if rank // 2 == pair:
@@ -140,7 +142,7 @@ def check_an_exchange_with_all_ranks_has_one_timeout() -> None:
     if TRANSPORT != "torch":
         pytest.skip("gloo's messages apply the timeout one by one")
     rank, seconds = dist.get_rank(), timedelta(seconds=0.8)
-    wires, part = TorchWires(process_group(("slow", "node"), range(WORLD), seconds), seconds), torch.ones(3)
+    wires, part = TorchWires(process_group(("slow", "inter_node"), range(WORLD), seconds), seconds), torch.ones(3)
     wires.all_gather(torch.empty(WORLD * 3), part).wait()  # connects
     dist.barrier()
     time.sleep(0.6 * min(-rank % WORLD, 3))  # rank 0 receives from its last peer first
@@ -157,7 +159,7 @@ def check_delays_change_no_bit() -> None:
     for checksum in (False, True):
         results = []
         for faults in ((), ("delay",)):
-            collectives = _faulty(GRIDS[WORLD][0], seed=7, gradients={"gcd": "int8"}, checksum=checksum)
+            collectives = _faulty(GRIDS[WORLD][0], seed=7, gradients={"intra_package": "int8"}, checksum=checksum)
             collectives.faults, collectives.chance = faults, 0.5
             operations = _operations(collectives, [])
             chains = [operations[name]() for name in ("gather", "reduce", "reduce", "gather")]
@@ -189,7 +191,10 @@ def check_everyone_ends_in_time_when_one_rank_stops() -> None:
     dist.all_gather_object(everyones, errors)
     assert "arrived changed" in everyones[3]["weights"] and "no message after 1.5 s" in everyones[4]["gradients"]
     plan = collectives.plan
-    for role, tier, victim in (("weights", "gpu", 3), ("gradients", "gcd", 4)):  # those that wait for it
+    for role, tier, victim in (
+        ("weights", "intra_node", 3),
+        ("gradients", "intra_package", 4),
+    ):  # those that wait for it
         for peer in set(plan.grid.tier_group(victim, tier)) - {victim}:
             assert f"tier {tier!r}" in everyones[peer][role] and "failed after" in everyones[peer][role], everyones
     begin_anew()

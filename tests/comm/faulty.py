@@ -15,7 +15,7 @@ import torch
 from hzero.comm import Collectives
 from hzero.comm.runtime import Collective, Pending
 from hzero.comm.wires import Lane
-from hzero.plan.program import Kind
+from hzero.program.program import Kind
 
 #: What happens to a message: it arrives late or never, or in its place the former one of the lane, or with zeros from some
 #: byte on, or with one bit changed.

@@ -22,7 +22,7 @@ from tests.rank_main import TRANSPORT, same_on_all_ranks
 def check_messages_from_rank_to_rank_leave_what_all_ranks_hold_alike() -> None:
     """Where a message of two ranks is rounded stochastically, the others' next one is still rounded with the same seed."""
     stochastic = {"codec": "int8", "rounding": "stochastic"}
-    codecs = {"node": stochastic, "gpu": {**stochastic, "codec": "int4"}}
+    codecs = {"inter_node": stochastic, "intra_node": {**stochastic, "codec": "int4"}}
     group = _communicator(SOME[0], codecs=codecs, gather=codecs)
     mine = torch.randn(999, generator=torch.Generator().manual_seed(dist.get_rank()))
     if dist.get_rank() == 0:
@@ -44,7 +44,7 @@ def check_messages_from_rank_to_rank() -> None:
             for source in (before, after):
                 got, want = group.recv(like, source), everyone[source] * factor
                 if "gather" in config:
-                    codec = Codec.from_config(group.config.gather.node)
+                    codec = Codec.from_config(group.config.gather.inter_node)
                     bound = codec.error_bound(float(want.abs().max()), torch.bfloat16)
                     assert 0 < float((got.float() - want.float()).abs().max()) <= bound
                 else:

@@ -31,7 +31,7 @@ def _communicator(**config) -> Communicator:
 
 
 def _wires(name: str = "checks") -> MpiWires:
-    return communicator_of((name, "node"), range(WORLD), TIMEOUT)
+    return communicator_of((name, "inter_node"), range(WORLD), TIMEOUT)
 
 
 def _everyones(numel: int, seed: int = 0) -> torch.Tensor:
@@ -77,7 +77,7 @@ def check_the_bits_of_gloo() -> None:
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     tensor = torch.randn(WORLD, 301, generator=generator)
-    mixes = [{}, {"codecs": "int8"}, {"codecs": {"node": "int4"}, "gather": "bf16", "checksum": True}]
+    mixes = [{}, {"codecs": "int8"}, {"codecs": {"inter_node": "int4"}, "gather": "bf16", "checksum": True}]
     mixes.append({"node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 30}})
     for mix, dtype in itertools.product(mixes, (torch.float32, torch.bfloat16)):
         groups = [_communicator(transport=transport, **mix) for transport in ("torch", "mpi")]
@@ -100,7 +100,7 @@ def check_the_bits_of_gloo() -> None:
 def check_a_group_of_half_the_ranks() -> None:
     rank, size = dist.get_rank(), WORLD // 2
     halves = [dist.new_group(list(range(start, WORLD, 2))) for start in (0, 1)]
-    settings = {"topology": {"gpus_per_node": size, "gcds_per_gpu": 1}, "transport": "mpi"}
+    settings = {"topology": {"packages_per_node": size, "devices_per_package": 1}, "transport": "mpi"}
     group = Communicator(settings, halves[rank % 2])
     own = group.plan.rank
     everyone = [torch.full((2, 3), float(member)) for member in range(rank % 2, WORLD, 2)]
@@ -133,12 +133,12 @@ def check_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure() -> N
 def check_ranks_that_do_not_come_end_a_wait() -> None:
     """Last, since MPI's job is ended with the process. To the making of a communicator, and to a hop."""
     rank, second = dist.get_rank(), timedelta(seconds=1)
-    wires = communicator_of(("late", "node"), range(WORLD), timedelta(seconds=60))
+    wires = communicator_of(("late", "inter_node"), range(WORLD), timedelta(seconds=60))
     wires.timeout_s = 1
     with mock.patch("atexit.register"):
         if rank:
-            with pytest.raises(HopError, match=r"makes the MPI communicator of absent node: no end within 1 s: "):
-                communicator_of(("absent", "node"), range(WORLD), second)
+            with pytest.raises(HopError, match=r"makes the MPI communicator of absent inter_node: no end within 1 s: "):
+                communicator_of(("absent", "inter_node"), range(WORLD), second)
             for _ in range(2):  # nothing is sent on it any more
                 with pytest.raises(RuntimeError, match=r"MPI: not all messages have ended within 1 s"):
                     wires.all_to_all(*torch.zeros(2, WORLD, dtype=torch.uint8)).wait()

@@ -12,7 +12,7 @@ import torch
 
 from hzero.comm.peers import Peers
 from hzero.comm.watchdog import LaneHops
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 
 _TIMEOUT_S = 20.0
 

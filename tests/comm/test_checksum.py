@@ -16,8 +16,8 @@ from hzero.comm import Bucket, Collectives, HopError, WireLog, checksum, runtime
 from hzero.comm.checksum import addressed, addresses
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
-from hzero.plan.program import StagePrograms
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import StagePrograms
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import finished, on_all, peers_of
 
@@ -137,7 +137,7 @@ def _reduced(grid: Grid, flips: int = -1, **block: Any) -> list[Any]:
     "own",
     [
         {},
-        {"codecs": {"gradients": {"node": {"codec": "int8", "block_size": 64}}}},
+        {"codecs": {"gradients": {"inter_node": {"codec": "int8", "block_size": 64}}}},
         {"codecs": {"gradients": "bf16"}},
         {"preset": "lossless"},
     ],

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.communicator import parse_communicator
 from hzero.config import CodecsConfig, parse_config
-from hzero.plan.program import Program, all_to_all_program, broadcast_program
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import Program, all_to_all_program, broadcast_program
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import Wires, boxes, finished, on_all, peers, peers_of
 from tests.plan.test_shards import GRIDS
@@ -23,7 +23,9 @@ from tests.plan.test_shards import GRIDS
 @given(GRIDS.filter(lambda grid: 1 < grid.world_size <= 32), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any) -> None:
     world = grid.world_size
-    config = parse_communicator({"gather": {"gcd": "bf16", "gpu": "none"}})  # of which small integers lose nothing
+    config = parse_communicator(
+        {"gather": {"intra_package": "bf16", "intra_node": "none"}}
+    )  # of which small integers lose nothing
     codecs = CodecsConfig(weights=config.gather, gradients=config.codecs)
     groups: dict[Any, Any] = {}
 
@@ -56,9 +58,9 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
 @given(st.integers(2, 20), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: int, random: Any) -> None:
     """Coordinate order for any number of ranks and bytes."""
-    lane: Any = ("stage", "node")
+    lane: Any = ("stage", "inter_node")
     plan = ShardPlan.from_config(parse_config({}), Grid(size, 1, 1), 0)
-    ranks = random.sample(range(1000), size)  # a tier group in no order
+    ranks = random.sample(range(1000), size)  # a tier inter_group in no order
     messages = [torch.tensor([random.randrange(256) for _ in range(count)], dtype=torch.uint8) for _ in ranks]
     shared = boxes(size)
     wires = [Wires(own, size, shared) for own in range(size)]

@@ -30,11 +30,11 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hzero.comm import Communicator, HopError, watchdog
-from hzero.launch import launched
+from hzero.tools.launch import launched
 watchdog.PERIOD_S, watchdog._ANSWER_S = 0.3, 1.0
 launched()
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-settings = {"transport": "mpi", "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}}
+settings = {"transport": "mpi", "topology": {"nodes": 2, "packages_per_node": 2, "devices_per_package": 1}}
 group = Communicator(settings, timeout=timedelta(seconds=3))
 group.all_reduce(torch.ones(5))
 time.sleep(1)  # all have said where they are

@@ -25,7 +25,7 @@ from hzero.comm import lanes as module
 from hzero.comm.lanes import Chain, Lanes, shared_lanes
 from hzero.comm.wires import STAGE
 from hzero.config import CollectiveOrder, parse_config
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
@@ -226,7 +226,7 @@ def _soon(condition: Callable[[], bool]) -> bool:
 
 def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
     lanes = Lanes()
-    used: list[Any] = [("gradients", "gcd"), ("gradients", "node")]
+    used: list[Any] = [("gradients", "intra_package"), ("gradients", "inter_node")]
     first, second = _Started(), _Started()
     one, two = (lanes.submit(_by_hand(hops, used, n), used) for n, hops in enumerate((first, second)))
     assert _soon(lambda: len(first) == 1) and not second
@@ -240,7 +240,7 @@ def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
 
 
 def test_the_next_hop_starts_before_the_result_of_the_last_is_made() -> None:
-    lanes, used, hops = Lanes(), [("weights", "gcd")], _Started()
+    lanes, used, hops = Lanes(), [("weights", "intra_package")], _Started()
 
     def decoding() -> Any:
         yield from _by_hand(hops, used, None)
@@ -265,14 +265,14 @@ def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop(error: typ
         yield
 
     lanes = Lanes()
-    used: list[Any] = [("gradients", "node")]
+    used: list[Any] = [("gradients", "inter_node")]
     hops = _Started()
     with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
         lanes.submit(failing(), used)
     with pytest.raises(error):
         lanes.submit(_by_hand(hops, used, 1), used).wait()
     assert not hops
-    other: list[Any] = [("weights", "node")]
+    other: list[Any] = [("weights", "inter_node")]
     lanes.submit(_by_hand(hops, other, 1), other)
     hops.arrive(0)
     assert lanes.failures == 2
@@ -280,7 +280,7 @@ def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop(error: typ
 
 def test_a_chain_after_one_that_failed_fails_alike() -> None:
     lanes = Lanes()
-    used: list[Any] = [("weights", "node")]
+    used: list[Any] = [("weights", "inter_node")]
     failed = lanes.submit(_failing(HopError("gone")), used)
     later = lanes.submit(_by_hand([], used, 1), used, after=[failed])
     for chain in (failed, later):

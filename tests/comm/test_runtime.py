@@ -21,8 +21,8 @@ from hzero.comm.lanes import DeviceStreams
 from hzero.comm.runtime import Arena
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
-from hzero.plan.program import Program, StagePrograms
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import Program, StagePrograms
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import finished, peers
 from tests.kernels.launches import launches
@@ -66,7 +66,7 @@ def _run(collectives: Collectives, program: Program, bucket: Bucket, value: Any)
     return finished(collectives.bind(program, bucket).steps(lambda: value, seed=5, first_seed=6))
 
 
-@pytest.mark.parametrize("block", [{}, {"error_feedback": ["gcd", "node"]}], ids=["plain", "feedback"])
+@pytest.mark.parametrize("block", [{}, {"error_feedback": ["intra_package", "inter_node"]}], ids=["plain", "feedback"])
 @pytest.mark.parametrize("preset", ["lossless", "topo", "mild", "zero3"])
 def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: str, block: dict[str, Any]) -> None:
     collectives = _collectives(preset, **block)
@@ -95,7 +95,7 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
         def noted(frame: Any, event: str, _: Any, asked: set[str] = asked) -> None:
             module = frame.f_globals.get("__name__", "")
             if event == "call" and module.startswith(
-                ("hzero.plan", "hzero.codecs.formats", "hzero.topology", "hzero.config")
+                ("hzero.tools.plan", "hzero.codecs.formats", "hzero.topology", "hzero.config")
             ):
                 asked.add(f"{module}.{frame.f_code.co_name}")
 
@@ -130,7 +130,7 @@ def test_streams_keep_buffers_that_an_engine_has_left() -> None:
     stream = contextlib.nullcontext
     device = mock.Mock(stream=stream, Stream=lambda priority: mock.Mock())
     streams = DeviceStreams(device)
-    for tier in ("gcd", "node"):
+    for tier in ("intra_package", "inter_node"):
         streams.on((STAGE, tier))
     arena, cpu = Arena(streams), torch.device("cpu")
     rooms = [arena.take(size, cpu) for size in (100, 1 << 20)]

@@ -12,10 +12,10 @@ def test_hops_of_a_device_count_once_they_have_ended() -> None:
     log, timers = WireLog(), [mock.Mock(**{"seconds.return_value": 2.0}) for _ in range(3)]
     for timer in timers:
         timer.ready.return_value = False
-        log.add(WireEntry("weights", "node", "int8", 1, 1, 2, 3, 4), timer)
+        log.add(WireEntry("weights", "inter_node", "int8", 1, 1, 2, 3, 4), timer)
     timers[0].ready.return_value = timers[2].ready.return_value = True
     timers.append(mock.Mock(**{"seconds.return_value": 2.0, "ready.return_value": False}))
-    log.add(WireEntry("weights", "node", "int8", 1, 1, 2, 3, 4), timers[3])
+    log.add(WireEntry("weights", "inter_node", "int8", 1, 1, 2, 3, 4), timers[3])
     assert [timer.seconds.called for timer in timers] == [True, False, False, False]
     (entry,) = log.entries()
     assert (entry.hops, entry.seconds) == (4, 8.0)

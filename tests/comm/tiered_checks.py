@@ -17,8 +17,8 @@ from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Chain, Collectives, HopError, WireLog, peers_of
 from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ALGORITHMS, CodecConfig, parse_config
-from hzero.plan.program import Program, gather_program, reduce_program
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import Program, gather_program, reduce_program
+from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
 from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT, begin_anew, same_on_all_ranks
 
@@ -30,7 +30,7 @@ GRIDS = {
         Grid(8, 1, 1),
         Grid(2, 2, 2, ranks=(3, 0, 5, 6, 1, 7, 4, 2)),
         Grid(4, 2, 1, nodes_per_group=2),
-        Grid(2, 4, 1, order=("gpu", "node", "gcd"), gpus_per_hive=2, clusters=2),
+        Grid(2, 4, 1, order=("intra_node", "inter_node", "intra_package"), packages_per_hive=2, clusters=2),
     ],
     6: [Grid(3, 1, 2), Grid(1, 3, 2), Grid(3, 1, 2, ranks=(5, 0, 3, 1, 2, 4))],
     4: [Grid(2, 1, 2), Grid(1, 2, 2, ranks=(3, 0, 2, 1))],
@@ -79,7 +79,7 @@ def check_gather_exact() -> None:
 def check_gathered_differences_are_added() -> None:
     """Whatever the order of ranks; rotated or not, the same bits everywhere, and those of a decode that is added."""
     for grid, leaf in itertools.product(GRIDS[WORLD], ("none", "int4", {"codec": "int8", "rotation": 64})):
-        _add_gathered(_collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), leaf)))
+        _add_gathered(_collectives(grid, weights=dict.fromkeys(("intra_package", "intra_node", "inter_node"), leaf)))
 
 
 def _add_gathered(collectives: Collectives) -> None:
@@ -107,8 +107,8 @@ def _add_gathered(collectives: Collectives) -> None:
 
 def check_gather_bfloat16_in_codec_bf16() -> None:
     """Bit for bit, through tiers with and without it."""
-    some: dict[str, str] = {"gpu": "bf16", "node": "bf16"}
-    mixes = (some, {**some, "gcd": "bf16"}, {"gcd": "bf16", "node": "int8"})
+    some: dict[str, str] = {"intra_node": "bf16", "inter_node": "bf16"}
+    mixes = (some, {**some, "intra_package": "bf16"}, {"intra_package": "bf16", "inter_node": "int8"})
     for grid, weights in itertools.product(GRIDS[WORLD], mixes):
         whole = _everyones(torch.bfloat16)[0]
         collectives = _collectives(grid, weights=weights)
@@ -127,7 +127,11 @@ def check_pass_through_equals_one_encoding() -> None:
     """Where all tiers have one codec the payload is encoded once: what arrives is one round trip of each shard."""
     for grid in GRIDS[WORLD]:
         whole = _everyones(torch.float32)[0]
-        got = _gather(_collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8")), whole, torch.float32)
+        got = _gather(
+            _collectives(grid, weights=dict.fromkeys(("intra_package", "intra_node", "inter_node"), "int8")),
+            whole,
+            torch.float32,
+        )
         codec = Codec.from_config(CodecConfig(codec="int8"))
         bucket = _bucket("weights", torch.float32)
         for index, (tensor, chunk) in enumerate(zip(whole, bucket.chunks)):
@@ -158,11 +162,11 @@ def check_reduce_exact() -> None:
 def check_reduce_codecs_bounded_and_in_two_parts() -> None:
     """Lossy hops keep their summed bounds; a chain cut at the boundary gives the same bits as one in a piece."""
     mixes = [
-        dict.fromkeys(("gcd", "gpu", "node"), "int8"),
-        dict.fromkeys(("gcd", "gpu", "node"), "bf16"),
-        {"gcd": "none", "gpu": "int8", "node": "int4"},
-        {"gcd": "int8", "gpu": "none", "node": "int8"},
-        {tier: {"codec": "int8", "rotation": 64} for tier in ("gcd", "gpu", "node")},
+        dict.fromkeys(("intra_package", "intra_node", "inter_node"), "int8"),
+        dict.fromkeys(("intra_package", "intra_node", "inter_node"), "bf16"),
+        {"intra_package": "none", "intra_node": "int8", "inter_node": "int4"},
+        {"intra_package": "int8", "intra_node": "none", "inter_node": "int8"},
+        {tier: {"codec": "int8", "rotation": 64} for tier in ("intra_package", "intra_node", "inter_node")},
     ]
     for grid, mix in itertools.product(GRIDS[WORLD], mixes):
         everyones = _everyones(torch.float32)
@@ -173,7 +177,7 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
         split = reduce(collectives, plan.boundary_hops(), bucket, inside, plan.gradient_rows).wait()
         for index, chunk in enumerate(bucket.chunks):
             # Rotated sums stay rotated inside a chain, and are rotated back where it is cut, which rounds them.
-            assert torch.equal(whole[index].float(), split[index].float()) or isinstance(mix["node"], dict)
+            assert torch.equal(whole[index].float(), split[index].float()) or isinstance(mix["inter_node"], dict)
             total = torch.stack([ranks[index] for ranks in everyones]).sum(0)
             want = total[rank * chunk : (rank + 1) * chunk]
             largest = sum(float(ranks[index].abs().max()) for ranks in everyones)
@@ -185,7 +189,9 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
 def check_overflow_survives() -> None:
     for bad in (float("nan"), float("inf")):
         collectives = _collectives(
-            GRIDS[WORLD][0], gradients=dict.fromkeys(("gcd", "gpu", "node"), "int4"), feedback=("node",)
+            GRIDS[WORLD][0],
+            gradients=dict.fromkeys(("intra_package", "intra_node", "inter_node"), "int4"),
+            feedback=("inter_node",),
         )
         bucket, rank = _bucket("gradients", torch.float32), dist.get_rank()
         mine = _everyones(torch.float32)[rank]
@@ -200,7 +206,7 @@ def check_overflow_survives() -> None:
 
 def check_wire_log_counts_what_the_layout_says() -> None:
     grid = GRIDS[WORLD][0]
-    collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
+    collectives = _collectives(grid, weights=dict.fromkeys(("intra_package", "intra_node", "inter_node"), "int8"))
     _gather(collectives, _everyones(torch.float32)[0], torch.float32)
     codec, bucket, rows = Codec.from_config(CodecConfig(codec="int8")), _bucket("weights", torch.float32), 1
     entries = {(entry.role, entry.tier): entry for entry in collectives.wire_log.entries()}
@@ -217,7 +223,7 @@ def check_wire_log_counts_what_the_layout_says() -> None:
 def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
     """Ranks wait in orders of their own, as DeepSpeed does over sets; so do chains of two roles."""
     grid = GRIDS[WORLD][0]
-    collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
+    collectives = _collectives(grid, weights=dict.fromkeys(("intra_package", "intra_node", "inter_node"), "int8"))
     plan, whole, rank = collectives.plan, _everyones(torch.float32)[0], dist.get_rank()
     weights, gradients = _bucket("weights", torch.float32), _bucket("gradients", torch.float32)
     gathering = gather_program(plan, plan.gather_hops())
@@ -253,15 +259,14 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
     """On 2 to 8 ranks, for messages of awkward sizes and of none; of one rank after the other."""
     if WORLD == 6:
         pytest.skip("8 ranks try 2 to 8")
-    rank, lane = dist.get_rank(), (STAGE, "node")
+    rank, lane = dist.get_rank(), (STAGE, "inter_node")
     for ranks in range(2, WORLD + 1):
-        if rank >= ranks:  # torch names a group also after the number of groups that its ranks have made
-            dist.new_group([rank], use_local_synchronization=True)
+        if rank >= ranks:
             continue
         order = Grid(ranks, 1, 1, ranks=(ranks - 1, *range(ranks - 1)))  # not the order of rank numbers
         plan = ShardPlan.from_config(parse_config({"transport": TRANSPORT}), order, rank)
         collectives = Collectives(plan, peers_of(plan), WireLog())
-        coordinates = list(order.tier_group(rank, "node"))
+        coordinates = list(order.tier_group(rank, "inter_node"))
         for count in (0, 1, 3, 16, 257, 40_000):
             generator = torch.Generator().manual_seed(count)
             everyones = torch.randint(0, 256, (ranks, count), dtype=torch.uint8, generator=generator)
@@ -278,17 +283,22 @@ def check_a_peer_that_does_not_come_is_named() -> None:
     grid = GRIDS[WORLD][0]
     plan = _collectives(grid).plan
     collectives = Collectives(plan, peers_of(plan, timedelta(seconds=2)), WireLog())
-    everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
+    everyone = torch.zeros(16 * grid.devices_per_package, dtype=torch.uint8)
 
     def swap(what: str) -> None:
-        collectives.prepare((STAGE, "gcd"), "all_to_all", everyone.nbytes, what).start(everyone).wait()
+        collectives.prepare((STAGE, "intra_package"), "all_to_all", everyone.nbytes, what).start(everyone).wait()
 
     swap("a first message")  # connects, which is not what is timed
-    if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
+    if dist.get_rank() not in plan.grid.tier_group(0, "intra_package"):
         swap("gradients")
     elif dist.get_rank():
         with pytest.raises(HopError) as error:
             swap("gradients")
-        for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
+        for part in (
+            "all-to-all of gradients",
+            "tier 'intra_package'",
+            f"rank {dist.get_rank()} among [0, 1]",
+            "32 bytes",
+        ):
             assert part in str(error.value), error.value
     begin_anew()

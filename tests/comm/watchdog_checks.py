@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from hzero.comm import HopError, WireLog, blaming, peers_of, shared_watchdog, watchdog
 from hzero.config import Tier, parse_config
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.validation import PeerError
 from tests.comm.faulty import FaultyCollectives
@@ -31,14 +31,14 @@ TIMEOUT_S = 2.0
 
 
 def _collectives(role: str) -> FaultyCollectives:
-    """Lanes on which all pairs are connected. Pairs are [0, 1] and [2, 3] on tier gcd, [0, 2] and [1, 3] on tier node."""
+    """Lanes on which all pairs are connected. Pairs are [0, 1] and [2, 3] inside, [0, 2] and [1, 3] between nodes."""
     begin_anew()
     plan = ShardPlan.from_config(
         parse_config({"preset": "lossless", "transport": TRANSPORT}), Grid(2, 1, 2), dist.get_rank()
     )
     peers = peers_of(plan, timedelta(seconds=TIMEOUT_S), channels=[role])
     collectives = FaultyCollectives(plan, peers, WireLog(), timeout_s=TIMEOUT_S)
-    for tier in ("gcd", "node"):
+    for tier in ("intra_package", "inter_node"):
         _hop(collectives, tier)
     return collectives
 
@@ -75,7 +75,7 @@ def check_a_frozen_rank_is_named_also_by_who_waits_for_one_that_waits_for_it() -
     elif rank != 1:
         with mock.patch.object(sys, "stderr", io.StringIO()) as said:
             with pytest.raises(HopError) as error:
-                _hop(collectives, "gcd" if rank == 2 else "node")
+                _hop(collectives, "intra_package" if rank == 2 else "inter_node")
             while "warning" not in said.getvalue():  # of another thread
                 time.sleep(0.01)
         assert time.monotonic() - started < TIMEOUT_S + 6
@@ -102,7 +102,7 @@ def check_a_rank_that_is_stuck_in_python_is_named() -> None:
         with pytest.raises(PeerError) as error, blaming():
             if rank == 2:
                 dist.all_reduce(torch.zeros(4), group=group)
-            _hop(collectives, "gcd" if rank == 0 else "node")
+            _hop(collectives, "intra_package" if rank == 0 else "inter_node")
         said = "watchdog_checks.py:" if rank == 2 else "at hop 1 instead of 2; its last hop: all-gather of a test"
         _named(error, 1, pids, said)
         assert rank != 2 or "a collective at" in str(error.value), error.value
@@ -117,7 +117,7 @@ def check_ranks_that_send_messages_of_different_sizes_are_named() -> None:
     pids = _pids()
     collectives.faults = [] if rank % 2 else ["drop"]
     with pytest.raises(HopError) as error:
-        _hop(collectives, "gcd", 16 if rank % 2 else 40)
+        _hop(collectives, "intra_package", 16 if rank % 2 else 40)
     sizes = "whose message has 80 bytes instead of 32" if rank % 2 else "whose message has 32 bytes instead of 80"
     _named(error, rank ^ 1, pids, f"{sizes}: ranks disagree")
 

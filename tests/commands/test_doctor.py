@@ -16,12 +16,19 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from hzero import cli
 from hzero.comm.lanes import DeviceStreams
-from hzero.commands import doctor
-from hzero.commands.doctor import check_config, check_deepspeed, check_environment, check_node, check_rccl, differences
 from hzero.files import read_json
-from hzero.launch import free_port
+from hzero.tools import cli
+from hzero.tools.commands import doctor
+from hzero.tools.commands.doctor import (
+    check_config,
+    check_deepspeed,
+    check_environment,
+    check_node,
+    check_rccl,
+    differences,
+)
+from hzero.tools.launch import free_port
 from hzero.topology.discovery import RankReport, node_of
 from hzero.topology.machine import Link, Machine
 from hzero.topology.sources import preset, read_sysfs
@@ -180,7 +187,7 @@ def test_ranks_report_their_devices_and_rank_0_prints(tmp_path: Path) -> None:
     assert silent[:2] == (0, ""), silent
     ranks = [(row["rank"], row["bus"], row["package"]) for row in found["ranks"]]
     assert ranks == [(0, "0000:c1:00.0", 0), (1, "0000:c6:00.0", 0)]
-    assert found["grid"] == "1 node x 1 GPU x 2 GCDs"
+    assert found["grid"] == "1 node x 1 package x 2 devices"
     said = "\n".join(found["remarks"])
     for text in ("device 2 is hidden by a cgroup or has no rank", "found an empty pattern", "3 != 1 * 1 * 2"):
         assert text in said, said
@@ -349,7 +356,7 @@ def test_every_variable_has_a_source_with_its_date_and_every_script_for_gfx90a_t
 def test_the_hardware_queues_are_enough_for_the_lanes(order: Any) -> None:
     """One for each stream of the stage, and one for compute."""
     streams = DeviceStreams(device := MagicMock(), order)
-    for tier in ("gcd", "gpu", "node", "group"):
+    for tier in ("intra_package", "intra_node", "inter_node", "inter_group"):
         for results in (False, True):
             streams.on(("weights", tier), results=results)
     if order == "strict":  # else a collective starts on the stream of its lane
@@ -383,22 +390,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-EIGHT = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
+EIGHT = {"nodes": 2, "packages_per_node": 2, "devices_per_package": 2}
 
 
 @pytest.mark.parametrize(
     ("block", "config", "nodes", "effect"),
     [
-        ({"topology": {"nodes": 2, "gpus_per_node": 2}}, {}, None,
-         "topo on 2 nodes x 2 GPUs x 1 GCD; weights over the node, gradients over the node; int8 / int4"),
+        ({"topology": {"nodes": 2, "packages_per_node": 2}}, {}, None,
+         "topo on 2 nodes x 2 packages x 1 device; weights over the node, gradients over the node; int8 / int4"),
         ({"topology": EIGHT},
          {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8, "gradient_accumulation_steps": 2}, None,
-         "int8 / int4; data parallel over 4 of 8 ranks (2 nodes x 2 GPUs x 2 GCDs)"),
+         "int8 / int4; data parallel over 4 of 8 ranks (2 nodes x 2 packages x 2 devices)"),
         ({"topology": EIGHT, "unit": "module"}, {}, None, 'int8 / int4; gathers by module (unit "module")'),
         ({}, {}, None, "topo, on the grid of the ranks that are started"),
-        ({}, {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2}, 4, "topo on 4 nodes x 4 GPUs x 2 GCDs;"),
-        ({"topology": "node.yaml"}, {}, 80, "topo on 16 groups x 5 nodes x 2 GPUs x 2 GCDs"),
-        ({"topology": "frontier"}, {}, 64, "topo on 8 groups x 8 nodes x 4 GPUs x 2 GCDs"),
+        ({}, {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2}, 4, "topo on 4 nodes x 4 packages x 2 devices;"),
+        ({"topology": "node.yaml"}, {}, 80, "topo on 16 groups x 5 nodes x 2 packages x 2 devices"),
+        ({"topology": "frontier"}, {}, 64, "topo on 8 groups x 8 nodes x 4 packages x 2 devices"),
     ],
 )  # fmt: skip
 def test_a_configuration_is_shown_as_it_will_be_used(
@@ -442,8 +449,8 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}, GOOD, ""),
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: found 'WarmupRL'; expected"),
     # AutoTP.
-    ({"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
-     "hzero.codecs.tensor: found none on the tiers that tensor groups of 2 ranks cross (gcd)"),
+    ({"codecs": {"tensor": {"inter_node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
+     "hzero.codecs.tensor: found none on the tiers that tensor groups of 2 ranks cross (intra_package)"),
     ({"topology": EIGHT}, {"tensor_parallel": {"autotp_size": 3}}, UNUSABLE,
      "tensor_parallel.autotp_size: found 3; expected a divisor of 8 ranks"),
 ]  # fmt: skip

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hzero.cli import main
-from hzero.commands.links import parts_of
 from hzero.config import TopologyConfig
-from hzero.plan.links_file import read_links
-from hzero.topology.discovery import ranks_here
+from hzero.tools.cli import main
+from hzero.tools.commands.links import parts_of
+from hzero.tools.plan.links_file import read_links
+from hzero.topology.resolve import ranks_here
 from tests.forks import Command
 from tests.ranks import LONG, environment, mpiexec
 from tests.topology import trees
@@ -58,7 +58,7 @@ def test_wrong_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[s
 
 def test_a_topology_says_how_many_ranks_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "machine.yaml"
-    file.write_text("{nodes: 3, gpus_per_node: 2, gcds_per_gpu: 1}")
+    file.write_text("{nodes: 3, packages_per_node: 2, devices_per_package: 1}")
     monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path / "sys")))
     for source, ranks in ((str(file), 6), ("frontier", 0), ("auto", 8)):
         assert ranks_here(TopologyConfig(source=source), "--topology") == ranks
@@ -80,13 +80,13 @@ def test_a_run_measures_all_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[
     status, output, errors = start(tmp_path, "2x2x2", *sizes, "--out", str(out)).finish()
     assert status == 0, errors
     links = read_links(out)
-    measured = {"gcd": ["library"], "gpu": ["library"], "node": ["library", "doubling", "pairs"]}
+    measured = {"intra_package": ["library"], "intra_node": ["library"], "inter_node": ["library", "doubling", "pairs"]}
     expected = [(tier, name, size) for tier in measured for name in measured[tier] for size in (1024, 4096)]
     assert [(row.tier, row.algorithm, row.size_bytes) for row in links.rows] == expected
     for row in links.rows:
         assert row.min_us <= row.median_us <= row.max_us
         assert row.busbw_gb_s == pytest.approx(row.size_bytes / 2 / (row.median_us / 1e6) / 1e9)
-    assert links.grid == {"gcd": 2, "gpu": 2, "node": 2}
+    assert links.grid == {"intra_package": 2, "intra_node": 2, "inter_node": 2}
     assert (links.backend, links.device) == ("gloo", "cpu")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["links.json", "output"]
     shown = [line.split() for line in output.splitlines() if line[:1] == " " and "GB/s" not in line]
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
             time.sleep(0.05)
         running.send_signal(signal.SIGINT)
         status, output, errors = running.finish(60)
-    assert output.startswith("# hzero links: 2 ranks, 1 node x 1 GPU x 2 GCDs")
+    assert output.startswith("# hzero links: 2 ranks, 1 node x 1 package x 2 devices")
     assert status == 130 and "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["output"]  # neither results nor logs
 
@@ -126,4 +126,4 @@ def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "written: links.json" in done.stdout
-    assert read_links(tmp_path / "links.json").grid == {"gcd": 2, "gpu": 1, "node": 1}
+    assert read_links(tmp_path / "links.json").grid == {"intra_package": 2, "intra_node": 1, "inter_node": 1}

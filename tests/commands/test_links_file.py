@@ -8,27 +8,29 @@ from typing import Any
 
 import pytest
 
-from hzero.cli import main
-from hzero.commands.links import summary
 from hzero.config import NodeAllGather
-from hzero.plan.links_file import (
+from hzero.tools.cli import main
+from hzero.tools.commands.links import summary
+from hzero.tools.plan.links_file import (
     LinkRow,
     LinksFile,
     node_all_gather,
     read_links,
     write_links,
 )
-from hzero.plan.scenario import read_scenario
+from hzero.tools.plan.scenario import read_scenario
 from hzero.validation import ConfigError
 
 
-def row(algorithm: Any = "library", size: int = 4096, us: float = 10.0, tier: Any = "gcd", ranks: int = 2) -> LinkRow:
+def row(
+    algorithm: Any = "library", size: int = 4096, us: float = 10.0, tier: Any = "intra_package", ranks: int = 2
+) -> LinkRow:
     times = {"median_us": us, "min_us": us / 2, "max_us": us * 2}
     return LinkRow(tier=tier, ranks=ranks, algorithm=algorithm, size_bytes=size, **times)
 
 
 def links(**changes: Any) -> LinksFile:
-    rows = [row(size=1 << 20, us=100.0), row(), row(tier="node", us=40.0)]
+    rows = [row(size=1 << 20, us=100.0), row(), row(tier="inter_node", us=40.0)]
     values: dict[str, Any] = {
         "schema": "hzero-links-1",
         "date": "2025-11-21T14:00:00+00:00",
@@ -36,7 +38,7 @@ def links(**changes: Any) -> LinksFile:
         "versions": {"torch": "2.10"},
         "backend": "gloo",
         "device": "cpu",
-        "grid": {"gcd": 2, "gpu": 1, "node": 2},
+        "grid": {"intra_package": 2, "intra_node": 1, "inter_node": 2},
         "rows": rows,
     }
     return LinksFile(**{**values, **changes})
@@ -50,7 +52,7 @@ def test_rates_are_those_of_rccl_tests() -> None:
 
 
 def test_a_tier_has_the_bandwidth_of_the_largest_all_gather_and_the_time_of_the_smallest() -> None:
-    rate = links().tiers["gcd"]
+    rate = links().tiers["intra_package"]
     assert rate.gb_s == pytest.approx((1 << 20) / 2 / 100e-6 / 1e9)
     assert rate.latency_us == 10.0
 
@@ -71,8 +73,8 @@ def test_the_algorithm_between_nodes_is_the_one_that_gains_most(
 ) -> None:
     sizes = (256, 1024, 4096)  # over two ranks
     times = {"library": (50, 60, 90), "doubling": doubling, "pairs": pairs}
-    rows = [row(name, size, us, "node") for name, all_us in times.items() for size, us in zip(sizes, all_us)]
-    rows += [row(name, 256, us, "gcd") for name, us in (("library", 100), ("pairs", 1))]
+    rows = [row(name, size, us, "inter_node") for name, all_us in times.items() for size, us in zip(sizes, all_us)]
+    rows += [row(name, 256, us, "intra_package") for name, us in (("library", 100), ("pairs", 1))]
     assert node_all_gather(rows) == NodeAllGather(algorithm=algorithm, below_bytes=below)  # type: ignore[arg-type]
     shown = summary(links(rows=[*links().rows, *rows])).partition('"hzero" block')[2]
     assert shown.endswith(f'"node_all_gather": {{"algorithm": "{algorithm}", "below_bytes": {below}}}' if below else "")
@@ -96,7 +98,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ("rows.0.max_us", 1e300, "rows.0.max_us: found 1e+300; expected"),
         ("date", "a\0", "date: found 'a\\x00'; expected a text without NUL"),
         ("rows.0.min_us", 10**400, "rows.0.min_us"),
-        ("grid.node", 4, "rows.2.ranks: found 2, but tier node has 4"),
+        ("grid.inter_node", 4, "rows.2.ranks: found 2, but tier inter_node has 4"),
         ("rows.1.algorithm", "broadcast", "rows.1.algorithm: found 'broadcast'"),
         ("extra\nline", 1, "found key"),
     ],
@@ -117,10 +119,14 @@ def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: An
 
 def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, frontier = tmp_path / "links.json", ["model=gpt_neox_20b", "topology=frontier"]
-    rates = {"gcd": 150.0, "gpu": 70.0, "node": 9.0}
-    sizes = {"gcd": (9_000_000, 2), "gpu": (2_800_000, 4), "node": (540_000, 2)}  # these rates in 30 us
+    rates = {"intra_package": 150.0, "intra_node": 70.0, "inter_node": 9.0}
+    sizes = {
+        "intra_package": (9_000_000, 2),
+        "intra_node": (2_800_000, 4),
+        "inter_node": (540_000, 2),
+    }  # these rates in 30 us
     rows = [row(size=size, us=30.0, tier=tier, ranks=ranks) for tier, (size, ranks) in sizes.items()]
-    write_links(path, links(grid={"gcd": 2, "gpu": 4, "node": 2}, rows=rows))
+    write_links(path, links(grid={"intra_package": 2, "intra_node": 4, "inter_node": 2}, rows=rows))
     profile = read_scenario([*frontier, "topology.nodes=48"], path).machine.profile
     assert (profile.value("net_rails_gb_s"), profile.value("launch_us")) == (72.0, 30.0)
     assert profile.sources["given"].kind == "measured"
@@ -131,11 +137,13 @@ def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixtu
     for entry in result["traffic"]:
         assert entry["seconds"] == pytest.approx(entry["wire_bytes"] / (rates[entry["tier"]] * 1e9))
     assert main([*plan, str(path)]) == 0
-    assert f"measured {links().date} on 2 node x 4 gpu x 2 gcd, gloo" in " ".join(capsys.readouterr().out.split())
+    assert f"measured {links().date} on 2 nodes x 4 packages x 2 devices, gloo" in " ".join(
+        capsys.readouterr().out.split()
+    )
     inside = tmp_path / "one.json"
-    write_links(inside, links(grid={"gcd": 2, "gpu": 4, "node": 1}, rows=rows[:2]))
+    write_links(inside, links(grid={"intra_package": 2, "intra_node": 4, "inter_node": 1}, rows=rows[:2]))
     for file, says in (
-        (inside, "tier node: missing, and the plan's grid"),
+        (inside, "tier inter_node: missing, and the plan's grid"),
         (tmp_path / "none.json", "cannot be read"),
     ):
         assert main([*plan, str(file)]) == 2

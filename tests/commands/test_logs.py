@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hzero import cli
-from hzero.commands.logs import CAUSES
+from hzero.tools import cli
+from hzero.tools.commands.logs import CAUSES
 
 GOOD, DEGRADED, UNUSABLE = range(3)
 #: Lines by the issue that shows them.

@@ -30,7 +30,7 @@ from distributed.utils import wait_for
 from mpi4py.run import set_abort_status
 
 from hzero.comm import mpi_wires
-from hzero.data import mpi
+from hzero.tools.data import mpi
 from hzero.validation import ConfigError
 
 WORLD = mpi.WORLD
@@ -330,7 +330,7 @@ def asks_for_proof(host: str, port: int) -> bool:
 
 
 def cluster_checks() -> None:
-    from hzero.data.cluster import cluster
+    from hzero.tools.data.cluster import cluster
 
     BEFORE.update(listening())
     with cluster() as client:

@@ -6,7 +6,7 @@ import os
 
 import psutil
 
-from hzero.data.cluster import workers
+from hzero.tools.data.cluster import workers
 
 
 def sockets(_: object = None) -> tuple[int, list[str]]:

@@ -26,7 +26,7 @@ CHECKS = [
 
 DIES = """
 import os, signal, time
-from hzero.data.cluster import cluster
+from hzero.tools.data.cluster import cluster
 with cluster() as client:
     one = next(iter(client.scheduler_info()["workers"]))
     print("dies", client.scheduler_info()["workers"][one]["name"], flush=True)

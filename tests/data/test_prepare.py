@@ -29,11 +29,11 @@ from tests.ranks import LONG, ROOT, environment, mpiexec, run
 if find_spec("distributed") is None or find_spec("datasets") is None:
     pytest.skip("the extras data and train are not installed", allow_module_level=True)
 
-from hzero import cli
-from hzero.data import corpus, shards
-from hzero.data.cluster import workers
-from hzero.data.prepare import prepare, settings_of
-from hzero.experiment import compose
+from hzero.tools import cli
+from hzero.tools.data import corpus, token_files
+from hzero.tools.data.cluster import workers
+from hzero.tools.data.prepare import prepare, settings_of
+from hzero.tools.experiment import compose
 from hzero.validation import ConfigError
 
 LENGTH = 48
@@ -167,7 +167,7 @@ class _Full:
 
 def test_a_disk_that_the_tokenizer_fills_has_no_half_of_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer: cannot be written: No space left on device"):
-        shards.complete(tmp_path, [], _Full())
+        token_files.complete(tmp_path, [], _Full())
     assert not list(tmp_path.iterdir())
 
 
@@ -299,8 +299,8 @@ def test_links_to_files_are_read_and_links_to_folders_are_not(tmp_path: Path) ->
     (tmp_path / "in" / "b" / "a.txt").write_text("a")
     (tmp_path / "in" / "b" / "again").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "a.txt").symlink_to(tmp_path / "in" / "b" / "a.txt")
-    found = [shards.FILE + str(tmp_path / "in" / name) for name in ("a.txt", "b/a.txt")]
-    assert list(shards.files_of(str(tmp_path / "in"))) == found
+    found = [token_files.FILE + str(tmp_path / "in" / name) for name in ("a.txt", "b/a.txt")]
+    assert list(token_files.files_of(str(tmp_path / "in"))) == found
 
 
 def test_files_of_others_stay(place: Path, executor: Executor, tmp_path: Path) -> None:
@@ -312,15 +312,15 @@ def test_files_of_others_stay(place: Path, executor: Executor, tmp_path: Path) -
     assert sorted(file.name for file in tmp_path.iterdir()) == [".mine.partial", ".thesis.partial"]
     assert (tmp_path / ".mine.partial" / "x").exists()
     (place / "theirs").mkdir()
-    (place / "theirs" / shards.IDENTITY).write_text("[1]")
+    (place / "theirs" / token_files.IDENTITY).write_text("[1]")
     with pytest.raises(ConfigError, match=r"prepare.json: found \[1\]; expected a JSON object"):
         prepare(settings_of(words(place, "theirs")), executor)
-    assert (place / "theirs" / shards.IDENTITY).read_text() == "[1]"
+    assert (place / "theirs" / token_files.IDENTITY).read_text() == "[1]"
 
 
 def test_a_lock_that_is_a_link_or_a_pipe_is_refused(place: Path, executor: Executor, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
-    lock = tmp_path / "out" / shards.LOCK
+    lock = tmp_path / "out" / token_files.LOCK
     lock.parent.mkdir()
     for kind, make in (
         ("a symbolic link", lambda: lock.symlink_to(tmp_path / "victim")),
@@ -337,17 +337,17 @@ def test_two_runs_do_not_write_one_folder(place: Path, executor: Executor) -> No
     prepare(settings_of(words(place, "locked")), executor)
     partial = place / "locked" / ".tokens-00003.arrow.0123.partial"  # of the run that has the lock
     partial.touch()
-    with open(place / "locked" / shards.LOCK) as lock:
+    with open(place / "locked" / token_files.LOCK) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"^data.output: found another run that writes"):
             prepare(settings_of(words(place, "locked")), executor)
     assert partial.exists()
     (place / "new").mkdir()
-    with open(place / "new" / shards.LOCK, "w") as lock:
+    with open(place / "new" / token_files.LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"^data.output: found another run that writes"):
             prepare(settings_of(words(place, "new")), executor)
-    assert not (place / "new" / shards.IDENTITY).exists()  # the other run has not chosen its settings yet
+    assert not (place / "new" / token_files.IDENTITY).exists()  # the other run has not chosen its settings yet
 
 
 def test_parquet_and_text_give_the_same_ids(
@@ -450,7 +450,7 @@ def _experiment(place: Path, output: str, *more: str) -> Any:
         "vocab_size=500",
         f"seq_length={LENGTH}",
     ]
-    ranks = ["topology=single_node", "topology.gcds_per_gpu=1", "train.eval_batches=1"]
+    ranks = ["topology=single_node", "topology.devices_per_package=1", "train.eval_batches=1"]
     return compose([*(f"model.{key}" for key in model), *ranks, f"data.path={place / output}", *more])
 
 
@@ -492,7 +492,7 @@ def test_training_refuses_what_does_not_fit(
     place: Path, one: dict[str, str], output: str, more: Sequence[str], says: str
 ) -> None:
     (place / "part").mkdir(exist_ok=True)
-    (place / "part" / shards.IDENTITY).write_text("{}")
+    (place / "part" / token_files.IDENTITY).write_text("{}")
     with pytest.raises(ConfigError, match=says):
         corpus.prepare(_experiment(place, output, *more), print)
 

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-BLOCK = {"preset": "topo", "topology": {"gpus_per_node": 1, "gcds_per_gpu": 1}}
+BLOCK = {"preset": "topo", "topology": {"packages_per_node": 1, "devices_per_package": 1}}
 
 
 def _config(place: str = "", stage: int = 3) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def without_extras() -> None:
     sys.modules.update(dict.fromkeys(extras))  # type: ignore[arg-type]  # as if they were not installed
     stage = _stage_of(_config("inside"))
 
-    from hzero import cli
+    from hzero.tools import cli
 
     def ran(command: str) -> list[Any]:
         with contextlib.redirect_stderr(io.StringIO()) as errors:

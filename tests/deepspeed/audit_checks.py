@@ -24,14 +24,17 @@ def _engine(preset: str, **block: Any) -> Any:
 def check_an_audit_changes_nothing_and_has_no_complaint() -> None:
     """Losses keep every bit and the wire log every byte, with all forms of resident weights."""
     blocks: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("replica", {"error_feedback": ["node"]}),
+        ("replica", {"error_feedback": ["inter_node"]}),
         ("replica", {"resident": "payload", "checksum": True, "refresh_differences": True}),
-        ("mild", {"codecs": {"weights": {"node": {"codec": "int8", "rounding": "stochastic"}}}}),
+        ("mild", {"codecs": {"weights": {"inter_node": {"codec": "int8", "rounding": "stochastic"}}}}),
         (
             "topo",
-            {"codecs": {"weights": {"node": "int4", "gpu": "int8", "gcd": "none"}}, "shard": {"weights": "package"}},
+            {
+                "codecs": {"weights": {"inter_node": "int4", "intra_node": "int8", "intra_package": "none"}},
+                "shard": {"weights": "package"},
+            },
         ),
-        ("topo", {"codecs": {"weights": {"gcd": {"codec": "int4", "rounding": "stochastic"}}}}),
+        ("topo", {"codecs": {"weights": {"intra_package": {"codec": "int4", "rounding": "stochastic"}}}}),
     )
     for preset, block in blocks:
         found = []
@@ -55,7 +58,7 @@ def check_ratios_are_those_of_what_forward_reads() -> None:
     train(engine, 1)
     # The first audit takes the first of the larger weights, the embedding.
     tiers = hzero.state(engine).ratios
-    ratio = tiers["weights/node"]
+    ratio = tiers["weights/inter_node"]
     engine.destroy()
     model = AwkwardNet()
     engine = engine_of(ds_config(block_of("topo"), 1), model)
@@ -66,7 +69,9 @@ def check_ratios_are_those_of_what_forward_reads() -> None:
         exact = model.embed.weight.detach().clone()
     noise = (seen[0] - exact).double().square().sum()
     assert math.isclose(ratio, float(10 * torch.log10(exact.double().square().sum() / noise)), abs_tol=1e-6)
-    assert 40 < ratio < 60 and tiers["weights/gcd"] == ratio and 10 < tiers["gradients/node"] < 30, tiers
+    assert 40 < ratio < 60 and tiers["weights/intra_package"] == ratio and 10 < tiers["gradients/inter_node"] < 30, (
+        tiers
+    )
     engine.destroy()
 
 

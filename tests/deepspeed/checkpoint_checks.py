@@ -269,8 +269,8 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
 def check_a_resume_with_differences_repeats_the_bits_of_a_run_that_went_on() -> None:
     """Both refresh whole weights after the save; without the key the resumed run alone does."""
     codecs = {
-        "weights": dict.fromkeys(("gpu", "node"), "int4"),
-        "gradients": dict.fromkeys(("gcd", "gpu", "node"), "int4"),
+        "weights": dict.fromkeys(("intra_node", "inter_node"), "int4"),
+        "gradients": dict.fromkeys(("intra_package", "intra_node", "inter_node"), "int4"),
     }
     more = {"codecs": codecs, "refresh_differences": True, "full_refresh_every": 3}
     for key, same in (({}, True), (None, False)):
@@ -293,7 +293,7 @@ def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
     """Seeds are saved: same bits. Stock takes such files. Residuals start at zero, with a warning."""
     folder = shared_folder()
     rounding = {"codec": "int4", "rounding": "stochastic"}
-    codecs = {"gradients": {"node": rounding}, "weights": {"node": {**rounding, "codec": "int8"}}}
+    codecs = {"gradients": {"inter_node": rounding}, "weights": {"inter_node": {**rounding, "codec": "int8"}}}
     codecs = {**codecs, "except": {"norm.*": "none"}}
     block = block_of("topo", codecs=codecs, checkpoint={})
 
@@ -311,7 +311,7 @@ def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
     train(engine, 2, 2, first=2)
     again = masters_of(engine)
     engine.destroy()
-    feeding = {**block, "error_feedback": ["node"]}
+    feeding = {**block, "error_feedback": ["inter_node"]}
     others = {"two": block, "other plan": block_of("mild"), "stock": None}
     resumed = {}
     with mock.patch.object(logging.getLogger("hzero"), "warning") as warning:

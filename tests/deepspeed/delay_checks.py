@@ -36,18 +36,18 @@ _AT_RANDOM: dict[str, Any] = {
         "weights": {tier: {"codec": "int8", "rounding": "stochastic"} for tier in TIERS},
         "gradients": {tier: {"codec": "int4", "rounding": "stochastic"} for tier in TIERS},
     },
-    "error_feedback": ["node"],
+    "error_feedback": ["inter_node"],
 }
 _DOUBLING = {
-    "topology": {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2},
+    "topology": {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2},
     "node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 20},
     "checksum": True,
 }
 _GROUPS = {
-    "topology": {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2, "nodes_per_group": 2},
+    "topology": {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2, "nodes_per_group": 2},
     "boundary_message_bytes": 200,
 }
-_ONE_GCD = {"topology": {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}}
+_ONE_GCD = {"topology": {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1}}
 #: What is trained: block, micro-steps per step, arguments of the model, and more of DeepSpeed's configuration.
 CASES: list[tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
     (block_of("topo", **_AT_RANDOM), 2, {"checkpointing": "reentrant"}, {}),

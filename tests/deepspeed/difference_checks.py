@@ -55,7 +55,7 @@ def check_differences_follow_the_weights_more_closely_than_int8() -> None:
         late = train(engine, 9, first=3) and _noise_db(engine)
         assert min(early, late) > coarse + 6, (weights, early, late, coarse)
         assert late > early - 3, (weights, early, late)
-        assert hzero.state(engine).ratios["weights/node"] > coarse, "of the copy, not of a difference"
+        assert hzero.state(engine).ratios["weights/inter_node"] > coarse, "of the copy, not of a difference"
         engine.destroy()
 
 

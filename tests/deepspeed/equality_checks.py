@@ -30,9 +30,9 @@ STEPS = {1: 4, 3: 3}  # optimizer steps, by micro-steps per step
 #: one node with two hives of two packages.
 MORE_TIERS: dict[int, list[dict[str, int]]] = {
     8: [
-        {"nodes": 4, "gpus_per_node": 2, "gcds_per_gpu": 1, "nodes_per_group": 2},
-        {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2, "nodes_per_group": 1},
-        {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1, "gpus_per_hive": 2, "clusters": 2},
+        {"nodes": 4, "packages_per_node": 2, "devices_per_package": 1, "nodes_per_group": 2},
+        {"nodes": 2, "packages_per_node": 2, "devices_per_package": 2, "nodes_per_group": 1},
+        {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1, "packages_per_hive": 2, "clusters": 2},
     ],
     6: [],
 }
@@ -81,10 +81,10 @@ def check_layouts_with_tiers_of_size_one() -> None:
     cases: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
         ((2, 4, 1), {"shard": PACKAGE}),
         ((1, 1, 8), {}),
-        ((2, 2, 2), {"order": ["gpu", "node", "gcd"]}),
+        ((2, 2, 2), {"order": ["intra_node", "inter_node", "intra_package"]}),
         ((8, 1, 1), {}),
         ((1, 4, 2), {}),
-        ((2, 2, 2), {"shard": PACKAGE, "order": ["gcd", "gpu", "node"]}),
+        ((2, 2, 2), {"shard": PACKAGE, "order": ["intra_package", "intra_node", "inter_node"]}),
     ]
     for layout, block in cases if FULL else cases[:3]:
         order = {"order": block.pop("order")} if "order" in block else {}
@@ -127,7 +127,7 @@ def check_weights_are_bit_identical_after_every_gather() -> None:
         block = {
             "preset": "lossless",
             "shard": {"weights": shard, "gradients": "world"},
-            "codecs": {"weights": {"gcd": leaf, "gpu": "int8", "node": leaf}},
+            "codecs": {"weights": {"intra_package": leaf, "intra_node": "int8", "inter_node": leaf}},
             "topology": TOPOLOGY,
         }
         engine = engine_of(ds_config(block))

@@ -16,9 +16,9 @@ from transformers.utils import output_capturing
 
 import hzero
 from hzero.deepspeed.autoep import is_expert
-from hzero.plan.collectives import step_traffic
-from hzero.plan.command import plan_dict
-from hzero.plan.scenario import read_scenario
+from hzero.tools.plan.collectives import step_traffic
+from hzero.tools.plan.command import plan_dict
+from hzero.tools.plan.scenario import read_scenario
 from hzero.validation import ConfigError
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.scope_checks import NOTHING_KEPT
@@ -93,7 +93,7 @@ def check_experts_over_ranks_give_the_losses_of_the_model_on_every_rank() -> str
         assert norms == pytest.approx(stock_norms, rel=1e-5 if exact else 0.1)
         state.settle()
         assert {entry.role for entry in state.wire_log.entries()} == {"weights", "gradients"}
-        node = state.wire_log.wire_bytes("node") * 2 // STEPS
+        node = state.wire_log.wire_bytes("inter_node") * 2 // STEPS
         shown = [" ".join(f"{value:.7g}" for value in values) for values in (losses, norms)]
         memory = sum(state.memory(engine.optimizer).values())
         table.append(f"{expert:2} {preset:8} {shown[0]:>21} {shown[1]:>19} {node:17,} {memory:15,}")
@@ -122,32 +122,36 @@ def check_experts_in_16_bits_give_stocks_losses() -> str:
 
 def check_tokens_go_to_experts_in_the_codec_of_their_tier() -> None:
     stock, _ = _stock()
-    codec = {"gcd": "int8", "node": "none"}
+    codec = {"intra_package": "int8", "inter_node": "none"}
     engine = _engine(block_of("lossless", codecs={"expert": codec}), EXPERT)
     losses = train(engine, STEPS, 2, loss_of=_loss)
     assert losses != stock and losses == pytest.approx(stock, rel=0.02)
     layers = [layer for layer in engine.module.modules() if hasattr(layer, "hzero_group")]
     assert len(layers) == LAYERS
     (entry,) = [entry for entry in hzero.state(engine).wire_log.entries() if entry.role == "expert"]
-    assert (entry.tier, entry.codec) == ("gcd", "int8")
+    assert (entry.tier, entry.codec) == ("intra_package", "int8")
     # There and back, forward and backward, in every layer and micro-step.
     assert entry.hops == 4 * LAYERS * 2 * STEPS
     rows, rest = divmod(entry.raw_bytes, HIDDEN * 4)
     assert rows > 0 and rest == 0
-    assert entry.wire_bytes == layers[0].hzero_group.plan.codecs.weights["gcd"].format.message_bytes((HIDDEN,), rows, 4)
+    assert entry.wire_bytes == layers[0].hzero_group.plan.codecs.weights["intra_package"].format.message_bytes(
+        (HIDDEN,), rows, 4
+    )
     engine.destroy()
     assert not any("hzero_group" in vars(layer) or "forward" in vars(layer) for layer in layers)
     _forget_groups()
 
 
 def check_tokens_that_cannot_be_sent_are_refused_at_start() -> None:
-    for own, found in (({"checksum": True}, "checksum: found True"), ({}, "codecs.expert.gcd: found 'mpc'")):
-        block = block_of("lossless", codecs={"expert": {"gcd": "int8" if own else "mpc"}}, **own)
+    for own, found in (({"checksum": True}, "checksum: found True"), ({}, "codecs.expert.intra_package: found 'mpc'")):
+        block = block_of("lossless", codecs={"expert": {"intra_package": "int8" if own else "mpc"}}, **own)
         with pytest.raises(ConfigError, match=f"hzero.{found} with coded tokens; expected codecs of fixed size"):
             _engine(block, EXPERT)
         _forget_groups()
-    with pytest.raises(ConfigError, match=r"hzero.codecs.expert: found none on the tiers .* of 2 ranks cross \(gcd\)"):
-        _engine(block_of("lossless", codecs={"expert": {"node": "int8"}}), EXPERT)
+    with pytest.raises(
+        ConfigError, match=r"hzero.codecs.expert: found none on the tiers .* of 2 ranks cross \(intra_package\)"
+    ):
+        _engine(block_of("lossless", codecs={"expert": {"inter_node": "int8"}}), EXPERT)
     _forget_groups()
 
 
@@ -162,7 +166,7 @@ def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:
         return scores, chosen, torch.bincount(chosen.flatten(), minlength=self.num_experts).to(counts)
 
     for preset in ("lossless", "topo"):
-        block = block_of(preset, codecs={"expert": {"gcd": "int8"}})
+        block = block_of(preset, codecs={"expert": {"intra_package": "int8"}})
         with mock.patch.object(router, "forward", evenly):
             engine = _engine(block, EXPERT, **NOTHING_KEPT)
             state = hzero.state(engine)
@@ -182,7 +186,7 @@ def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:
             for row in step_traffic(own, own.grid, [param.ds_numel], itemsize=4, accumulation=2, fetches=often):
                 planned[row.role, row.tier] += row.wire_bytes
         rows = {(row["role"], row["tier"]): row["wire_bytes"] for row in _planned(preset)["traffic"]}
-        planned["expert", "gcd"] = rows["expert", "gcd"]
+        planned["expert", "intra_package"] = rows["expert", "intra_package"]
         assert logged == +planned, (preset, logged, planned)
         if preset == "lossless":  # codecs have scales, whose number depends on how parameters are stacked
             assert all(logged[place] == size for place, size in rows.items() if place[0] != "weights"), (logged, rows)
@@ -196,7 +200,10 @@ def _planned(preset: str) -> dict[str, Any]:
     keys: dict[str, Any] = {"model": "hf", "model.config": config, "model.seq_length": 9, "zero": preset}
     keys |= {f"topology.{key}": value for key, value in block_of(preset)["topology"].items()}
     keys |= {"train.dtype": "fp32", "train.micro_batch": 2, "train.grad_accumulation": 2}
-    keys |= {"deepspeed.expert_parallel": {"enabled": True, "autoep_size": EXPERT}, "zero.codecs.expert.gcd": "int8"}
+    keys |= {
+        "deepspeed.expert_parallel": {"enabled": True, "autoep_size": EXPERT},
+        "zero.codecs.expert.intra_package": "int8",
+    }
     text = {key: str(value).replace("'", "") for key, value in keys.items()}
     return plan_dict(read_scenario([f"{key}={value}" for key, value in text.items()]))
 

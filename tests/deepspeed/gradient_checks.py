@@ -121,8 +121,10 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         hzero.state(engine).settle()
         refreshed = hzero.state(engine).wire_log.entries()
         train(engine, 1, first=1)
-        node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
-        again = [e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "node")]
+        node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "inter_node")]
+        again = [
+            e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "inter_node")
+        ]
         assert node == again, "a skipped step must leave the resident payloads valid"
         losses = train(engine, 16, first=2)
         assert not engine.optimizer.overflow and losses[-1] < losses[0]
@@ -133,7 +135,7 @@ def check_a_skipped_step_leaves_no_residual() -> None:
     """What a window's gradients left counts from its step on. A step that is skipped leaves zeros in what it has changed."""
     get_accelerator().is_fp16_supported = lambda: True
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
-    engine = engine_of(ds_config(block_of("topo", error_feedback=["node"]), 1, fp16=fp16))
+    engine = engine_of(ds_config(block_of("topo", error_feedback=["inter_node"]), 1, fp16=fp16))
     feedback = hzero.state(engine).gradients._collectives.feedback
 
     def kept() -> dict[Any, torch.Tensor]:
@@ -204,10 +206,10 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
                 train(engine, 1)
                 before = masters_of(engine)
                 collectives = hzero.state(engine)._collectives
-                collectives.spares = lambda lane, what: lane[1] != "node" or "gradients" not in what
+                collectives.spares = lambda lane, what: lane[1] != "inter_node" or "gradients" not in what
                 collectives.faults = ["flip"]
                 loss = engine(batch(1, 0))
-                with pytest.raises(HopError, match=rf"gradients of \d+ parameters .* on tier 'node' .*{changed}"):
+                with pytest.raises(HopError, match=rf"gradients of \d+ parameters .* on tier 'inter_node' .*{changed}"):
                     engine.backward(loss)
                 collectives.faults = []
                 with pytest.raises(RuntimeError, match="lost by an error"):  # the script continues after it

@@ -8,7 +8,7 @@ from tests.deepspeed.training import TOPOLOGY, run
 
 BLOCKS: list[dict[str, Any]] = [
     {"preset": "lossless"},
-    {"preset": "topo", "error_feedback": ["node"], "checksum": True},
+    {"preset": "topo", "error_feedback": ["inter_node"], "checksum": True},
     {"preset": "zero3", "node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 20}},
     {"preset": "mild", "refresh_differences": True},
 ]

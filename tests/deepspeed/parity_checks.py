@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 import hzero
 from hzero.deepspeed import versions
-from hzero.plan.collectives import muon_traffic
+from hzero.tools.plan.collectives import muon_traffic
 from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     LR,
@@ -137,7 +137,9 @@ def check_muon_gives_stocks_losses_and_norms() -> None:
                 math.ceil(numel / WORLD) for numel in (29 * 17, 13 * 29)
             ]  # the longest of each round, by their shards
             size = STEPS * sum(rows) * 2 * WORLD * 4 // 2
-            assert {tier: raw for tier, (_, raw) in sent.items()} == dict.fromkeys(("gcd", "node"), size)
+            assert {tier: raw for tier, (_, raw) in sent.items()} == dict.fromkeys(
+                ("intra_package", "inter_node"), size
+            )
             matrices = [param.ds_numel for param in engine.module.parameters() if param.use_muon]
             planned = {row.tier: (row.wire_bytes, row.raw_bytes) for row in muon_traffic(own.plan, matrices, 4)}
             assert sent == {tier: (STEPS * wire, STEPS * raw) for tier, (wire, raw) in planned.items()}

@@ -1,4 +1,4 @@
-"""Pipelines with ZeRO-1: PP 2 x DP 4, and TP 2 x PP 2 x DP 2. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+"""Pipelines with ZeRO-1: PP 2 x DP 4, and TP 2 x PP 2 x DP 2. Run by test_stage.py on 8 ranks as 2 x 2 x 2."""
 
 from __future__ import annotations
 
@@ -248,10 +248,13 @@ def check_stages_go_one_per_cluster_that_is_discovered() -> None:
     with _unlike_clusters():
         losses, _, engine = train_pipeline({**NONE, "topology": {"source": "discover"}}, steps=2)
         own = hzero.state(engine)
-        assert str(own.owners.world) == "2 clusters x 1 node x 2 GPUs x 2 GCDs"
+        assert str(own.owners.world) == "2 clusters x 1 node x 2 packages x 2 devices"
         own.settle()
         crossed = {(entry.role, entry.tier) for entry in own.wire_log.entries() if entry.wire_bytes}
-        assert crossed == {("pipeline", "cluster"), *itertools.product(("gradients", "optimizer"), ("gcd", "gpu"))}
+        assert crossed == {
+            ("pipeline", "inter_cluster"),
+            *itertools.product(("gradients", "optimizer"), ("intra_package", "intra_node")),
+        }
         end(engine)
     assert losses == without_codec(1)[:2]
     with _unlike_clusters(width=2), pytest.raises(ConfigError) as error:
@@ -294,7 +297,7 @@ def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
     for tensor in (1, 2):
         want = without_codec(tensor)
         block = LOSSY if tensor > 1 else {**LOSSY, "codecs": {**LOSSY["codecs"], "tensor": "none"}}
-        feedback = {**block, "error_feedback": ["gpu"], "checksum": True}
+        feedback = {**block, "error_feedback": ["intra_node"], "checksum": True}
         for one, dtype in ((block, "bf16"),) if tensor > 1 else ((block, "fp32"), (feedback, "fp32")):
             losses, _, engine = train_pipeline(one, tensor, dtype, steps=6)
             assert losses != want and losses[-1] < losses[0]
@@ -351,7 +354,7 @@ def check_what_the_next_stage_receives_as_it_is() -> None:
 
 
 def check_a_skipped_step_leaves_no_residuals() -> None:
-    _, _, engine = train_pipeline({"preset": "mild", "error_feedback": ["gpu"]}, 2, steps=2)
+    _, _, engine = train_pipeline({"preset": "mild", "error_feedback": ["intra_node"]}, 2, steps=2)
     feedback = engine.optimizer.hzero.gradients._collectives.feedback
 
     def residuals() -> dict[Any, torch.Tensor]:
@@ -399,16 +402,18 @@ def check_the_wire_log_counts_what_the_shapes_say() -> None:
         own.settle()
         entries = {(entry.role, entry.tier): entry for entry in own.wire_log.entries()}
         data = dist.get_world_size() // 2 // tensor
-        inside = {4: [("gcd", 2), ("gpu", 1)], 2: [("gpu", 1)]}[data]  # parts of a partition that come from a peer
+        inside = {4: [("intra_package", 2), ("intra_node", 1)], 2: [("intra_node", 1)]}[
+            data
+        ]  # parts of a partition that come from a peer
         assert set(entries) == {
             *((role, tier) for role in ("gradients", "optimizer") for tier, _ in inside),
-            ("pipeline", "node"),
-            *([("tensor", "gcd")] if tensor > 1 else []),
+            ("pipeline", "inter_node"),
+            *([("tensor", "intra_package")] if tensor > 1 else []),
         }
         codec = Codec.from_config(CodecConfig(codec="int8"))
         # DeepSpeed sends a part of the activations for each tensor rank, and gathers them behind the wire.
         values = 2 * (LENGTH - 1) * WIDTH // tensor
-        messages = entries["pipeline", "node"]
+        messages = entries["pipeline", "inter_node"]
         assert messages.hops == 2 * steps * accumulation  # as many sent as received
         assert messages.raw_bytes == steps * accumulation * values * 4
         assert messages.wire_bytes == steps * accumulation * codec.message_bytes([values], 1, 4)
@@ -444,7 +449,7 @@ def check_evaluation_and_checkpoints_of_pipelines() -> None:
     other.load_checkpoint(str(folder), tag="here")
     assert [float(other.train_batch(batches(other, step))) for step in (7, 8)] == want
     end(other)
-    _, _, third = train_pipeline({**block, "error_feedback": ["gpu"]}, steps=1)
+    _, _, third = train_pipeline({**block, "error_feedback": ["intra_node"]}, steps=1)
     with mock.patch.object(pipeline.logger, "warning") as warned:
         third.load_checkpoint(str(folder), tag="here")
     assert ["residuals of error feedback start at zero" in call.args[0] for call in warned.mock_calls] == [True] * (
@@ -476,10 +481,10 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
     types = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     refused("data_types.grad_accum_dtype: found bf16", types)
     refused("tensor_parallel.autotp_size: found 2", {"tensor_parallel": {"autotp_size": 2}})
-    refused(r"gradients.gcd: found 'int4' with weights that are tied over stages \(embed\)", {}, tied=True)
+    refused(r"gradients.intra_package: found 'int4' with weights that are tied over stages \(embed\)", {}, tied=True)
     with mock.patch.object(deepspeed, "PipelineEngine", type("DualPipe", (PipelineEngine,), {})):
         refused("found the engine DualPipe; expected the engine", {})
-    differs = r"codecs.gradients.gpu: found 'int4' with parameter \d.up.weight, which differs between the ranks"
+    differs = r"codecs.gradients.intra_node: found 'int4' with parameter \d.up.weight, which differs between the ranks"
     with mock.patch.object(pipeline, "is_model_parallel_parameter", return_value=False):
         refused(differs, {}, tensor=2)
     with pytest.raises(ConfigError, match="found 1 without a PipelineModule; expected 3"):

@@ -76,13 +76,13 @@ def _steps(preset: str, accumulation: int = 2, **block: Any) -> Any:
 def _node_gathers_by_doubling() -> Any:
     """With checksums."""
     setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
-    topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    topology = {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2}
     checked = {"checksum": True}
     return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
 
 
 _GROUPS = {
-    "topology": {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2, "nodes_per_group": 2},
+    "topology": {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2, "nodes_per_group": 2},
     "boundary_message_bytes": 200,
 }
 
@@ -94,7 +94,7 @@ def _shared_boundary_messages() -> Any:
 
 def _scopes_of_one_device() -> Any:
     """No hop fetches weights or reduces the gradients of a micro-step."""
-    topology = {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}
+    topology = {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1}
     scopes = {"weights": "package", "gradients": "package"}
     return _steps("topo", topology=topology, shard=scopes)
 
@@ -175,9 +175,11 @@ def _without_optimizer() -> Any:
 def _without_a_stage() -> Any:
     """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
     shared_lanes(async_accelerator())
-    settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
+    settings = {"codecs": "int8", "gather": {"inter_node": "int4"}, "error_feedback": ["intra_package", "inter_node"]}
     world = dist.get_world_size()
-    group = Communicator({**settings, "topology": {"nodes": 2, "gpus_per_node": world // 4, "gcds_per_gpu": 2}})
+    group = Communicator(
+        {**settings, "topology": {"nodes": 2, "packages_per_node": world // 4, "devices_per_package": 2}}
+    )
     for _ in range(2):
         tensor = torch.randn(world, 40)
         average = torch.randn(50)

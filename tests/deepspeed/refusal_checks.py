@@ -57,8 +57,8 @@ def check_unsupported_features_are_refused_by_name() -> None:
     _expect_refusal(ds_config({"preset": "topo", "topology": {**TOPOLOGY, "nodes": 3}}), "nodes")
     _expect_refusal(ds_config(block_of("tpoo")), "topo")
     _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")
-    says = "hzero.codecs.weights.node.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp or mpc"
-    _expect_refusal(ds_config(block_of("topo", codecs={"weights": {"node": "exp"}})), says)
+    says = "hzero.codecs.weights.inter_node.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp or mpc"
+    _expect_refusal(ds_config(block_of("topo", codecs={"weights": {"inter_node": "exp"}})), says)
     # Before a group is made, on all ranks; also where another pattern comes first.
     for patterns, found in (({"nrom*": "none"}, "nrom*"), ({"norm*": "int8", "norm.weight": "none"}, "norm.weight")):
         says = f"hzero.codecs.except: found {found!r}, which matches no parameter that an earlier"
@@ -68,8 +68,8 @@ def check_unsupported_features_are_refused_by_name() -> None:
     _expect_refusal(ds_config(block_of("topo", shard={"except": {"*dowm*": {"weights": "world"}}})), says + nearest)
     says = "hzero.shard.except.*norm*.gradients: found 'hive', which this machine does not have"
     _expect_refusal(ds_config(block_of("topo", shard={"except": {"*norm*": {"gradients": "hive"}}})), says)
-    says = "hzero.error_feedback: found ('node',) on rank 2; expected (), as on rank 0"
-    _expect_refusal(ds_config(block_of("topo", error_feedback=["node"] if dist.get_rank() == 2 else [])), says)
+    says = "hzero.error_feedback: found ('inter_node',) on rank 2; expected (), as on rank 0"
+    _expect_refusal(ds_config(block_of("topo", error_feedback=["inter_node"] if dist.get_rank() == 2 else [])), says)
 
 
 def check_other_versions_of_deepspeed_are_refused() -> None:

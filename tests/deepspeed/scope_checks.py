@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
-from hzero.plan.collectives import step_traffic
-from hzero.plan.memory import held_states
+from hzero.tools.plan.collectives import step_traffic
+from hzero.tools.plan.memory import held_states
 from tests.deepspeed.training import (
     VOCAB,
     assert_losses,
@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts over the world": block_of(
         "lossless",
         shard={"except": {"*experts*": {"weights": "world", "gradients": "node"}}},
-        error_feedback=["node"],
+        error_feedback=["inter_node"],
         guard={"every": 1},
     ),
     "four scopes": block_of(

@@ -44,8 +44,8 @@ def check_every_backend_gives_the_same_losses() -> None:
     """The codecs' kernels instead of plain torch change no bit, with error feedback and stochastic rounding too."""
     if backends.choice("cpu").fallback:
         pytest.skip("the host library is not built: the reference is the only backend")
-    block = block_of("topo", error_feedback=["gcd", "node"])
-    block["codecs"] = {"gradients": {"node": {"codec": "int4", "rounding": "stochastic"}}}
+    block = block_of("topo", error_feedback=["intra_package", "inter_node"])
+    block["codecs"] = {"gradients": {"inter_node": {"codec": "int4", "rounding": "stochastic"}}}
     compiled = run(block, 2)
     with backends.reference_instead():
         assert run(block, 2).has_bits_of(compiled)
@@ -176,7 +176,7 @@ def check_a_gather_that_fails_leaves_no_parameter_under_way() -> None:
 def check_a_world_in_another_order_is_refused() -> None:
     """A permuted group has the right size, and would give every rank another one's shard."""
     ranks = [1, 0, *range(2, dist.get_world_size())]
-    permuted = process_group(("permuted", "node"), ranks, world_timeout())
+    permuted = process_group(("permuted", "inter_node"), ranks, world_timeout())
     with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
         Owners.of(permuted, TopologyConfig())
 
@@ -323,7 +323,7 @@ def check_several_engines_and_no_optimizer() -> None:
         train(second, 1, first=step)
         with torch.no_grad():
             assert abs(mean_over_ranks(judge(batch(step, 0))) - mean_over_ranks(reference(batch(step, 0)))) < 0.05
-    assert {e.tier for e in hzero.state(judge).wire_log.entries()} == {"gcd", "node"}
+    assert {e.tier for e in hzero.state(judge).wire_log.entries()} == {"intra_package", "inter_node"}
     for engine in (first, stock, second, judge):
         engine.destroy()
 
@@ -355,7 +355,7 @@ def check_an_engine_leaves_the_model_to_the_next() -> None:
 def check_saving_changes_nothing() -> None:
     """A run that saves rounds as one that does not, and crosses nodes no more often."""
     weights = {"codec": "int8", "rounding": "stochastic"}
-    block = block_of("topo", codecs={"weights": dict.fromkeys(("gcd", "gpu", "node"), weights)})
+    block = block_of("topo", codecs={"weights": dict.fromkeys(("intra_package", "intra_node", "inter_node"), weights)})
     folder, losses, hops = shared_folder(), [], []
     for saves in (False, True):
         engine = engine_of(ds_config(block))
@@ -396,9 +396,9 @@ def check_states_in_bfloat16() -> None:
 
 
 def check_memory_is_what_the_plan_says() -> None:
-    from hzero.plan.memory import held_states
+    from hzero.tools.plan.memory import held_states
 
-    for preset, changes in (("topo", {"error_feedback": ["node"]}), ("replica", {"resident": "payload"})):
+    for preset, changes in (("topo", {"error_feedback": ["inter_node"]}), ("replica", {"resident": "payload"})):
         engine = engine_of(ds_config(block_of(preset, **changes), 2))
         train(engine, 2, 2)
         state = hzero.state(engine)

@@ -1,4 +1,4 @@
-"""The stage beside tensor groups: TP 2 x DP 4, and 4 x 2. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+"""The stage beside tensor groups: TP 2 x DP 4, and 4 x 2. Run by test_stage.py on 8 ranks, 2 nodes x 2 packages x 2 devices."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class SplitNet(torch.nn.Module):
 def tensor_groups(tensor: int, **topology: Any) -> Iterator[Mpu]:
     """Groups on the 2 x 2 x 2 grid; afterwards DeepSpeed, which keeps an mpu for all later engines, forgets them."""
     grid = resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size())
-    places = itertools.product(range(grid.nodes), range(grid.gpus_per_node), range(grid.gcds_per_gpu))
-    layout = Layout([grid.rank(gcd, 0, gpu, node, 0, 0) for node, gpu, gcd in places], tensor)
+    places = itertools.product(range(grid.nodes), range(grid.packages_per_node), range(grid.devices_per_package))
+    layout = Layout([grid.rank((gcd, 0, gpu, node, 0, 0)) for node, gpu, gcd in places], tensor)
     try:
         yield Mpu(layout)
     finally:
@@ -119,18 +119,18 @@ def check_codecs_by_dimension_and_their_wire_log() -> None:
     with tensor_groups(2) as mpu:
         exact, *_, engine = train_split(ds_config(block_of("lossless"), 2), mpu, 3, 2)
         engine.destroy()
-        block = block_of("topo", codecs={"tensor": {"gcd": "int8"}}, guard={"every": 2})
+        block = block_of("topo", codecs={"tensor": {"intra_package": "int8"}}, guard={"every": 2})
         losses, _, masters, engine = train_split(ds_config(block, 2), mpu, 3, 2)
         assert_losses(losses, exact, 0.02)
         own = hzero.state(engine)
         own.settle()
-        assert own.plan.grid == resolve_grid(TopologyConfig(nodes=2, gpus_per_node=2), 4)
+        assert own.plan.grid == resolve_grid(TopologyConfig(nodes=2, packages_per_node=2), 4)
         entries = {(entry.role, entry.tier): entry for entry in own.wire_log.entries()}
-        assert {tier for role, tier in entries if role == "tensor"} == {"gcd"}
-        assert entries["tensor", "gcd"].codec == "int8" and entries["gradients", "node"].codec == "int4"
+        assert {tier for role, tier in entries if role == "tensor"} == {"intra_package"}
+        assert entries["tensor", "intra_package"].codec == "int8" and entries["gradients", "inter_node"].codec == "int4"
         # Of every micro-step one sum in forward and one in backward, each a reduction and a copy, of 2 x 8 x 13 values.
-        assert entries["tensor", "gcd"].hops == 3 * 2 * 2 * 2
-        assert entries["tensor", "gcd"].raw_bytes == 3 * 2 * 2 * 2 * (2 * 8 * WIDTH * 4 // 2)
+        assert entries["tensor", "intra_package"].hops == 3 * 2 * 2 * 2
+        assert entries["tensor", "intra_package"].raw_bytes == 3 * 2 * 2 * 2 * (2 * 8 * WIDTH * 4 // 2)
         assert {name.partition("/")[0] for name in own.ratios} == {"weights", "gradients"}
         assert same_on_all_ranks([masters["norm.weight"]])
         engine.destroy()
@@ -164,9 +164,11 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
         groups.mpu = None
 
     with tensor_groups(
-        2, order=["gcd", "gpu", "node"]
+        2, order=["intra_package", "intra_node", "inter_node"]
     ) as mpu:  # as if the ranks were numbered otherwise than the block says
-        refused(mpu, r"mpu: found a tensor group of ranks \d, \d, which crosses nodes \(2 nodes x 2 GPUs x 2 GCDs\)")
+        refused(
+            mpu, r"mpu: found a tensor group of ranks \d, \d, which crosses nodes \(2 nodes x 2 packages x 2 devices\)"
+        )
     with tensor_groups(2) as mpu:
         mpu.get_pipe_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
         refused(mpu, "mpu: found 2 pipeline stages")
@@ -214,7 +216,7 @@ def check_experts_exchange_tokens_in_the_codec_of_their_dimension() -> None:
     tokens = everyones[rank].reshape(-1, 128).requires_grad_()
     arrived = activations.exchange(tokens, group, 0, 0)
     error = (arrived.detach().view(world, 5, 128) - everyones[:, rank]).abs().max()
-    bound = Codec.from_config(group.config.codecs.node).error_bound(float(everyones.abs().max()), torch.float32)
+    bound = Codec.from_config(group.config.codecs.inter_node).error_bound(float(everyones.abs().max()), torch.float32)
     assert 0 < error <= bound * sum(hop.size > 1 for hop in group.plan.gather_hops())
     activations.exchange(arrived * (rank + 1), group, 0, 0).sum().backward()
     assert tokens.grad is not None

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hzero import cli
-from hzero.launch import free_port
+from hzero.tools import cli
+from hzero.tools.launch import free_port
 from tests.ranks import ROOT
 
 STAGE, STOCK = "HZeroStage3", "DeepSpeedZeroOptimizer_Stage3"
@@ -58,7 +58,7 @@ def test_every_place_of_the_block_is_served_or_refused(installed: Path) -> None:
     lines = [line for line in errors.splitlines() if line.startswith("hzero: topo on ")]
     assert len(lines) == 4  # one for each engine that hzero serves
     assert lines[0] == (
-        "hzero: topo on 1 node x 1 GPU x 1 GCD; weights over the package, gradients over the node; nothing is sent / "
+        "hzero: topo on 1 node x 1 package x 1 device; weights over the package, gradients over the node; nothing is sent / "
         "nothing is sent; transport gloo; codecs " + lines[0].rpartition(" ")[2]
     )
 

@@ -1,4 +1,4 @@
-"""What crosses which tier: bytes, algorithms, torch's profile. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+"""What crosses which tier: bytes, algorithms, torch's profile. Run by test_stage.py on 8 ranks as 2 x 2 x 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import hzero
 from hzero.comm import Collectives
 from hzero.config import ALGORITHMS, BASE_TIERS, ROLES, TIERS, parse_config
-from hzero.plan.collectives import node_bytes, step_traffic
+from hzero.tools.plan.collectives import node_bytes, step_traffic
 from tests.deepspeed.training import AwkwardNet, block_of, ds_config, engine_of, train
 
 
@@ -39,7 +39,7 @@ def check_bytes_between_nodes() -> None:
         state.wire_log.reset()
         train(engine, 2, accumulation, first=1)
         state.settle()
-        moved = torch.tensor([float(state.wire_log.wire_bytes("node"))])
+        moved = torch.tensor([float(state.wire_log.wire_bytes("inter_node"))])
         everyones = [torch.empty(1) for _ in range(8)]
         dist.all_gather(everyones, moved)
         node = dist.get_rank() // 4
@@ -54,15 +54,17 @@ def check_bytes_between_nodes() -> None:
         for traffic in planned:
             if traffic.role == "gradients" and traffic.used:
                 assert logged[(traffic.role, traffic.tier)] == 2 * traffic.wire_bytes, traffic
-        gcd = next(t for t in fetched if (t.role, t.tier) == ("weights", "gcd"))
-        assert 0.5 < logged[("weights", "gcd")] / (2 * gcd.wire_bytes) <= 1, logged[("weights", "gcd")] / gcd.wire_bytes
+        fetch = next(t for t in fetched if (t.role, t.tier) == ("weights", "intra_package"))
+        assert 0.5 < logged[("weights", "intra_package")] / (2 * fetch.wire_bytes) <= 1, (
+            logged[("weights", "intra_package")] / fetch.wire_bytes
+        )
         engine.destroy()
 
 
 def check_bytes_of_differences() -> None:
     """Bytes into a node in a step, but in the first and every third, which are whole: 0.53 M f in int4, 0.41 with ``lean``."""
     model, numels, frozen = _wide()
-    int4 = {"weights": dict.fromkeys(("gpu", "node"), "int4"), "gradients": dict.fromkeys(TIERS, "int4")}
+    int4 = {"weights": dict.fromkeys(("intra_node", "inter_node"), "int4"), "gradients": dict.fromkeys(TIERS, "int4")}
     blocks = {0.53: block_of("lossless", refresh_differences=True, codecs=int4), 0.41: block_of("lean")}
     for limit, block in blocks.items():
         engine = engine_of(ds_config({**block, "full_refresh_every": 3}, 2, bf16={"enabled": True}), model)
@@ -75,9 +77,9 @@ def check_bytes_of_differences() -> None:
             plan = state.plan if step % 3 else whole
             traffic = step_traffic(plan, plan.grid, numels + frozen * (step == 0))
             planned = {(row.role, row.tier): row.wire_bytes for row in traffic}
-            assert state.wire_log.wire_bytes("node", "weights") == planned["weights", "node"], step
+            assert state.wire_log.wire_bytes("inter_node", "weights") == planned["weights", "inter_node"], step
             if step % 3:
-                into_node = state.wire_log.wire_bytes("node") * state.plan.grid.scope_size("node")
+                into_node = state.wire_log.wire_bytes("inter_node") * state.plan.grid.scope_size("node")
                 assert into_node < limit * 2 * sum(numels) / 2, into_node
         engine.destroy()
 
@@ -85,7 +87,7 @@ def check_bytes_of_differences() -> None:
 def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
     """Of 4 nodes; some refresh messages are short, others are not."""
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
-    topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    topology = {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2}
     losses, counts, used = [], [], set()
     prepare = Collectives.prepare
 
@@ -107,8 +109,8 @@ def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
         engine.destroy()
     assert losses[0] == losses[1] == losses[2]
     assert counts[0] == counts[1] == counts[2]
-    both = {(asked, one, "node") for asked in ALGORITHMS for one in (asked, "library")}
-    assert used == both | {(asked, "library", "gcd") for asked in ALGORITHMS}
+    both = {(asked, one, "inter_node") for asked in ALGORITHMS for one in (asked, "library")}
+    assert used == both | {(asked, "library", "intra_package") for asked in ALGORITHMS}
 
 
 def check_a_profile_has_every_hop_of_the_wire_log() -> None:

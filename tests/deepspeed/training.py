@@ -31,7 +31,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LAYOUT = {2: (2, 1, 1), 4: (2, 1, 2), 6: (3, 1, 2), 8: (2, 2, 2)}.get(WORLD, (1, 1, 1))
 #: The block's key `order` in these checks, which is one for all engines of a process.
 ORDER = os.environ.get("HZERO_CHECKS_ORDER", "")
-TOPOLOGY = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), LAYOUT))
+TOPOLOGY = dict(zip(("nodes", "packages_per_node", "devices_per_package"), LAYOUT))
 
 
 class AwkwardNet(torch.nn.Module):

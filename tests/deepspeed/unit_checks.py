@@ -187,7 +187,7 @@ def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dic
     hops = 0
     if state is not None:
         state.settle()
-        hops = sum(one.hops for one in state.wire_log.entries() if (one.role, one.tier) == ("weights", "gcd"))
+        hops = sum(one.hops for one in state.wire_log.entries() if (one.role, one.tier) == ("weights", "intra_package"))
     assert all(param.ds_status == ZeroParamStatus.NOT_AVAILABLE for param in engine.module.parameters())
     values, messages = _live_bytes()
     # Parameters that no forward uses have resident payloads too if they are gathered with others.

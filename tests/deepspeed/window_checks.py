@@ -98,7 +98,7 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
     crossed, start = [], Collective.start
 
     def failing(collective: Collective, *arguments: Any) -> Any:
-        crossed.append("gradients" in str(collective) and "'node'" in str(collective))
+        crossed.append("gradients" in str(collective) and "'inter_node'" in str(collective))
         if crossed[-1] and sum(crossed) == 2:
             raise HopError("the second bucket between nodes")
         return start(collective, *arguments)

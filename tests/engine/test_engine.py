@@ -19,8 +19,8 @@ from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Guard
 from hzero.engine.parameter import Parameter, Route
 from hzero.engine.weights import Weights
-from hzero.plan.program import StagePrograms
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import StagePrograms
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import on_all, peers_of
 from tests.ways import of_gather
@@ -110,7 +110,9 @@ def test_errors_of_differences_do_not_add_up() -> None:
     """Of 40 refreshes in int2: each difference contains the error of the last one. All ranks hold the same bits."""
     groups: dict[Any, Any] = {}
     int2 = {"codec": "int2", "block_size": 64}
-    codecs = {"weights": {"gcd": "none", "gpu": int2, "node": int2}}  # the copies are read as they are
+    codecs = {
+        "weights": {"intra_package": "none", "intra_node": int2, "inter_node": int2}
+    }  # the copies are read as they are
     ranks = [Rank(rank, {"preset": "lean", "codecs": codecs}, groups) for rank in range(WORLD)]
     codec = Codec.from_config(ranks[0].params[0].route.plan.refresh_hops()[0].codec)
     assert codec.format == RecordFormat.of("int2", 64)
@@ -148,7 +150,7 @@ def test_errors_of_differences_do_not_add_up() -> None:
         ({"preset": "lossless"}, 9, 1, 2),
         ({"preset": "topo"}, 2, 2, 1),
         ({"preset": "topo"}, 2, 2, 2),
-        ({"preset": "topo", "error_feedback": ["group"]}, 9, 1, 2),
+        ({"preset": "topo", "error_feedback": ["inter_group"]}, 9, 1, 2),
         ({"preset": "lossless", "checksum": True}, 9, 1, 2),
     ],
 )
@@ -176,12 +178,17 @@ def test_buckets_share_a_message_of_the_outermost_tier(
                     )
             one.gradients.finish(torch.float32, 1.0, deliver)
             one.gradients.clear(done=True)
-        calls = {tier: one.collectives.peers[STAGE, tier].wires.calls for tier in ("gcd", "node", "group")}
+        calls = {
+            tier: one.collectives.peers[STAGE, tier].wires.calls
+            for tier in ("intra_package", "inter_node", "inter_group")
+        }
         return [delivered[key] for key in sorted(delivered)], calls
 
     collected = {**block, "boundary_message_bytes": least}
     results = on_all([Rank(rank, collected, groups, grid) for rank in range(8)], step)
-    assert all(calls == {"gcd": 9 * micros, "node": 9, "group": 3 * messages} for _, calls in results)
+    assert all(
+        calls == {"intra_package": 9 * micros, "inter_node": 9, "inter_group": 3 * messages} for _, calls in results
+    )
     alone = dict[Any, Any]()
     apart = on_all([Rank(rank, {**block, "boundary_message_bytes": 0}, alone, grid) for rank in range(8)], step)
     for (got, _), (want, _) in zip(results, apart, strict=True):
@@ -202,7 +209,7 @@ def test_a_full_message_crosses_while_backward_goes_on_and_a_parameter_is_in_it_
             for param, shard in zip(params, shards):
                 delivered[param.key] = delivered[param.key] + shard if len(delivered[param.key]) else shard
 
-        wires, end = one.collectives.peers[STAGE, "node"].wires, time.monotonic() + 20
+        wires, end = one.collectives.peers[STAGE, "inter_node"].wires, time.monotonic() + 20
         for key, messages in ((2, 0), (2, 1), (1, 1), (0, 2)):
             one.gradients.accumulate([one.params[key]], [whole(key, 0)], torch.float32, 1.0, last=True, deliver=deliver)
             while wires.calls < messages:

@@ -90,15 +90,15 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.3, losses
     hops = re.findall(r"(\w+) over tier (\w+) with (\w+): received ([\d,]+) bytes", output)
     assert {hop[:3] for hop in hops} == {  # the preset, on two nodes of one package
-        ("weights", "gcd", "int8"),
-        ("weights", "node", "int8"),
-        ("gradients", "gcd", "int4"),
-        ("gradients", "node", "int4"),
+        ("weights", "intra_package", "int8"),
+        ("weights", "inter_node", "int8"),
+        ("gradients", "intra_package", "int4"),
+        ("gradients", "inter_node", "int4"),
     }
     received = {hop[:2]: int(hop[3].replace(",", "")) for hop in hops}
     # A node's weights enter once per step, a package's with every use; gradients cross nodes once per step.
-    assert 0 < received["weights", "node"] < received["weights", "gcd"]
-    assert 0 < received["gradients", "node"] < received["gradients", "gcd"]
+    assert 0 < received["weights", "inter_node"] < received["weights", "intra_package"]
+    assert 0 < received["gradients", "inter_node"] < received["gradients", "intra_package"]
 
 
 def test_a_script_without_a_word_of_hzero(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import hzero.deepspeed  # noqa: F401  # or each rank would import it
 from hzero import validation
 from hzero.comm import Communicator, watchdog
 from hzero.comm.wires import process_group
-from hzero.launch import free_port
+from hzero.tools.launch import free_port
 from hzero.validation import ConfigError, of_all_ranks
 from tests.deepspeed import training
 
@@ -38,7 +38,7 @@ WAYS = ("destroy", "bound", "engines", "nothing", "all raise", "rank 0 raises", 
 def engine_of(preset: str) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.GELU(), torch.nn.Linear(500, 8))
-    block = {"preset": preset, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2}}
+    block = {"preset": preset, "topology": {"nodes": 1, "packages_per_node": 1, "devices_per_package": 2}}
     return training.engine_of(training.ds_config(block, 2), model)
 
 
@@ -51,7 +51,7 @@ def drop_late() -> None:
         for _ in range(100):
             time.sleep(0.01)
 
-    group = process_group(("late", "gcd"), [0, 1], timedelta(seconds=20))
+    group = process_group(("late", "intra_package"), [0, 1], timedelta(seconds=20))
     message = torch.zeros(8, dtype=torch.uint8)
     if dist.get_rank() == 0:
         messages.append(weakref.ref(message, slowly))
@@ -65,7 +65,7 @@ def drop_late() -> None:
 
 def leave_hops() -> None:
     """Ends both ranks with a message in flight that nobody sends, rank 1 before that hop's timeout."""
-    grid = {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    grid = {"nodes": 1, "packages_per_node": 1, "devices_per_package": 2}
     ranks = Communicator({"topology": grid}, timeout=timedelta(seconds=5), uses=["messages"])
     ranks.recv(torch.empty(8), 1 - dist.get_rank(), async_op=True)
     if dist.get_rank():

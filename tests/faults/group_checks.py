@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.plan.collectives import step_traffic
+from hzero.tools.plan.collectives import step_traffic
 from tests.deepspeed.training import (
     AwkwardNet,
     assert_losses,
@@ -21,7 +21,7 @@ from tests.deepspeed.training import (
     train,
 )
 
-TOPOLOGY = {"nodes": 8, "gpus_per_node": 2, "gcds_per_gpu": 1, "nodes_per_group": 4}
+TOPOLOGY = {"nodes": 8, "packages_per_node": 2, "devices_per_package": 1, "nodes_per_group": 4}
 STEPS, ACCUMULATION = 2, 2
 
 
@@ -44,15 +44,17 @@ def check_16_ranks_as_8_nodes_in_2_groups() -> None:
             numels = [param.ds_numel for param in model.parameters()]
             planned = step_traffic(state.plan, state.plan.grid, numels, itemsize=4, accumulation=ACCUMULATION)
             logged = {(entry.role, entry.tier): entry for entry in state.wire_log.entries()}
-            far = {(row.role, row.tier): row for row in planned if row.used and row.tier in ("node", "group")}
+            far = {
+                (row.role, row.tier): row for row in planned if row.used and row.tier in ("inter_node", "inter_group")
+            }
             assert len(far) == 4
             for crossing, row in far.items():
                 assert logged[crossing].wire_bytes == STEPS * row.wire_bytes, crossing
-            codecs = [logged["gradients", tier].codec for tier in ("node", "group")]
+            codecs = [logged["gradients", tier].codec for tier in ("inter_node", "inter_group")]
             if preset == "lossless":
                 assert_losses(norms, stock[1], 1e-5, "norms")
                 assert {logged[crossing].codec for crossing in far} == {"none"}
-                line = "lossless on 2 groups x 4 nodes x 2 GPUs x 1 GCD"
+                line = "lossless on 2 groups x 4 nodes x 2 packages x 1 device"
                 assert line in said.getvalue() or dist.get_rank(), "the start line"
             else:
                 assert codecs == ["int4", "int8"] and losses != stock[0]

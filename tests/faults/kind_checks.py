@@ -21,7 +21,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import hzero
-from hzero.plan.collectives import step_traffic
+from hzero.tools.plan.collectives import step_traffic
 from tests.deepspeed import training
 from tests.deepspeed.training import ds_config, shared_folder
 
@@ -31,7 +31,7 @@ TYPES = ("bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "floa
 #: 0-dim parameters of more than one byte, and what gloo cannot send, are refused.
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (17, 3), "single": (1,), "long": (4099,)}
 SCALAR = ("bool", "uint8", "int8")
-TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}
+TOPOLOGY = {"nodes": 2, "packages_per_node": 2, "devices_per_package": 1}
 #: Blocks beyond the preset, and whether parameters are kept whole between uses.
 RUNS: dict[str, tuple[dict[str, Any], bool]] = {
     "lossless": ({"preset": "lossless"}, False),

@@ -47,7 +47,7 @@ def _same_as_the_wire_log(engine: Any) -> bool:
 
 
 def check_the_summary_has_the_bytes_on_the_wire() -> None:
-    topo = {"preset": "topo", "topology": {"gpus_per_node": 1, "gcds_per_gpu": 2}}
+    topo = {"preset": "topo", "topology": {"packages_per_node": 1, "devices_per_package": 2}}
     logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
         _trained({"preset": "topo"}).destroy()
@@ -65,9 +65,9 @@ def check_the_summary_has_the_bytes_on_the_wire() -> None:
     if dist.get_rank() == 0:
         starts = [line for line in said.getvalue().splitlines() if line.startswith("hzero: topo on ")]
         assert [line.partition("; ")[0].removeprefix("hzero: topo on ") for line in starts] == [
-            "1 node x 4 GPUs x 1 GCD (CPU ranks, no topology declared)",
-            "2 nodes x 1 GPU x 2 GCDs",
+            "1 node x 4 packages x 1 device (CPU ranks, no topology declared)",
+            "2 nodes x 1 package x 2 devices",
         ]
         _, summary, stragglers = printed.getvalue().split("Comm. Op")
         for rows in (summary, stragglers):
-            assert "\nhzero weights, node, int8\n" in rows and "\nhzero gradients, node, int4\n" in rows
+            assert "\nhzero weights, inter_node, int8\n" in rows and "\nhzero gradients, inter_node, int4\n" in rows

@@ -75,7 +75,7 @@ def world(_: str) -> None:
     """A topology that does not fit the ranks, which only an engine can see."""
     deepspeed.init_distributed("gloo")
     model = torch.nn.Linear(4, 4)
-    block = {"preset": "topo", "topology": {"nodes": 3, "gpus_per_node": 1, "gcds_per_gpu": 1}}
+    block = {"preset": "topo", "topology": {"nodes": 3, "packages_per_node": 1, "devices_per_package": 1}}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     deepspeed.initialize(model=model, config=configuration(block, optimizer=optimizer))
     print("an engine is made", flush=True)

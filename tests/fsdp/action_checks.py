@@ -28,7 +28,7 @@ from tests.rank_main import same_on_all_ranks
 #: Number of sequences with `lossless`, of which the first ones also run with codecs.
 SEQUENCES = int(os.environ.get("HZERO_SEQUENCES", "16"))
 ACTIONS = 14
-TOPOLOGY = {"gpus_per_node": 1, "gcds_per_gpu": 2}
+TOPOLOGY = {"packages_per_node": 1, "devices_per_package": 2}
 
 
 class Codes(nn.Module):

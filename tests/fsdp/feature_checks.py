@@ -55,7 +55,9 @@ def check_torchtitans_trainer_gives_the_same_losses() -> None:
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
     wanted, norms, _ = titan.train(None)
-    found, clipped, (state,) = titan.train({"preset": "lossless", "topology": {"gpus_per_node": 1, "gcds_per_gpu": 2}})
+    found, clipped, (state,) = titan.train(
+        {"preset": "lossless", "topology": {"packages_per_node": 1, "devices_per_package": 2}}
+    )
     assert len(found) == titan.STEPS and wanted[-1] < wanted[0] - 1
     assert relative(found, wanted) < 1e-6 and relative(clipped, norms) < 1e-6, (found, wanted, clipped, norms)
     state.close()

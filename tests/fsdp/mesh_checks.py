@@ -30,7 +30,9 @@ def check_ranks_without_the_model_need_not_take_part() -> None:
     what = Case((1, 1, 2))
     model = build(frozenset(), mesh)
     # One rank alone reads gradients, which have crossed in every backward.
-    state = hzero.fsdp.apply(model, topology={"gpus_per_node": 1, "gcds_per_gpu": 2}, accumulation=1, **GUARDED)
+    state = hzero.fsdp.apply(
+        model, topology={"packages_per_node": 1, "devices_per_package": 2}, accumulation=1, **GUARDED
+    )
     optimizer = optimizer_of("adamw", model)
     for step in range(3):
         backward(what, model, mesh, step, 0)

@@ -70,7 +70,7 @@ def check_buckets_that_share_a_message_of_the_boundary() -> None:
     runs = [train(case(accumulation=2), {"preset": "topo", "boundary_message_bytes": least}) for least in (0, 1 << 24)]
     hops = [Counter({(one.role, one.tier): one.hops for one in run.state.wire_log.entries()}) for run in runs]
     assert runs[0].losses == runs[1].losses
-    assert hops[1]["gradients", "node"] < hops[0]["gradients", "node"]
+    assert hops[1]["gradients", "inter_node"] < hops[0]["gradients", "inter_node"]
     for run in runs:
         run.state.close()
 

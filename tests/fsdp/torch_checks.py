@@ -31,7 +31,7 @@ import hzero.fsdp
 from tests.fsdp.training import VOCAB, WORLD, Net, mesh_of
 
 WIDTH = 16
-TOPOLOGY = {"gpus_per_node": 1, "gcds_per_gpu": 2}
+TOPOLOGY = {"packages_per_node": 1, "devices_per_package": 2}
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Results = list[Any]
 

@@ -18,7 +18,7 @@ import hzero.fsdp
 from hzero import ConfigError
 from tests.fsdp.training import WORLD, relative
 
-TOPOLOGY = {"nodes": 2, "gpus_per_node": WORLD // 4, "gcds_per_gpu": 2}
+TOPOLOGY = {"nodes": 2, "packages_per_node": WORLD // 4, "devices_per_package": 2}
 LAYERS = 2
 #: With 3 sequences of each rank and windows of 2, every epoch ends with a short window.
 ROWS, WINDOW, STEPS = 3 * WORLD, 2, 4
@@ -84,8 +84,8 @@ def check_trainer() -> None:
     assert callback.state is not None
     hops = {(entry.role, entry.tier): entry.hops for entry in callback.state.wire_log.entries()}
     modules = LAYERS + 2  # the embedding, and the last norm with the head
-    assert hops["gradients", "node"] == STEPS * modules, hops
-    assert hops["gradients", "gcd"] == 2 * ROWS // WORLD * modules, hops
+    assert hops["gradients", "inter_node"] == STEPS * modules, hops
+    assert hops["gradients", "intra_package"] == 2 * ROWS // WORLD * modules, hops
     callback.state.close()
     resumed = hzero.fsdp.Callback("lossless", TOPOLOGY, guard={"every": 1})
     found = losses_of(trainer_of(resumed, folder), resume=str(folder / "checkpoint-2"))
@@ -113,4 +113,4 @@ def check_trainer_without_fsdp2_is_refused() -> None:
     with pytest.raises(ConfigError, match="without fully_shard"):
         losses_of(trainer_of(hzero.fsdp.Callback("lossless", TOPOLOGY), _folder(), fsdp=False))
     with pytest.raises(ConfigError, match="error_feedbak"):
-        hzero.fsdp.Callback("lossless", error_feedbak=["node"])
+        hzero.fsdp.Callback("lossless", error_feedbak=["inter_node"])

@@ -59,7 +59,7 @@ class Case:
         """That of the world, of which the ranks of the model are a part."""
         _, packages, devices = self.layout
         inside = packages * devices * self.tensor
-        return {"nodes": WORLD // inside, "gpus_per_node": packages, "gcds_per_gpu": devices * self.tensor}
+        return {"nodes": WORLD // inside, "packages_per_node": packages, "devices_per_package": devices * self.tensor}
 
 
 def case(*options: str, **how: Any) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,6 +94,36 @@ def check_writes_outside_of_steps_are_read() -> None:
         found.state.close()
 
 
+class _Twice(nn.Module):
+    """Uses a layer twice. User code between may write its shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, between: Callable[[], None]) -> torch.Tensor:
+        x = self.layer(x)
+        between()
+        return self.layer(x)
+
+
+def check_writes_between_two_uses_in_a_forward_are_read() -> None:
+    losses = []
+    for applies in (True, False):
+        torch.manual_seed(0)
+        model = _Twice()
+        for one in (model.layer, model):
+            fully_shard(one, mesh=mesh_of(WORLD))
+        state = hzero.fsdp.apply(model, "lossless", SMALL.topology) if applies else None
+        for step in range(3):
+            with torch.no_grad():
+                write = partial(model.layer.weight.to_local().mul_, 0.5)
+                losses.append(model(torch.full((2, 12), step + 1.0), write).sum().item())
+        if state is not None:
+            state.close()
+    assert relative(losses[:3], losses[3:]) < 1e-6, losses
+
+
 def check_fused_optimizers_are_followed() -> None:
     what = Case(optimizer="fused")
     found, wanted = train(what, LOSSLESS, 3), plain(what, 3)
@@ -136,7 +167,7 @@ def check_frozen_weights_are_refreshed_once() -> None:
             optimizer.step()
             optimizer.zero_grad()
             state.settle()
-            refreshed.append(state.wire_log.wire_bytes("node", "weights"))
+            refreshed.append(state.wire_log.wire_bytes("inter_node", "weights"))
         assert refreshed[0] > refreshed[1] == refreshed[2] > 0
 
 
@@ -201,11 +232,11 @@ def check_refusals() -> None:
 
     def twice() -> nn.Module:
         model = sharded()
-        hzero.fsdp.apply(model, "lossless", {"gpus_per_node": 1, "gcds_per_gpu": 2})
+        hzero.fsdp.apply(model, "lossless", {"packages_per_node": 1, "devices_per_package": 2})
         return model
 
     two = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    where = {"gpus_per_node": 1, "gcds_per_gpu": 2}
+    where = {"packages_per_node": 1, "devices_per_package": 2}
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
         (lambda: nn.Linear(2, 2), {}, "found Linear without fully_shard"),
         (lambda: mock.sentinel.model, {}, "model: found _SentinelObject; expected a torch.nn.Module"),
@@ -220,7 +251,7 @@ def check_refusals() -> None:
         (sharded, {"nonsense": 1}, "nonsense"),
         (sharded, {"codecs": {"weights": "mpc"}}, "found 'mpc', whose messages have no fixed size"),
         (sharded, {"codecs": {"except": {"*nothing*": "none"}}}, "matches no parameter"),
-        (sharded, {"topology": {"gpus_per_node": 3}}, "expected a multiple"),
+        (sharded, {"topology": {"packages_per_node": 3}}, "expected a multiple"),
         (
             sharded,
             {"checksum": dist.get_rank() == 1},

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 import hzero.fsdp
 from hzero import DivergenceError
 from hzero.codecs.formats import FIXED
-from hzero.plan.collectives import step_traffic
+from hzero.tools.plan.collectives import step_traffic
 from tests.fsdp.training import (
     BLOCKS,
     WORLD,
@@ -36,7 +36,7 @@ from tests.rank_main import same_on_all_ranks
 
 LOSSLESS: dict[str, Any] = {"preset": "lossless"}
 #: Tiers inside a node.
-INSIDE = ("gcd", "gpu")[: 1 + (WORLD == 8)]
+INSIDE = ("intra_package", "intra_node")[: 1 + (WORLD == 8)]
 #: The model and its blocks.
 MODULES = 1 + BLOCKS
 AT_RANDOM = {"codec": "int8", "rounding": "stochastic", "block_size": 64}
@@ -52,9 +52,9 @@ def check_signs_of_the_last_backward() -> None:
         found.state.settle()
         hops = {(entry.role, entry.tier): entry.hops for entry in found.state.wire_log.entries()}
         crossings = 2 * MODULES  # in 2 steps
-        assert hops["gradients", "node"] == crossings, (flags, hops)
+        assert hops["gradients", "inter_node"] == crossings, (flags, hops)
         assert {hops["gradients", tier] for tier in INSIDE} == {crossings * 3}
-        assert {hops["weights", tier] for tier in ("node", *INSIDE[1:])} == {crossings}, hops
+        assert {hops["weights", tier] for tier in ("inter_node", *INSIDE[1:])} == {crossings}, hops
         found.state.close()
 
 
@@ -79,7 +79,7 @@ def check_the_number_of_backwards_is_observed() -> None:
     assert found.state is not None
     found.state.settle()
     hops = {(entry.role, entry.tier): entry.hops for entry in found.state.wire_log.entries()}
-    assert (hops["gradients", "node"], hops["gradients", "gcd"]) == (MODULES * (3 + 1), MODULES * 2 * 3)
+    assert (hops["gradients", "inter_node"], hops["gradients", "intra_package"]) == (MODULES * (3 + 1), MODULES * 2 * 3)
     found.state.close()
 
 
@@ -100,7 +100,7 @@ def check_bytes_are_those_of_the_plan() -> None:
             numels = [weight.numel for weight in state.weights.parameters.values()]
             planned = step_traffic(state.plan, state.plan.grid, numels, itemsize=4, accumulation=accumulation)
             for row in planned:
-                if row.role == "gradients" or row.tier in ("node", "gpu"):
+                if row.role == "gradients" or row.tier in ("inter_node", "intra_node"):
                     assert logged[row.role, row.tier] == row.wire_bytes, (preset, accumulation, row, logged)
 
 
@@ -119,6 +119,30 @@ def check_zero_grad_drops_what_has_been_accumulated() -> None:
                 backward(what, model, mesh, 0, micro)
             for got, param in zip(found, model.parameters(), strict=True):
                 assert torch.equal(got, param.grad.full_tensor()), to_none
+
+
+def check_zeroed_gradients_lose_their_sums_and_others_keep_theirs() -> None:
+    """In each way to drop the gradient of one weight between two backwards, as FSDP2 alone does."""
+    what = Case(accumulation=2, flags="none")
+    for way in ("zero", "none", "replace"):
+        found: list[list[torch.Tensor]] = []
+        for block in (LOSSLESS, None):
+            with contextlib.ExitStack() as stack:
+                if block is None:
+                    mesh = mesh_of(WORLD)
+                    model = build(what.options, mesh)
+                else:
+                    model, _, _, mesh = stack.enter_context(applied(what, block))
+                backward(what, model, mesh, 0, 0)
+                weight = model.blocks[1].up.weight
+                if way == "zero":
+                    weight.grad.zero_()
+                else:
+                    weight.grad = None if way == "none" else torch.ones_like(weight.detach())
+                backward(what, model, mesh, 0, 1)
+                found.append([param.grad.full_tensor() for param in model.parameters()])
+        for got, wanted in zip(*found, strict=True):
+            assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-7), way
 
 
 def check_one_rank_alone_cannot_read_a_sum() -> None:
@@ -194,8 +218,11 @@ def check_error_feedback_keeps_what_codecs_lose() -> None:
     """Its mean error over many steps with one gradient vanishes; a load drops residuals."""
     what = Case()
     errors = {}
-    for tiers in ((), ("node",)):
-        block = {"preset": "topo", "codecs": {"gradients": {"gcd": "none", "node": "int4"}, "weights": "none"}}
+    for tiers in ((), ("inter_node",)):
+        block = {
+            "preset": "topo",
+            "codecs": {"gradients": {"intra_package": "none", "inter_node": "int4"}, "weights": "none"},
+        }
         with applied(what, {**block, "error_feedback": list(tiers)}) as (model, state, _, mesh):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             total: list[torch.Tensor] = []
@@ -215,7 +242,7 @@ def check_error_feedback_keeps_what_codecs_lose() -> None:
         errors[tiers] = math.sqrt(
             sum(float((one / 16 - other.full_tensor()).square().sum()) for one, other in zip(total, exact, strict=True))
         )
-    assert errors["node",] < errors[()] / 4, errors
+    assert errors["inter_node",] < errors[()] / 4, errors
 
 
 def _exact_gradients(what: Case) -> list[torch.nn.Parameter]:
@@ -270,5 +297,5 @@ def check_the_examples_run() -> None:
     exact, _ = hsdp.train(8, "none")
     coarse, log = hsdp.train(8)
     assert relative(coarse, exact) < 1e-3 and exact[-1] < exact[0], (coarse, exact)
-    assert {entry.tier for entry in log} == {"node"}
+    assert {entry.tier for entry in log} == {"inter_node"}
     assert 3.7 < sum(entry.raw_bytes for entry in log) / sum(entry.wire_bytes for entry in log) < 4

@@ -26,8 +26,8 @@ from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Collectives, WireLog
 from hzero.comm.wires import STAGE
 from hzero.config import PRESETS, parse_config
-from hzero.plan.program import Program, StagePrograms
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import Program, StagePrograms
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import one_of, positive
 from tests.comm.simulated import finished, peers

@@ -13,8 +13,8 @@ import math
 
 from hzero.codecs.formats import chunk_numel
 from hzero.config import NET_TIERS, PRESETS, parse_config
-from hzero.plan.program import StagePrograms
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import StagePrograms
+from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import one_of, positive
 from tests.kernels.launches import numels_of

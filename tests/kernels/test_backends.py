@@ -23,8 +23,8 @@ from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import Rows
 from hzero.codecs.launchers import BUCKET, VERSION
-from hzero.commands.doctor import check_codecs, check_runtimes
 from hzero.config import CodecConfig
+from hzero.tools.commands.doctor import check_codecs, check_runtimes
 from hzero.validation import ConfigError
 from tests.kernels.cases import REFERENCE, Calls
 from tests.kernels.emulated import FAMILIES, KERNELS
@@ -129,7 +129,7 @@ def test_other_ranks_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["Host", "gpu", "rocm"])
+@pytest.mark.parametrize("name", ["Host", "intra_node", "rocm"])
 def test_unknown_backends_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backends.VARIABLE, name)
     with pytest.raises(ConfigError, match=r"HZERO_BACKEND: found .*; expected reference, host, hip or cuda"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hzero
-from hzero.plan.memory import held_states
+from hzero.tools.plan.memory import held_states
 from tests.deepspeed.training import TOPOLOGY, assert_losses, batch, ds_config, engine_of, train
 
 transformers = pytest.importorskip("transformers")
@@ -174,7 +174,7 @@ def _trained(name: str, block: dict[str, Any] | None) -> tuple[list[float], list
     sent = memory = 0
     if state is not None:
         state.settle()
-        sent, memory = state.wire_log.wire_bytes("node") // STEPS, sum(state.memory(engine.optimizer).values())
+        sent, memory = state.wire_log.wire_bytes("inter_node") // STEPS, sum(state.memory(engine.optimizer).values())
     engine.destroy()
     return losses, norms, sent, memory
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from benchmarks.model import checks
-from hzero.cli import main
 from hzero.config import PLAIN, parse_config
-from hzero.experiment import compose
-from hzero.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, of_rank, price
-from hzero.plan.collectives import OTHERS
-from hzero.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
-from hzero.plan.memory import activations, footprint
-from hzero.plan.program import Cross
-from hzero.plan.scenario import Job, buckets_of, read_scenario
-from hzero.plan.step import predict
+from hzero.program.program import Cross
+from hzero.tools.cli import main
+from hzero.tools.experiment import compose
+from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, of_rank, price
+from hzero.tools.plan.collectives import OTHERS
+from hzero.tools.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
+from hzero.tools.plan.memory import activations, footprint
+from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
+from hzero.tools.plan.step import predict
 from hzero.topology import Grid
 from tests.ranks import ROOT
 
@@ -76,7 +76,7 @@ def test_messages_of_a_pipeline_wait_on_their_tier() -> None:
     message = job.tokens * job.model.hidden * job.itemsize / 2 * 8  # of all devices of a node
     waits = 2 * 2 * (job.accumulation + 3 / 2) * message * (1 / 9.08e9 - 1 / 90.8e9)
     assert steps[1].step_s - steps[0].step_s >= waits
-    assert steps[1].exposed_s["node"] - steps[0].exposed_s["node"] >= waits
+    assert steps[1].exposed_s["inter_node"] - steps[0].exposed_s["inter_node"] >= waits
 
 
 def test_a_tensor_group_divides_work_and_memory_and_adds_up_activations() -> None:
@@ -93,10 +93,10 @@ def test_a_tensor_group_divides_work_and_memory_and_adds_up_activations() -> Non
         busy = flops[1] * 4 * job.tokens * job.accumulation / machine.rate(job.tokens // tensor)
         assert price(ZERO1, job, grid, FRONTIER, Degrees(tensor)).step_s > busy + reduces
     # All data-parallel groups of a node share its NICs: half of the bytes in each of two groups take as long.
-    crossing = Cross("weights", "all_gather", ("gcd", "gpu", "node"), 64, PLAIN, 1)
-    halves = replace(crossing, ranks=32, tiers=("gpu", "node"))
+    crossing = Cross("weights", "all_gather", ("intra_package", "intra_node", "inter_node"), 64, PLAIN, 1)
+    halves = replace(crossing, ranks=32, tiers=("intra_node", "inter_node"))
     whole, half = (Machine(grid, FRONTIER, tensor) for tensor in (1, 2))
-    node = [whole.transfer(crossing, 2e9).work["node"], half.transfer(halves, 1e9).work["node"]]
+    node = [whole.transfer(crossing, 2e9).work["inter_node"], half.transfer(halves, 1e9).work["inter_node"]]
     assert node[1] == pytest.approx(node[0], rel=0.05)
 
 
@@ -172,7 +172,7 @@ def test_the_experiment_chooses_the_machine(capsys: pytest.CaptureFixture[str]) 
 def test_hierarchical_gathers_save_latency_up_to_their_buffer() -> None:
     for nodes in (4, 8, 16, 64):
         machine = Machine(Grid(nodes, 4, 2), FRONTIER)
-        crossing = Cross("weights", "all_gather", ("gcd", "gpu", "node"), 8 * nodes, PLAIN, 1)
+        crossing = Cross("weights", "all_gather", ("intra_package", "intra_node", "inter_node"), 8 * nodes, PLAIN, 1)
         limit = max((size for least, size in HIERARCHICAL.items() if nodes >= least), default=0)
         for size in (1 << 20, 64 << 20, 128 << 20, 256 << 20):
             flat, two = (machine.transfer(crossing, size, how) for how in ("library", "hierarchical"))
@@ -210,7 +210,7 @@ def test_nics_set_the_rates_between_nodes() -> None:
                              for one in (scenario.shard_plan("topo"), scenario.others()["ZeRO-3"])]  # fmt: skip
     assert steps[10, 1] > steps[25, 1] > steps[100, 1] > steps[400, 1] == steps[100, 4]
     assert all(topo < zero3 for topo, zero3 in steps.values())
-    four = read_scenario([*keys, "gpus_per_node=4"])
+    four = read_scenario([*keys, "packages_per_node=4"])
     assert four.grid == Grid(4, 4, 1) and four.machine.profile.value("net_ring_gb_s") == 12.5
 
 
@@ -223,7 +223,7 @@ def test_the_error_of_a_profile_is_that_of_its_nics() -> None:
 def test_nics_reach_neither_the_block_nor_the_trainer() -> None:
     experiment = compose(["topology=nic", "nodes=2", "topology.nic_gbit=25"])
     assert experiment.block is not None and not {"nic_gbit", "profile"} & set(experiment.block["topology"])
-    assert parse_config(experiment.block).topology.gpus_per_node == 8 and experiment.world_size == 16
+    assert parse_config(experiment.block).topology.packages_per_node == 8 and experiment.world_size == 16
     assert parse_config({"preset": "topo", "topology": "nic"}).topology.source == "nic"
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
 from hzero.comm.checksum import addressed, addresses
 from hzero.config import BASE_TIERS, parse_config
-from hzero.plan.collectives import (
+from hzero.program.program import StagePrograms
+from hzero.program.shards import ShardPlan
+from hzero.tools.plan.collectives import (
     Chains,
     Scheme,
     chains_of,
@@ -21,10 +23,8 @@ from hzero.plan.collectives import (
     schemes_node_bytes,
     step_traffic,
 )
-from hzero.plan.memory import footprint
-from hzero.plan.program import StagePrograms
-from hzero.plan.scenario import read_scenario
-from hzero.plan.shards import ShardPlan
+from hzero.tools.plan.memory import footprint
+from hzero.tools.plan.scenario import read_scenario
 from hzero.topology.grid import Grid
 from tests.plan.test_shards import GRIDS
 
@@ -66,7 +66,9 @@ def test_checksums_add_sixteen_bytes_per_peer_and_hop() -> None:
         plan = ShardPlan.from_config(config, Grid(4, 1, 2), 0)
         rows = step_traffic(plan, plan.grid, [1000])
         found = {row.tier: row.checksum_bytes for row in rows}
-        assert found == ({"gcd": 16, "gpu": 0, "node": 48} if checksum else dict.fromkeys(BASE_TIERS, 0))
+        assert found == (
+            {"intra_package": 16, "intra_node": 0, "inter_node": 48} if checksum else dict.fromkeys(BASE_TIERS, 0)
+        )
     signed = addressed(torch.zeros(64, dtype=torch.uint8), addresses(1, [0], range(4)), checked=False)
     assert signed.nbytes == 64 + 4 * CHECKSUM_BYTES
 
@@ -84,7 +86,12 @@ def test_traffic_is_what_a_walk_of_all_messages_counts(
 
 
 @settings(max_examples=20)
-@given(GRIDS, NUMELS, st.sampled_from(["zero3", "topo", "lean", "zero1"]), st.sampled_from(["device", "node", "world"]))
+@given(
+    GRIDS,
+    NUMELS,
+    st.sampled_from(["zero3", "topo", "lean", "zero1"]),
+    st.sampled_from(["device", "node", "world"]),
+)
 def test_traffic_with_exceptions_is_the_sum_of_its_parts(
     grid: Grid, numels: list[int], preset: str, scope: str
 ) -> None:
@@ -114,7 +121,13 @@ def test_a_ring_has_the_links_that_a_walk_over_its_ranks_finds(shape: tuple[int,
     walked = dict.fromkeys(BASE_TIERS, 0)
     for rank in range(grid.world_size):
         here, ahead = grid.coordinates(rank), grid.coordinates((rank + 1) % grid.world_size)
-        walked["node" if here.node != ahead.node else "gpu" if here.gpu != ahead.gpu else "gcd"] += 1
+        walked[
+            "inter_node"
+            if here.inter_node != ahead.inter_node
+            else "intra_node"
+            if here.intra_node != ahead.intra_node
+            else "intra_package"
+        ] += 1
     assert ring_links([grid.size(tier) for tier in BASE_TIERS]) == list(walked.values())
 
 
@@ -123,31 +136,33 @@ def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> N
     rows = {(r.role, r.tier): r for r in step_traffic(ZERO3, Grid(2, 2, 2), [8 * 100], itemsize=2, accumulation=3)}
     link = 7 * 100 * 2  # M (w - 1) / w of M = 1,600 bytes
     assert {key: row.wire_bytes for key, row in rows.items()} == {
-        ("weights", "gcd"): 4 * link * 6 / 8,
-        ("weights", "gpu"): 2 * link * 6 / 8,
-        ("weights", "node"): 2 * link * 6 / 8,
-        ("gradients", "gcd"): 4 * link * 3 / 8,
-        ("gradients", "gpu"): 2 * link * 3 / 8,
-        ("gradients", "node"): 2 * link * 3 / 8,
+        ("weights", "intra_package"): 4 * link * 6 / 8,
+        ("weights", "intra_node"): 2 * link * 6 / 8,
+        ("weights", "inter_node"): 2 * link * 6 / 8,
+        ("gradients", "intra_package"): 4 * link * 3 / 8,
+        ("gradients", "intra_node"): 2 * link * 3 / 8,
+        ("gradients", "inter_node"): 2 * link * 3 / 8,
     }
-    assert 4 * rows["weights", "node"].wire_bytes == 6 * link  # a node's four ranks together: one link of the ring
+    assert (
+        4 * rows["weights", "inter_node"].wire_bytes == 6 * link
+    )  # a node's four ranks together: one link of the ring
     assert not any(row.used for row in step_traffic(ZERO3, Grid(1, 1, 1), [100]))
 
 
 def test_link_times_of_zero3_on_frontier() -> None:
     """20.55 x 10^9 weights of 2 bytes, three collectives, NICs of 100 GB/s per node: 41.1 GB x 3 x 383 / 384 / 100 GB/s."""
-    grid, rates = Grid(48, 4, 2), {"gcd": 200.0, "gpu": 50.0, "node": 12.5}
+    grid, rates = Grid(48, 4, 2), {"intra_package": 200.0, "intra_node": 50.0, "inter_node": 12.5}
     numels = read_scenario(["model=gpt_neox_20b"]).job.model.numels
     seconds = dict.fromkeys(rates, 0.0)
     for row in step_traffic(ZERO3, grid, numels):
         seconds[row.tier] += row.wire_bytes / rates[row.tier] / 1e9
     m = 2 * 20_554_567_680
-    assert seconds["node"] == pytest.approx(3 * m * 383 / 384 / 100e9, rel=1e-3) == pytest.approx(1.23, abs=0.01)
+    assert seconds["inter_node"] == pytest.approx(3 * m * 383 / 384 / 100e9, rel=1e-3) == pytest.approx(1.23, abs=0.01)
     # A node's ring has 4 links inside packages and 3 between them; 8 devices share what these carry.
-    assert seconds["gcd"] == pytest.approx(4 * 3 * m * 383 / 384 / (8 * 200e9), rel=1e-3)
-    assert seconds["gpu"] == pytest.approx(3 * 3 * m * 383 / 384 / (8 * 50e9), rel=1e-3)
+    assert seconds["intra_package"] == pytest.approx(4 * 3 * m * 383 / 384 / (8 * 200e9), rel=1e-3)
+    assert seconds["intra_node"] == pytest.approx(3 * 3 * m * 383 / 384 / (8 * 50e9), rel=1e-3)
     # What enters a node is within a hundredth or two of the minimum that a node has to receive.
-    into_node = 8 * sum(row.wire_bytes for row in step_traffic(ZERO3, grid, numels) if row.tier == "node")
+    into_node = 8 * sum(row.wire_bytes for row in step_traffic(ZERO3, grid, numels) if row.tier == "inter_node")
     minimum = schemes_node_bytes(grid, numels)["ZeRO-3"]
     assert into_node / minimum == pytest.approx((383 / 384) / (47 / 48), rel=1e-3)
 
@@ -173,13 +188,13 @@ def test_buffers_of_programs_are_what_a_step_takes_and_leaves() -> None:
         name: ShardPlan.from_config(parse_config({"preset": name}), Grid(2, 2, 2), 0) for name in ("topo", "zero3")
     }
     topo, zero3 = (StagePrograms.of(plan) for plan in plans.values())
-    message = plans["topo"].codecs.gradients["gcd"].format.message_bytes(chunks, 8, 2)
+    message = plans["topo"].codecs.gradients["intra_package"].format.message_bytes(chunks, 8, 2)
     assert topo.micro.peak_bytes(chunks, 2) == message // 2 + 4 * 2 * 1024, (
         "messages of peers, and their sum in float32"
     )
     whole = 8 * 1024 * 2
     assert zero3.unshard.peak_bytes(chunks, 2) == whole + whole // 2 == zero3.micro.peak_bytes(chunks, 2)
-    kept = parse_config({"preset": "topo", "error_feedback": ["gpu", "node"]})
+    kept = parse_config({"preset": "topo", "error_feedback": ["intra_node", "inter_node"]})
     programs = StagePrograms.of(ShardPlan.from_config(kept, Grid(2, 2, 2), 0))
     assert (programs.micro.residual_rows, programs.outermost.residual_rows) == (4, 2)
 
@@ -193,16 +208,16 @@ def _shape(chains: Chains) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
 
 def test_topo_refreshes_once_and_crosses_nodes_in_the_last_micro_step() -> None:
     plan = ShardPlan.from_config(parse_config({"preset": "topo"}), GRID, 0)
-    fetch, inside = [("gcd", 2, 192)], [("gcd", 2, 384), ("gpu", 4, 192)]
+    fetch, inside = [("intra_package", 2, 192)], [("intra_package", 2, 384), ("intra_node", 4, 192)]
     assert _shape(chains_of(plan, GRID, 2)) == [
-        ("refresh", 0, [("node", 48, 1), ("gpu", 4, 48)]),
+        ("refresh", 0, [("inter_node", 48, 1), ("intra_node", 4, 48)]),
         ("forward", 0, fetch),
         ("backward", 0, fetch),
         ("reduce", 0, inside),
         ("forward", 1, fetch),
         ("backward", 1, fetch),
         ("reduce", 1, inside),
-        ("boundary", 1, [("node", 48, 48)]),
+        ("boundary", 1, [("inter_node", 48, 48)]),
     ]
 
 
@@ -211,14 +226,14 @@ def test_zeropp_takes_the_devices_that_a_rank_sees_for_its_node() -> None:
         scheme = Scheme("deepspeed", hpz="node", quantized=True, visible=visible)
         return _shape(chains_of(scheme, GRID, 1))[-1][2]
 
-    assert reduce(None) == [("gcd+gpu", 8, 384), ("node", 48, 48)]
-    assert reduce(1) == [("gcd+gpu+node", 384, 384)]
+    assert reduce(None) == [("intra_package+intra_node", 8, 384), ("inter_node", 48, 48)]
+    assert reduce(1) == [("intra_package+intra_node+inter_node", 384, 384)]
 
 
 def test_other_engines() -> None:
     hsdp = _shape(chains_of(Scheme("fsdp", shard="node"), GRID, 2))
-    assert hsdp[-1] == ("reduce", 1, [("gcd+gpu", 8, 384), ("node", 48, 48)])
-    assert hsdp[2] == ("reduce", 0, [("gcd+gpu", 8, 384)])
+    assert hsdp[-1] == ("reduce", 1, [("intra_package+intra_node", 8, 384), ("inter_node", 48, 48)])
+    assert hsdp[2] == ("reduce", 0, [("intra_package+intra_node", 8, 384)])
     assert [phase for phase, _ in chains_of(Scheme("deepspeed", stage=2), GRID, 3)] == ["reduce"] * 3 + ["after"]
     stage1 = chains_of(Scheme("deepspeed", stage=1), GRID, 3)
     assert [phase for phase, _ in stage1] == ["reduce", "after"]

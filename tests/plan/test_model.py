@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from benchmarks.model import LONG, checks
 from hzero.config import parse_config
-from hzero.plan.collectives import OTHERS, Scheme, step_traffic
-from hzero.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
-from hzero.plan.memory import activations, footprint
-from hzero.plan.scenario import Job, buckets_of, read_scenario
-from hzero.plan.shards import ShardPlan
-from hzero.plan.step import COMPUTE, Prediction, Task, predict, simulate, speeds, tasks_of
+from hzero.program.shards import ShardPlan
+from hzero.tools.plan.collectives import OTHERS, Scheme, step_traffic
+from hzero.tools.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
+from hzero.tools.plan.memory import activations, footprint
+from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
+from hzero.tools.plan.step import COMPUTE, Prediction, Task, predict, simulate, speeds, tasks_of
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 from tests.ranks import ROOT
@@ -64,13 +64,13 @@ def test_transfers_share_a_full_resource_equally_and_leave_the_rest_to_others() 
 
 
 def test_tasks_wait_for_others_and_for_their_lane() -> None:
-    first = Task("wire", "first", [Phase(1.0), Phase(0.0, {"node": 2.0})], tier="node")
-    second = Task("other", "second", [Phase(1.0, {}), Phase(0.0, {"node": 1.0})], tier="node")
+    first = Task("wire", "first", [Phase(1.0), Phase(0.0, {"inter_node": 2.0})], tier="inter_node")
+    second = Task("other", "second", [Phase(1.0, {}), Phase(0.0, {"inter_node": 1.0})], tier="inter_node")
     compute = Task(COMPUTE, "compute", [Phase(0.0, {"compute": 1.0})], [first])
     figures = simulate([first, second, compute])
     # Both have a second of latency, then share the node until the second has ended.
     assert (second.end, first.end, compute.start, figures["seconds"]) == pytest.approx((3.0, 4.0, 4.0, 5.0))
-    assert figures["exposed node"] == pytest.approx(4.0)
+    assert figures["exposed inter_node"] == pytest.approx(4.0)
     with pytest.raises(ValueError, match="nothing can start"):
         late = Task("wire", "late", [Phase(1.0)])
         simulate([Task("wire", "early", [Phase(1.0)], [late]), late])
@@ -146,7 +146,7 @@ def test_small_models_are_gathered_together_and_kept() -> None:
         made = _preset(scheme, machine.grid) if isinstance(scheme, str) else scheme
         tasks = tasks_of(made, replace(job, reuse=reuse_numel), machine)
         return [task.name.removeprefix("backward ") for task in tasks
-                if task.name.startswith("backward") and task.lane in ("wire", "gcd+gpu+node")]  # fmt: skip
+                if task.name.startswith("backward") and task.lane in ("wire", "intra_package+intra_node+inter_node")]  # fmt: skip
 
     assert gathers(0) == ["2 layers", "5 layers", "5 layers", "embedding"], "the last is kept"
     assert gathers(2 * sum(job.model.after) + 1) == ["5 layers", "5 layers", "embedding"]
@@ -198,7 +198,7 @@ def test_the_whole_machine_takes_less_than_a_second() -> None:
 
 @pytest.mark.parametrize("preset", ["hpz", "lossless"])
 def test_a_micro_step_does_not_wait_for_reductions_of_the_last(preset: str) -> None:
-    machine = _machine(2, _with(net_ring_gb_s=0.5, net_rails_gb_s=0.5, gpu_pairs_gb_s=0.5))
+    machine = _machine(2, _with(net_ring_gb_s=0.5, net_rails_gb_s=0.5, intra_node_pairs_gb_s=0.5))
     job = replace(_model("gpt_neox_1b"), accumulation=2)
     simulate(tasks := tasks_of(_preset(preset, machine.grid), job, machine))
     second = [task for task in tasks if task.lane == COMPUTE][2 * len(buckets_of(job))]
@@ -215,7 +215,9 @@ def test_collectives_of_a_device_have_one_order_where_the_library_needs_it(order
     wire = [task for task in hops if task.lane == "wire"] if order == "strict" else hops
     together = sum(second.start < first.end for first, second in itertools.pairwise(wire))
     assert (together == 0) == (order == "strict")
-    assert {task.lane for task in hops} == {"gcd", "gpu", "node"} | ({"wire"} if order == "strict" else set())
+    assert {task.lane for task in hops} == {"intra_package", "intra_node", "inter_node"} | (
+        {"wire"} if order == "strict" else set()
+    )
     assert machine.profile.order == "strict" and load_profile("dgx_h200").order == "lanes"
 
 
@@ -234,7 +236,7 @@ def test_buckets_with_small_parts_share_a_message_of_the_outermost_tier() -> Non
     for least in (0, 1 << 16):
         plan = _preset("topo", grid, boundary_message_bytes=least)
         tasks = [task for task in tasks_of(plan, job, machine) if task.name.startswith("boundary")]
-        assert {task.tier for task in tasks} == {"group"} and all(task.boundary for task in tasks)
+        assert {task.tier for task in tasks} == {"inter_group"} and all(task.boundary for task in tasks)
         count.append(sum(task.lane == "wire" for task in tasks))
         states.append(footprint(plan, grid, job).states["transient reduce"])
         sent.append([row.wire_bytes for row in step_traffic(plan, grid, job.model.numels)])
@@ -287,10 +289,12 @@ def test_a_step_with_everything_else_free_is_its_compute() -> None:
 def test_every_constant_names_its_source(tmp_path: Path) -> None:
     assert set(profile_names()) >= {"frontier-2023", "frontier-2026", "lumi", "dgx_h200"}
     assert all(load_profile(name).sources for name in profile_names())
-    (tmp_path / "own.yaml").write_text("extends: lumi\nname: own\nconstants: {gcd_gb_s: {value: 7, source: olcf}}")
+    (tmp_path / "own.yaml").write_text(
+        "extends: lumi\nname: own\nconstants: {intra_package_gb_s: {value: 7, source: olcf}}"
+    )
     profile = load_profile(str(tmp_path / "own.yaml"))
-    assert (profile.name, profile.nodes, profile.value("gcd_gb_s")) == ("own", 2978, 7)
-    broken = yaml.safe_load((ROOT / "hzero" / "plan" / "profiles" / "dgx_h200.yaml").read_text())
+    assert (profile.name, profile.nodes, profile.value("intra_package_gb_s")) == ("own", 2978, 7)
+    broken = yaml.safe_load((ROOT / "hzero" / "tools" / "plan" / "profiles" / "dgx_h200.yaml").read_text())
     del broken["constants"]["net_rails_gb_s"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(broken))
     with pytest.raises(ConfigError, match=r"mine\.yaml: constants\.net_rails_gb_s: missing"):
@@ -303,11 +307,11 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
         (b"name: \xff", "byte 6 is not UTF-8"),
         (b"[" * 5000, "is not YAML"),
         (b"extends: frontier-2027", "did you mean 'frontier-2026'"),
-        (b"extends: lumi\nconstants: {gcd_gb_s: {value: 1, source: hearsay}}", r"gcd_gb_s\.source: found 'hearsay'; expected "),
-        (b"extends: lumi\nconstants: {gcd_gb_s: {value: 0, source: olcf}}", r"gcd_gb_s\.value: found 0; expected at"),
-        (b"extends: lumi\nconstants: {gcd_gb_s: {value: 1.0e-320, source: olcf}}", r"gcd_gb_s\.value: found .*; expected at"),
-        (b"extends: lumi\nconstants: {gcd_gb_s: {value: 1.0e+300, source: olcf}}", r"gcd_gb_s\.value: found 1e\+300; expected"),
-        (b"extends: lumi\nconstants: {gcd_gbs: {value: 1, source: olcf}}", "did you mean 'gcd_gb_s'"),
+        (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 1, source: hearsay}}", r"source: found 'hearsay'; expected "),
+        (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 0, source: olcf}}", r"_gb_s\.value: found 0; expected at"),
+        (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 1.0e-320, source: olcf}}", r"_gb_s\.value: found .*; expected at"),
+        (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 1.0e+300, source: olcf}}", r"_gb_s\.value: found 1e\+300"),
+        (b"extends: lumi\nconstants: {intra_package_gbs: {value: 1, source: olcf}}", "did you mean 'intra_package_gb_s'"),
         (b"extends: lumi\nconstants: {ll_share: {value: 2, source: olcf}}", r"ll_share\.value: found 2; expected a share"),
         (b"extends: lumi\nvisible: 3", "visible: found 3"),
         (b"- 3", "expected a block with keys name"),

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from hzero.cli import main
 from hzero.config import PRESETS, parse_config
-from hzero.experiment import compose
-from hzero.plan.against import node_counts
-from hzero.plan.collectives import step_traffic
-from hzero.plan.scenario import read_scenario
-from hzero.plan.shards import ShardPlan
-from hzero.plan.step import Prediction, predict, simulate, tasks_of
+from hzero.program.shards import ShardPlan
+from hzero.tools.cli import main
+from hzero.tools.experiment import compose
+from hzero.tools.plan.against import node_counts
+from hzero.tools.plan.collectives import step_traffic
+from hzero.tools.plan.scenario import read_scenario
+from hzero.tools.plan.step import Prediction, predict, simulate, tasks_of
 
 NICS = ["model=gpt_neox_1m", "topology=nic", "nodes=2"]
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
@@ -44,7 +44,7 @@ def test_a_plan_shows_bytes_memory_times_and_a_step(capsys: pytest.CaptureFixtur
     assert all(f"│ {preset} " in text for preset in PRESETS)
     result = _json(capsys, "topology=frontier", "nodes=2", "accumulation=4", "preset=mild")
     assert (result["preset"], result["accumulation"], result["world_size"]) == ("mild", 4, 16)
-    assert {row["tier"] for row in result["traffic"] if row["seconds"]} == {"gcd", "gpu", "node"}
+    assert {row["tier"] for row in result["traffic"] if row["seconds"]} == {"intra_package", "intra_node", "inter_node"}
     others = ["FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++"]
     assert list(result["schemes"]) == [*PRESETS, "FSDP2, topo", "FSDP2, lossless", *others]
     assert all(one["step_s"] > 0 for one in result["schemes"].values())
@@ -59,7 +59,7 @@ def test_all_presets_have_the_figures_of_their_own_plans(capsys: pytest.CaptureF
         plan = _json(capsys, *keys, f"preset={name}")
         assert presets[name]["memory_bytes"] == plan["memory_bytes"]
         assert presets[name] == plan["schemes"][name]
-    changed = _json(capsys, *keys, "zero.codecs.weights.node=int4")
+    changed = _json(capsys, *keys, "zero.codecs.weights.inter_node=int4")
     assert changed["schemes"]["topo"]["weights"] == "package, int8/int4", "what is written counts"
     assert changed["schemes"]["topo"]["node_bytes"] < presets["topo"]["node_bytes"]
 
@@ -102,17 +102,17 @@ def test_muon_sends_every_matrix_to_one_rank_and_back(capsys: pytest.CaptureFixt
         "topology=frontier",
         "nodes=2",
         "model.num_layers=4",
-        "zero.codecs.optimizer.node=int8",
+        "zero.codecs.optimizer.inter_node=int8",
     ]
     adam = _json(capsys, *keys, "deepspeed.optimizer.type=AdamW")
     keys.append("deepspeed.zero_optimization.reduce_scatter=false")
     muon = _json(capsys, *keys, "deepspeed.optimizer.type=Muon")
     rows = {row["tier"]: row for row in muon["traffic"] if row["role"] == "optimizer"}
     longest = 4 * 128 * 128 * 2  # bytes, of a matrix of the hidden units
-    for tier, size in (("gcd", 2), ("gpu", 4), ("node", 2)):
+    for tier, size in (("intra_package", 2), ("intra_node", 4), ("inter_node", 2)):
         assert rows[tier]["raw_bytes"] == 2 * longest * (size - 1) // size and rows[tier]["zero3_bytes"] is None
     assert [rows[tier]["codec"] for tier in rows] == ["none", "none", "int8"]
-    assert rows["node"]["raw_bytes"] / 2 < rows["node"]["wire_bytes"] < rows["node"]["raw_bytes"]
+    assert rows["inter_node"]["raw_bytes"] / 2 < rows["inter_node"]["wire_bytes"] < rows["inter_node"]["raw_bytes"]
     assert muon["traffic"][: len(adam["traffic"])] == adam["traffic"] and muon["notes"] != adam["notes"]
     states = [{row["name"]: row["bytes"] for row in one["memory"]}["optimizer"] for one in (adam, muon)]
     # A momentum of bfloat16 instead of two moments of float32.
@@ -156,7 +156,7 @@ def test_scopes_and_codecs_by_pattern_count(capsys: pytest.CaptureFixture[str], 
     assert scoped["memory_bytes"] == scoped["schemes"]["lossless"]["memory_bytes"] < one["memory_bytes"]
 
     def received(plan: dict[str, Any], role: str) -> int:
-        return next(row["wire_bytes"] for row in plan["traffic"] if (row["role"], row["tier"]) == (role, "node"))
+        return next(row["wire_bytes"] for row in plan["traffic"] if (row["role"], row["tier"]) == (role, "inter_node"))
 
     # Of two nodes each use brings half of the shards of this rank's place, instead of one refresh.
     assert received(scoped, "weights") - received(one, "weights") == (2 * 3 - 1) * experts * 2 // 16
@@ -197,7 +197,7 @@ def test_a_step_with_patterns_has_the_time_of_its_bytes(tmp_path: Path) -> None:
         whole = simulate(tasks_of(plan, job, scenario.machine))  # a plan without exceptions is extrapolated
         assert step.step_s == pytest.approx(whole["seconds"], rel=1e-3)
         rows = step_traffic(plan, scenario.grid, job.model.numels, accumulation=4, names=job.model.names)
-        return step, sum(row.wire_bytes for row in rows if row.tier == "node") / whole["busy node"]
+        return step, sum(row.wire_bytes for row in rows if row.tier == "inter_node") / whole["busy inter_node"]
 
     usual, rate = predicted("")
     assert predicted("weights: package, gradients: node", "*")[0] == usual
@@ -225,7 +225,7 @@ def test_tune_chooses_what_fits_and_what_loses_no_more_than_allowed(capsys: pyte
     assert 1 < len(found) <= 10 and steps == pytest.approx(sorted(steps), rel=2e-3)
     assert all(one["memory_bytes"] <= 45e9 for one in found) and result["left_out"] > 0
     best = result["best"]
-    assert best == found[0] and parse_config(best["block"]).codecs.weights.node.codec == "none"
+    assert best == found[0] and parse_config(best["block"]).codecs.weights.inter_node.codec == "none"
     experiment = compose([*FRONTIER, "nodes=48", *best["overrides"]])
     assert experiment["train"]["micro_batch"] * experiment["train"]["grad_accumulation"] * 384 == 384
     assert experiment.plan == ShardPlan.from_config(parse_config(best["block"]), experiment.grid, 0)
@@ -354,12 +354,12 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         ([*FRONTIER, "nodes=2", "topology.nics_per_node=4"], "topology.nics_per_node: found 4 without topology.nic_gbit"),
         (["zero=stock"], "zero.preset: found none; expected one"),
         (["preset=tpoo"], "did you mean 'topo'"),
-        (["zero.codecs.weights.node=exp"], "codecs.weights.node.codec: found 'exp'; expected none, bf16, int8,"),
+        (["zero.codecs.weights.inter_node=exp"], "codecs.weights.inter_node.codec: found 'exp'; expected none, bf16, int8,"),
         (["model.num_layers=1000000000"], "model.num_layers: found 1000000000"),
         (["topology=frontier", "nodes=1000000000000"], "topology.nodes: found 1000000000000"),
         ([*FRONTIER, "nodes=2", f"memory={'9' * 400}"], "memory: found '999999999999...9999999999999'; expected GB as in"),
         ([*NICS, "topology.nic_gbit=1e-320"], "topology.nic_gbit: found 1e-320; expected"),
-        ([*NICS, "topology.bandwidth_gb_s.node=1e-320"], "topology.bandwidth_gb_s.node: found 1e-320; expected"),
+        ([*NICS, "topology.bandwidth_gb_s.inter_node=1e-320"], "topology.bandwidth_gb_s.inter_node: found 1e-320; expected"),
         (["--against", "2", *FRONTIER, "--out", "a\0"], "--out: found 'a\\x00'; expected a text without NUL"),
         ([*FRONTIER, "nodes=2", "--links", "a\0"], "--links: found 'a\\x00'; expected a text without NUL"),
         (["model=hf", "model.path=a\0"], "model.path: found 'a\\x00'; expected a text without NUL"),
@@ -383,7 +383,7 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     )
     config = f"{{model_type: mixtral, num_local_experts: 8, num_experts_per_tok: 2, vocab_size: 512, {shape}}}"
     keys = ["model=hf", f"model.config={config}", "topology=frontier", "nodes=4", "preset=lossless", "accumulation=3"]
-    experts = [*keys, "zero.codecs.expert.gpu=int8", "deepspeed.expert_parallel={enabled: true, autoep_size: 8}"]
+    experts = [*keys, "zero.codecs.expert.intra_node=int8", "deepspeed.expert_parallel={enabled: true, autoep_size: 8}"]
     one, divided = _json(capsys, *keys), _json(capsys, *experts)
 
     def rows(plan: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -391,16 +391,16 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
 
     before, after = rows(one), rows(divided)
     for role in ("weights", "gradients"):  # the refresh, and the boundary
-        assert after[role, "node"]["wire_bytes"] == before[role, "node"]["wire_bytes"]
-        assert after[role, "gpu"]["wire_bytes"] < before[role, "gpu"]["wire_bytes"]
+        assert after[role, "inter_node"]["wire_bytes"] == before[role, "inter_node"]["wire_bytes"]
+        assert after[role, "intra_node"]["wire_bytes"] < before[role, "intra_node"]["wire_bytes"]
     tokens = 2 * 512 * 2 // 8  # to each of the 8 ranks
     exchanges = 3 * 4 * 3
-    assert after["expert", "gcd"]["wire_bytes"] == exchanges * tokens * 64 * 2
-    assert after["expert", "gpu"]["raw_bytes"] == exchanges * 6 * tokens * 64 * 2
-    assert after["expert", "gpu"]["wire_bytes"] * 128 == after["expert", "gpu"]["raw_bytes"] * 80, (
+    assert after["expert", "intra_package"]["wire_bytes"] == exchanges * tokens * 64 * 2
+    assert after["expert", "intra_node"]["raw_bytes"] == exchanges * 6 * tokens * 64 * 2
+    assert after["expert", "intra_node"]["wire_bytes"] * 128 == after["expert", "intra_node"]["raw_bytes"] * 80, (
         "codes, scale, padding"
     )
-    assert {tier for role, tier in after if role == "expert"} == {"gcd", "gpu"}
+    assert {tier for role, tier in after if role == "expert"} == {"intra_package", "intra_node"}
     kept, fewer = ({state["name"]: state["bytes"] for state in plan["memory"]} for plan in (one, divided))
     assert fewer["resident weights"] < kept["resident weights"]
     assert fewer["gradient accumulators"] == kept["gradient accumulators"]
@@ -417,9 +417,10 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
         "deepspeed.bf16.bf16_master_weights_and_grads=true": "bf16.bf16_optimizer_states: found None with bf16.bf16_master",
         "deepspeed.optimizer={type: Muoon}": "deepspeed.optimizer.type: found 'Muoon'; expected adagrad, adam, adamw",
         "deepspeed.optimizer={type: Muon}": "expert_parallel.enabled: found True; expected false with Muon",
-        "zero.codecs.expert.gcd=mpc": "hzero.codecs.expert.gcd: found 'mpc' with coded tokens",
+        "zero.codecs.expert.intra_package=mpc": "hzero.codecs.expert.intra_package: found 'mpc' with coded tokens",
         "zero.checksum=true": "hzero.checksum: found True with coded tokens",
-        "zero.codecs.expert={gpu: none, node: int8}": "found none on the tiers that groups of 8 ranks cross (gcd, gpu)",
+        "zero.codecs.expert={intra_node: none, inter_node: int8}": "found none on the tiers that groups of 8 ranks cross "
+        "(intra_package, intra_node)",
         "model=gpt_neox_1m": "autoep_size: found 8 for a model with 0 experts in a layer",
     }
     for key, message in refused.items():  # as a run refuses them

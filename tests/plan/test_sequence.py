@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hzero import cli
 from hzero.config import SequenceConfig
-from hzero.plan.sequence import chunked
 from hzero.sequence.host import HostMemory
 from hzero.sequence.models import ChunkedModel
+from hzero.tools import cli
+from hzero.tools.plan.sequence import chunked
 from hzero.validation import ConfigError
 from tests.sequence.planned import job
 
@@ -69,7 +69,7 @@ def _plan(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
 def test_a_plan_counts_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     one, eight = (_plan(capsys, f"zero.sequence.parallel={ranks}")["sequences"] for ranks in (1, 8))
     assert one["tokens"] == 8 * eight["tokens"] == 32768
-    assert eight.keys() - one.keys() == {"received_gcd", "received_gpu"}
+    assert eight.keys() - one.keys() == {"received_intra_package", "received_intra_node"}
     assert eight["longest"] == pytest.approx(8 * one["longest"], rel=0.01)
     assert one["longest"] > 2 * one["longest_with_checkpointing_alone"]
     # 36 GB/s for each device, and 205 GB/s for all of a node.
@@ -82,7 +82,7 @@ def test_a_plan_counts_long_sequences(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_global_batch_counts_a_group_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="global_batch: found 40; expected a multiple of the 48 devices"):
-        from hzero.plan.scenario import read_scenario
+        from hzero.tools.plan.scenario import read_scenario
 
         overrides = [one for one in MACHINE[2:]] + ["zero.sequence.parallel=8", "global_batch=40"]
         _ = read_scenario(["topology.nodes=48" if one == "nodes=48" else one for one in overrides]).sequences

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import BASE_TIERS, SCOPES, TIERS, parse_config, tiers_inside
-from hzero.plan.program import Order
-from hzero.plan.shards import ShardPlan
+from hzero.program.program import Order
+from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
 
@@ -28,7 +28,7 @@ SIZES = st.tuples(
 def grid_of(sizes: tuple[int, ...], **how: Any) -> Grid:
     """A grid by the sizes of all tiers, innermost first."""
     gcd, hive, gpu, node, group, cluster = sizes
-    declared = {"gpus_per_hive": hive, "nodes_per_group": node if group > 1 else None, "clusters": cluster}
+    declared = {"packages_per_hive": hive, "nodes_per_group": node if group > 1 else None, "clusters": cluster}
     return Grid(node * group * cluster, gpu * hive, gcd, **declared, **how)
 
 
@@ -48,7 +48,7 @@ def plan_of(grid: Grid, rank: int = 0, **block: object) -> ShardPlan:
 @given(GRIDS)
 def test_coordinates_and_ranks_are_inverse(grid: Grid) -> None:
     for rank in range(grid.world_size):
-        assert grid.rank(*grid.coordinates(rank)) == rank
+        assert grid.rank(grid.coordinates(rank)) == rank
 
 
 @given(GRIDS)
@@ -85,9 +85,13 @@ def test_a_ring_between_many_nodes_becomes_two_short_ones() -> None:
     """The whole of Frontier in 98 groups of 96: 9,407 steps become 95 and 97."""
     grid = Grid(9408, 4, 2, nodes_per_group=96)
     plan = plan_of(grid, rank=75_263)
-    assert [(hop.tier, hop.size) for hop in plan.boundary_hops()] == [("node", 96), ("group", 98)]
-    assert [(hop.tier, hop.size) for hop in plan.refresh_hops()] == [("group", 98), ("node", 96), ("gpu", 4)]
-    assert list(plan.tier_group("group"))[:2] == [767, 1535]
+    assert [(hop.tier, hop.size) for hop in plan.boundary_hops()] == [("inter_node", 96), ("inter_group", 98)]
+    assert [(hop.tier, hop.size) for hop in plan.refresh_hops()] == [
+        ("inter_group", 98),
+        ("inter_node", 96),
+        ("intra_node", 4),
+    ]
+    assert list(plan.tier_group("inter_group"))[:2] == [767, 1535]
 
 
 def test_a_scope_that_the_machine_lacks_is_refused_with_what_declares_it() -> None:
@@ -96,20 +100,23 @@ def test_a_scope_that_the_machine_lacks_is_refused_with_what_declares_it() -> No
     ):
         plan_of(Grid(4, 2, 2), shard={"gradients": "group"})
     with pytest.raises(
-        ConfigError, match=r"weights: found 'hive', .* expected device, package, node, cluster, world; gpus_per"
+        ConfigError, match=r"weights: found 'hive', .* expected device, package, node, cluster, world; packages_per"
     ):
         plan_of(Grid(4, 2, 2, clusters=2), shard={"weights": "hive"})
 
 
 def test_tiers_take_the_codec_of_their_neighbour() -> None:
-    codecs = {"weights": {"node": "int4", "cluster": "none"}, "gradients": {"gpu": "int8", "group": "int4"}}
-    plan = plan_of(Grid(8, 4, 1, gpus_per_hive=2, nodes_per_group=2, clusters=2), codecs=codecs)
+    codecs = {
+        "weights": {"inter_node": "int4", "inter_cluster": "none"},
+        "gradients": {"intra_node": "int8", "inter_group": "int4"},
+    }
+    plan = plan_of(Grid(8, 4, 1, packages_per_hive=2, nodes_per_group=2, clusters=2), codecs=codecs)
     found = {
         role: [hop.codec.codec for hop in hops] for role, hops in (("w", plan.gather_hops()), ("g", plan.reduce_hops()))
     }
     assert found == {"w": ["none", "int8", "int4", "none", "none"], "g": ["int8", "int8", "none", "int4", "int4"]}
     assert plan_of(Grid(4, 2, 2), codecs=codecs).notes == (
-        "codecs on tiers of size 1 are unused: int4 of gradients on group",
+        "codecs on tiers of size 1 are unused: int4 of gradients on inter_group",
     )
 
 
@@ -185,23 +192,23 @@ def test_presets_never_mean_whole_copies_by_accident(layout: tuple[int, int, int
 def test_two_bits_with_stochastic_rounding_are_a_warning() -> None:
     """If the codec is used on a tier with several ranks."""
     block = parse_config(
-        {"preset": "topo", "codecs": {"gradients": {"node": {"codec": "int2", "rounding": "stochastic"}}}}
+        {"preset": "topo", "codecs": {"gradients": {"inter_node": {"codec": "int2", "rounding": "stochastic"}}}}
     )
     (warning,) = ShardPlan.from_config(block, Grid(2, 4, 2), 0).adaptations
-    assert warning.startswith("stochastic rounding of int2 of gradients on node adds as much noise as signal")
+    assert warning.startswith("stochastic rounding of int2 of gradients on inter_node adds as much noise as signal")
     assert not any("noise" in one for one in ShardPlan.from_config(block, Grid(1, 4, 2), 0).adaptations)
 
 
 def test_where_differences_have_no_effect_or_another_one() -> None:
     """They need a lossy hop outside the weights' scope of this machine, and are not what a use gathers."""
-    codecs = {"weights": {"gcd": "none", "gpu": "int4", "node": "int4"}}
+    codecs = {"weights": {"intra_package": "none", "intra_node": "int4", "inter_node": "int4"}}
     block = parse_config({"preset": "topo", "refresh_differences": True, "full_refresh_every": 7, "codecs": codecs})
     plan = ShardPlan.from_config(block, Grid(2, 4, 2), 0)
     assert plan.differences == 7 and not plan.notes and not plan.adaptations
     within = ShardPlan.from_config(block, Grid(1, 8, 1), 0)  # weights over all devices
     assert not within.differences and any("over no tier here" in note for note in within.notes)
     coarse = ShardPlan.from_config(block, Grid(2, 8, 1), 0)  # weights over the node
-    assert coarse.differences == 7 and any("on gpu every use gathers" in one for one in coarse.adaptations)
+    assert coarse.differences == 7 and any("on intra_node every use gathers" in one for one in coarse.adaptations)
     for grid, scope, sent in (
         (Grid(2, 4, 2), "package", "int2"),
         (Grid(2, 8, 1), "node", "int2"),
@@ -212,7 +219,7 @@ def test_where_differences_have_no_effect_or_another_one() -> None:
         assert lean.weights_scope == scope and bool(lean.differences) == bool(sent)
         assert {hop.codec.codec for hop in lean.refresh_hops()} == {sent} - {""}
         assert {hop.codec.codec for hop in lean.unshard_hops()} == {"int8"}, "as topo"
-    codecs = {"weights": {"gcd": "int4", "gpu": "none", "node": "none"}}
+    codecs = {"weights": {"intra_package": "int4", "intra_node": "none", "inter_node": "none"}}
     block = parse_config({"preset": "replica", "refresh_differences": True, "codecs": codecs})
     exact = ShardPlan.from_config(block, Grid(2, 8, 1), 0)
-    assert not exact.differences and any("codec none on gpu, node" in note for note in exact.notes)
+    assert not exact.differences and any("codec none on intra_node, inter_node" in note for note in exact.notes)

@@ -17,7 +17,7 @@ import hzero.fsdp
 from hzero.validation import ConfigError
 
 VOCAB, LENGTH = 61, 23
-TOPOLOGY = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
+TOPOLOGY = {"nodes": 2, "packages_per_node": 1, "devices_per_package": 2}
 BLOCK: dict[str, Any] = {"preset": "lossless", "topology": TOPOLOGY, "sequence": {"parallel": 2, "chunk": 4}}
 
 
@@ -84,7 +84,7 @@ def check_deepspeed_trains_as_one_rank_does() -> None:
     received = {
         row["tier"]: row["wire_bytes"] for row in hzero.state(engine).wire_log.as_dicts() if row["role"] == "sequence"
     }
-    assert set(received) == {"gcd"}, received
+    assert set(received) == {"intra_package"}, received
     engine.destroy()
 
 

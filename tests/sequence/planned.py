@@ -3,8 +3,8 @@
 from typing import Any
 
 from hzero.config import SequenceConfig
-from hzero.experiment import _counted
-from hzero.plan.scenario import Job
+from hzero.tools.experiment import _counted
+from hzero.tools.plan.scenario import Job
 
 
 def job(config: Any, length: int, sequence: SequenceConfig, itemsize: int = 4, batch: int = 1) -> Job:

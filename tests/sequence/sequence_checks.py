@@ -13,8 +13,8 @@ from deepspeed.accelerator import get_accelerator
 
 from hzero.comm import Communicator, for_dimension, shared_lanes
 from hzero.config import SequenceConfig, parse_config
-from hzero.plan.sequence import exchanged
 from hzero.sequence.models import ChunkedModel
+from hzero.tools.plan.sequence import exchanged
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
 from tests.deepspeed.race_detector import Event, Trace, _Work, recording
@@ -32,7 +32,7 @@ from tests.sequence.training import (
 
 #: Tokens of a rank in a chunk.
 CHUNK = 4
-TOPOLOGY = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
+TOPOLOGY = {"nodes": 2, "packages_per_node": 1, "devices_per_package": 2}
 
 
 def _block(codec: str) -> dict[str, Any]:

@@ -32,11 +32,11 @@ from transformers import (
 )
 
 from hzero.config import SequenceConfig, parse_config
-from hzero.plan.sequence import chunked
 from hzero.sequence import attach, detacher
 from hzero.sequence.attention import Attention
 from hzero.sequence.host import HostMemory, one_ahead
 from hzero.sequence.models import ChunkedModel
+from hzero.tools.plan.sequence import chunked
 from hzero.validation import ConfigError
 from tests.ranks import on_ranks
 from tests.sequence.live import Live, counting
@@ -214,7 +214,7 @@ def test_adapters_are_trained() -> None:
         of_all = gradients(model)
         model.zero_grad()
         config = parse_config(
-            {"sequence": {"chunk": 4}, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 1}}
+            {"sequence": {"chunk": 4}, "topology": {"nodes": 1, "packages_per_node": 1, "devices_per_package": 1}}
         )
         marked: list[tuple[Any, bool]] = []
         attach(model, config, lambda *given: marked.append(given))

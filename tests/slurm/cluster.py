@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hzero.launch import die_with_parent
+from hzero.tools.launch import die_with_parent
 
 #: What the daemons and commands are called, and the Debian packages that have them.
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sbcast", "scontrol", "squeue", "scancel", "sinfo")
@@ -144,7 +144,7 @@ _SETTINGS = {
     "SelectTypeParameters": "CR_Core",
     "ReturnToService": "2",
     "SlurmdParameters": "config_overrides",  # nodes have the processors that they say
-    "GresTypes": "gpu",
+    "GresTypes": "intra_node",
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
     "KillWait": "20",
     "SlurmdTimeout": "10",

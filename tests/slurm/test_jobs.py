@@ -30,7 +30,13 @@ FULL = os.environ.get("HZERO_SLURM") == "full"
 WAIT_S = 600.0 if FULL else 240.0
 #: A small run in fp32 and without a codec, so that losses can be compared bit for bit.
 KEYS = (
-    *("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=1", "zero=lossless", "train.dtype=fp32"),
+    *(
+        "topology.nodes=2",
+        "topology.packages_per_node=1",
+        "topology.devices_per_package=1",
+        "zero=lossless",
+        "train.dtype=fp32",
+    ),
     *("model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.intermediate_size=128"),
     *("model.vocab_size=300", "model.seq_length=128", "train.micro_batch=8", "train.eval_batches=1"),
     *("data=text", "data.path=book.txt", "data.cache_dir=cache"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from hzero.commands.topology import text_of
+from hzero.tools.commands.topology import text_of
 from hzero.topology.machine import Machine
 from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError

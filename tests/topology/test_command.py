@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hzero import cli
-from hzero.commands.topology import text_of
+from hzero.tools import cli
+from hzero.tools.commands.topology import text_of
 from hzero.topology.machine import Device, Link, Machine, Nic, tiers_of
 from hzero.topology.sources import PRESETS, machine_of, preset
 from tests.topology import trees
@@ -38,9 +38,9 @@ def test_frontier(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "  - {kind: xgmi, count: 2, gb_s: 100.0, pairs: [[0, 6], [2, 4]]}" in lines
     assert "  - {name: hsn2, kind: cxi, gb_s: 25.0}" in lines
     assert lines[-3:] == [
-        "# tier gcd: 2, 200 GB/s each way [0, 1] [2, 3] [4, 5] [6, 7]",
-        "# tier gpu: 4, 50 GB/s each way [0, 2, 4, 6] [1, 3, 5, 7]",
-        "# tier node: 1, 12.5 GB/s each way",
+        "# tier intra_package: 2, 200 GB/s each way [0, 1] [2, 3] [4, 5] [6, 7]",
+        "# tier intra_node: 4, 50 GB/s each way [0, 2, 4, 6] [1, 3, 5, 7]",
+        "# tier inter_node: 1, 12.5 GB/s each way",
     ]
     monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path)))
     assert cli.main(["topology"]) == 0

@@ -147,7 +147,7 @@ def reports(machines: list[Machine], devices: list[int]) -> list[RankReport]:
 
 
 def places(said: list[RankReport]) -> list[tuple[int, int]]:
-    return [(place.package, place.gcd) for place in assemble(said).places]
+    return [(place.package, place.device) for place in assemble(said).places]
 
 
 @pytest.mark.parametrize("order", [list(range(8)), list(OLCF)])
@@ -246,13 +246,13 @@ def test_every_way_of_launching_finds_the_same_machine(sysfs: Path) -> None:
         orders[name] = [tier for tier in first.grid.order if tier in BASE_TIERS] if first.grid.regular else None
         assert any("no regular order" in note for note in first.notes) == (name == "scrambled")
     assert all(found == groups["one device"] for found in groups.values())
-    packages = {frozenset(name.split()[1] for name in group) for group in groups["one device"]["gcd"]}
+    packages = {frozenset(name.split()[1] for name in group) for group in groups["one device"]["intra_package"]}
     assert packages == {frozenset(pair) for pair in (("c1", "c6"), ("c9", "ce"), ("d1", "d6"), ("d9", "de"))}
-    assert [len(groups["one device"][tier]) for tier in ("gcd", "gpu", "node")] == [8, 4, 8]
-    assert orders.pop("cyclic") == ["gpu", "gcd", "node"]
-    assert orders.pop("strided") == ["node", "gcd", "gpu"]
+    assert [len(groups["one device"][tier]) for tier in ("intra_package", "intra_node", "inter_node")] == [8, 4, 8]
+    assert orders.pop("cyclic") == ["intra_node", "intra_package", "inter_node"]
+    assert orders.pop("strided") == ["inter_node", "intra_package", "intra_node"]
     assert orders.pop("scrambled") is None
-    assert all(order == ["node", "gpu", "gcd"] for order in orders.values())
+    assert all(order == ["inter_node", "intra_node", "intra_package"] for order in orders.values())
 
 
 def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
@@ -277,7 +277,7 @@ def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
 
 
 def on_networks(networks: list[list[str]], width: int, node: Callable[[int], int]) -> Discovery:
-    """What reports of ranks without devices add up to; ``node`` gives the node of a rank, ``networks`` those of a node."""
+    """What reports of ranks without devices add up to; ``inter_node`` gives the node of a rank, ``networks`` those of a node."""
     homes = [node(rank) for rank in range(width * len(networks))]
     return assemble([RankReport(rank, f"n{at}", None, subnets=tuple(networks[at])) for rank, at in enumerate(homes)])
 
@@ -294,12 +294,18 @@ def test_nodes_of_unlike_networks_form_clusters(tmp_path: Path) -> None:
         said.append(RankReport.of(rank, f"n{rank % 4}", machine, machine.device(rank // 4)))
     found = assemble(said)
     grid = found.required_grid()
-    assert (grid.nodes, grid.clusters, grid.size("node"), grid.crossed) == (4, 2, 2, ("gpu", "node", "cluster"))
+    assert (grid.nodes, grid.clusters, grid.size("inter_node"), grid.crossed) == (
+        4,
+        2,
+        2,
+        ("intra_node", "inter_node", "inter_cluster"),
+    )
     for rank in range(8):
-        assert {said[peer].host for peer in grid.tier_group(rank, "node")} == {f"n{rank % 2}", f"n{rank % 2 + 2}"}
-        assert len({said[peer].subnets for peer in grid.tier_group(rank, "cluster")}) == 2
+        assert {said[peer].host for peer in grid.tier_group(rank, "inter_node")} == {f"n{rank % 2}", f"n{rank % 2 + 2}"}
+        assert len({said[peer].subnets for peer in grid.tier_group(rank, "inter_cluster")}) == 2
     assert found.notes == (
-        "nodes on 2 fabrics (ib fe80:0000:0000:0000 0x1 of node n0, ethernet of node n1) form clusters, which tier cluster joins",
+        "nodes on 2 fabrics (ib fe80:0000:0000:0000 0x1 of node n0, ethernet of node n1) form clusters, which "
+        "tier inter_cluster joins",
     )
 
 
@@ -319,7 +325,7 @@ def test_a_cluster_has_the_nodes_that_share_networks(networks: list[list[str]], 
     assert any("fabrics" in note for note in found.notes) == (len(sizes) > 1)
     assert any("cannot form clusters of equal size" in note for note in found.notes) == (not equal)
     for rank in range(grid.world_size if equal else 0):
-        peers = [int(found.places[peer].host[1:]) for peer in grid.tier_group(rank, "node")]
+        peers = [int(found.places[peer].host[1:]) for peer in grid.tier_group(rank, "inter_node")]
         assert len({frozenset(joined[node]) for node in peers}) == 1 and len(peers) == count // len(sizes)
 
 
@@ -428,12 +434,12 @@ def test_groups_are_physical_whatever_the_numbering(shape: tuple[int, int, int],
     places = [Place(rank, *cell) for rank, cell in enumerate(cells)]
     grid = grid_of(places)
     for place in places:
-        group = [places[rank] for rank in grid.tier_group(place.rank, "gcd")]
+        group = [places[rank] for rank in grid.tier_group(place.rank, "intra_package")]
         assert {(p.host, p.package) for p in group} == {(place.host, place.package)}
-        group = [places[rank] for rank in grid.tier_group(place.rank, "gpu")]
+        group = [places[rank] for rank in grid.tier_group(place.rank, "intra_node")]
         assert {p.host for p in group} == {place.host} and len({p.package for p in group}) == gpus
-        assert {p.gcd for p in group} == {place.gcd}
-        assert len({places[rank].host for rank in grid.tier_group(place.rank, "node")}) == nodes
+        assert {p.device for p in group} == {place.device}
+        assert len({places[rank].host for rank in grid.tier_group(place.rank, "inter_node")}) == nodes
         assert [grid.size(tier) for tier in BASE_TIERS] == [gcds, gpus, nodes]
 
 

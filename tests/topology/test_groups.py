@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hzero.config import TopologyConfig, parse_config
 from hzero.engine.engine import undeclared
-from hzero.experiment import compose
-from hzero.plan.shards import ShardPlan
+from hzero.program.shards import ShardPlan
+from hzero.tools.experiment import compose
 from hzero.topology import Grid, discovery, resolve_grid
 from hzero.topology.discovery import RankReport, assemble
 from hzero.topology.grid import chosen_group
@@ -57,18 +57,18 @@ def _grid(topology: Any, nodes: int, width: int = 2) -> Grid:
         (None, 60, 1),
         ({"nodes_per_group": None}, 72, 1),
         ({"nodes_per_group": 12}, 72, 6),
-        ({"gpus_per_node": 2}, 72, 9),
-        ({"gpus_per_node": 2, "nodes_per_group": None}, 72, 1),
-        ({"gpus_per_node": 2, "nodes_per_group": 36}, 72, 2),
-        ({"gpus_per_node": 2, "clusters": 2}, 144, 9),
-        ({"gpus_per_node": 2, "switch_nodes": 128}, 9408, 147),
+        ({"packages_per_node": 2}, 72, 9),
+        ({"packages_per_node": 2, "nodes_per_group": None}, 72, 1),
+        ({"packages_per_node": 2, "nodes_per_group": 36}, 72, 2),
+        ({"packages_per_node": 2, "clusters": 2}, 144, 9),
+        ({"packages_per_node": 2, "switch_nodes": 128}, 9408, 147),
     ],
 )
 def test_groups_are_made_unless_the_block_says_otherwise(topology: Any, nodes: int, groups: int) -> None:
     grid = _grid(topology, nodes)
-    assert (grid.nodes, grid.size("group")) == (nodes, groups)
+    assert (grid.nodes, grid.size("inter_group")) == (nodes, groups)
     plan = ShardPlan.from_config(parse_config({}), grid, 0)
-    assert ("group" in [hop.tier for hop in plan.boundary_hops()]) == (groups > 1)
+    assert ("inter_group" in [hop.tier for hop in plan.boundary_hops()]) == (groups > 1)
     chosen = grid.automatic and groups > 1
     assert [note for note in plan.notes if "chosen" in note] == [grid.groups_text] * chosen
     assert ("(groups chosen)" in str(plan)) == chosen, "the start line"
@@ -87,7 +87,7 @@ def test_a_discovered_machine_prefers_a_part_of_its_switch_group(tmp_path: Path)
 
 def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_path: Path) -> None:
     file = tmp_path / "grid.yaml"
-    file.write_text("gpus_per_node: 2\nnodes_per_group: 24\n")
+    file.write_text("packages_per_node: 2\nnodes_per_group: 24\n")
     source = str(file)
     assert _grid(source, 72).nodes_per_group == _grid({"source": source}, 72).nodes_per_group == 24
     assert _grid({"source": source, "nodes_per_group": "automatic"}, 72).nodes_per_group == 8
@@ -96,7 +96,7 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
     assert compose(keys).grid.nodes_per_group == 24
     assert compose([*keys, "topology.nodes_per_group=36"]).grid.nodes_per_group == 36
     file.write_text("nodes_per_group: 24\n")
-    with pytest.raises(ConfigError, match="gpus_per_node: missing"):
+    with pytest.raises(ConfigError, match="packages_per_node: missing"):
         _grid(source, 72)
 
 
@@ -115,10 +115,13 @@ def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
     [
         ({"nodes_per_group": 5}, r"nodes_per_group: found 5; expected a divisor of the 72 nodes: 1, 2, 3"),
         (
-            {"gpus_per_node": 2, "nodes_per_group": "many"},
+            {"packages_per_node": 2, "nodes_per_group": "many"},
             "nodes_per_group: found 'many'; expected a number of nodes, null",
         ),
-        ({"source": "frontier", "gcds_per_gpu": 2}, r"gcds_per_gpu: found together with .*source 'frontier'"),
+        (
+            {"source": "frontier", "devices_per_package": 2},
+            r"devices_per_package: found together with .*source 'frontier'",
+        ),
     ],
 )
 def test_what_cannot_be_groups_is_refused(topology: Any, says: str) -> None:
@@ -127,7 +130,7 @@ def test_what_cannot_be_groups_is_refused(topology: Any, says: str) -> None:
 
 
 def test_a_count_without_a_divisor_is_warned_about_with_the_nearest_that_has_one() -> None:
-    machine = {"gpus_per_node": 2, "gcds_per_gpu": 2}
+    machine = {"packages_per_node": 2, "devices_per_package": 2}
     grid = _grid(machine, 67, width=4)
     assert grid.nodes_per_group is None
     [warning] = ShardPlan.from_config(parse_config({}), grid, 0).adaptations
@@ -136,20 +139,22 @@ def test_a_count_without_a_divisor_is_warned_about_with_the_nearest_that_has_one
     assert not ShardPlan.from_config(parse_config({}), off, 0).adaptations
 
 
-@pytest.mark.parametrize("order", [("node", "gpu", "gcd"), ("gcd", "gpu", "node")])
+@pytest.mark.parametrize(
+    "order", [("inter_node", "intra_node", "intra_package"), ("intra_package", "intra_node", "inter_node")]
+)
 def test_ranks_of_a_part_of_the_world_form_groups_of_their_own(order: Any) -> None:
     """A pipeline stage has a part of the nodes, which groups of the world would not divide evenly."""
     whole = Grid(576, 2, 1, order, automatic=True)
     assert whole.nodes_per_group == 24
     places = {rank: whole.coordinates(rank) for rank in range(whole.world_size)}
-    number = {rank: place.group * 24 + place.node for rank, place in places.items()}
+    number = {rank: place.inter_group * 24 + place.inter_node for rank, place in places.items()}
     for nodes, group in ((32, None), (72, 8)):
         ranks = [rank for rank in places if number[rank] < nodes]
         part = whole.of_ranks(ranks)
         assert (part.nodes, part.nodes_per_group) == (nodes, group)
         size = group or nodes
         for rank in (0, 1, len(ranks) - 1):
-            first, *others = [number[ranks[peer]] for peer in part.tier_group(rank, "node")]
+            first, *others = [number[ranks[peer]] for peer in part.tier_group(rank, "inter_node")]
             assert first % size == 0 and others == list(range(first + 1, first + size))
 
 
@@ -159,14 +164,18 @@ def test_ranks_of_a_part_of_the_world_form_groups_of_their_own(order: Any) -> No
         ({"preset": "topo"}, "int8", "int8"),
         ({"preset": "zeropp"}, "int8", "int8"),
         ({"preset": "lossless"}, "none", "none"),
-        ({"preset": "topo", "codecs": {"gradients": {"node": "none"}}}, "int8", "none"),
-        ({"preset": "topo", "codecs": {"gradients": {"group": "int4"}, "weights": {"node": "int4"}}}, "int8", "int4"),
+        ({"preset": "topo", "codecs": {"gradients": {"inter_node": "none"}}}, "int8", "none"),
+        (
+            {"preset": "topo", "codecs": {"gradients": {"inter_group": "int4"}, "weights": {"inter_node": "int4"}}},
+            "int8",
+            "int4",
+        ),
     ],
 )
 def test_groups_exchange_in_int8_or_better(block: dict[str, Any], weights: str, gradients: str) -> None:
     plan = ShardPlan.from_config(parse_config(block), Grid(64, 4, 2, automatic=True), 0)
     for hops, codec in ((plan.gather_hops(), weights), (plan.reduce_hops(), gradients)):
-        assert {hop.tier: hop.codec.codec for hop in hops}["group"] == codec
+        assert {hop.tier: hop.codec.codec for hop in hops}["inter_group"] == codec
 
 
 def test_the_plan_makes_the_groups_of_the_run() -> None:
@@ -184,6 +193,6 @@ def test_presets_are_options_of_the_trainer_and_the_plan(name: str) -> None:
     rates = {tier.name: tier.gb_s for tier in tiers_of(preset(name)) if tier.gb_s is not None}
     declared = experiment.config["topology"]
     if "nic_gbit" in declared:
-        assert rates == {"node": declared["nic_gbit"] * declared["nics_per_node"] / 8 / 8}
+        assert rates == {"inter_node": declared["nic_gbit"] * declared["nics_per_node"] / 8 / 8}
     else:
         assert declared["bandwidth_gb_s"].items() >= rates.items()

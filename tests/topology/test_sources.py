@@ -146,11 +146,16 @@ SWITCHED = text("switched.xml")
 @pytest.mark.parametrize(
     ("name", "devices", "tiers", "gb_s"),
     [
-        ("topo_8p1h.xml", 8, {"gcd": 2, "gpu": 4}, {"gcd": 200.0, "gpu": 50.0, "node": 12.5}),
-        ("topo_16p1h.xml", 16, {"gcd": 2, "gpu": 8}, {"gcd": 200.0, "node": 12.5}),
-        ("topo_8p_90a.xml", 8, {"gpu": 8}, {"gpu": 50.0}),
-        ("topo_8p_940.xml", 8, {"gpu": 8}, {"gpu": 64.0, "node": 50.0}),
-        ("topo_4p3l_2h.xml", 8, {"hive": 4, "gpu": 2}, {"hive": 46.0}),
+        (
+            "topo_8p1h.xml",
+            8,
+            {"intra_package": 2, "intra_node": 4},
+            {"intra_package": 200.0, "intra_node": 50.0, "inter_node": 12.5},
+        ),
+        ("topo_16p1h.xml", 16, {"intra_package": 2, "intra_node": 8}, {"intra_package": 200.0, "inter_node": 12.5}),
+        ("topo_8p_90a.xml", 8, {"intra_node": 8}, {"intra_node": 50.0}),
+        ("topo_8p_940.xml", 8, {"intra_node": 8}, {"intra_node": 64.0, "inter_node": 50.0}),
+        ("topo_4p3l_2h.xml", 8, {"intra_hive": 4, "intra_node": 2}, {"intra_hive": 46.0}),
     ],
 )
 def test_recorded_dumps(name: str, devices: int, tiers: dict[str, int], gb_s: dict[str, float]) -> None:
@@ -205,7 +210,7 @@ def test_a_matrix(tmp_path: Path) -> None:
     machine = read(tmp_path, MATRIX)
     assert machine.devices == tuple(Device(number) for number in range(3))
     assert machine.links == tuple(Link(a, b, "nvlink", 18) for a, b in ((0, 1), (0, 2), (1, 2)))
-    assert {tier.name: tier.size for tier in tiers_of(machine) if tier.size > 1} == {"gpu": 3}
+    assert {tier.name: tier.size for tier in tiers_of(machine) if tier.size > 1} == {"intra_node": 3}
     machine = read(tmp_path, MATRIX + DEVICES)
     assert [device.bus for device in machine.devices] == [f"0000:{bus}:00.0" for bus in ("1b", "43", "9d")]
     assert machine.devices[0].uuid == "GPU-0febe11b-b4ad-5301-abfb-86f6c3c11e7f"
@@ -303,7 +308,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ("devices: 2\nlinks: [{pairs: [[0, 2]]}]", "link 0-2: expected two of the devices 0, 1"),
         ("devices: 2\nlinks: [{kind: xgm, pairs: all}]", "found 'xgm'; expected xgmi, nvlink, nvswitch or pcie (did"),
         ("devices: 2\nlinks: [{gb_s: .inf, pairs: all}]", "links.0.gb_s: found inf"),
-        ("gpus_per_node: 2", "declares a grid (gpus_per_node); expected a node"),
+        ("packages_per_node: 2", "declares a grid (packages_per_node); expected a node"),
         ("poem: Shall I compare thee", "found no known kind of file; expected an XML dump of RCCL or NCCL"),
         ("devices: &a 2\nnuma: *a", "line 1: is neither YAML nor JSON that can be used: found a reference"),
         ("a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk")), "a reference"),
@@ -347,13 +352,13 @@ SIZES = {"frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi3
          "mi355x": (1, 1, 8), "dgx_h200": (1, 1, 8), "nic": (1, 1, 8)}  # fmt: skip
 #: GB/s by tier, which follow from links and NICs.
 RATES = {
-    "frontier": {"gcd": 200, "gpu": 50, "node": 12.5},
-    "lumi": {"gcd": 200, "gpu": 50, "node": 12.5},
-    "el_capitan": {"gpu": 128},
-    "mi300x": {"gpu": 64},
-    "mi355x": {"gpu": 76.8, "node": 50},
-    "dgx_h200": {"gpu": 450, "node": 50},
-    "nic": {"node": 12.5 / 8},
+    "frontier": {"intra_package": 200, "intra_node": 50, "inter_node": 12.5},
+    "lumi": {"intra_package": 200, "intra_node": 50, "inter_node": 12.5},
+    "el_capitan": {"intra_node": 128},
+    "mi300x": {"intra_node": 64},
+    "mi355x": {"intra_node": 76.8, "inter_node": 50},
+    "dgx_h200": {"intra_node": 450, "inter_node": 50},
+    "nic": {"inter_node": 12.5 / 8},
 }
 
 
@@ -367,7 +372,10 @@ def test_presets() -> None:
         )  # plain YAML for others, too
         machine = preset(name)
         tiers = {tier.name: tier for tier in tiers_of(machine)}
-        assert (machine.source, *(tiers[tier].size for tier in ("gcd", "hive", "gpu"))) == (f"preset {name}", *sizes)
+        assert (machine.source, *(tiers[tier].size for tier in ("intra_package", "intra_hive", "intra_node"))) == (
+            f"preset {name}",
+            *sizes,
+        )
         assert {tier: found.gb_s for tier, found in tiers.items() if found.gb_s is not None} == RATES[name]
     frontier = preset("frontier")
     assert [device.bus[5:7] for device in frontier.devices] == list(trees.FRONTIER_BUSES)

@@ -34,7 +34,7 @@ def test_groups_hold_devices_at_the_same_position_whatever_their_numbers() -> No
     numbers = random.Random(3).sample(range(8), 8)
     devices = tuple(Device(numbers[i], f"0000:{i:02x}:00.0", "gfx90a") for i in range(8))
     links = tuple(Link(*sorted((numbers[a], numbers[b])), "xgmi", n) for n, pairs in FRONTIER.items() for a, b in pairs)
-    gpu = next(tier for tier in tiers_of(Machine("test", devices, links)) if tier.name == "gpu")
+    gpu = next(tier for tier in tiers_of(Machine("test", devices, links)) if tier.name == "intra_node")
     assert set(gpu.groups) == {tuple(sorted(numbers[i] for i in range(start, 8, 2))) for start in (0, 1)}
 
 
@@ -76,7 +76,7 @@ def test_links_without_counts_are_ambiguous_where_a_module_may_have_two_dies() -
     with pytest.raises(AmbiguousTopologyError, match=r"0-1: \?"):
         tiers_of(Machine("test", tuple(Device(i, kind="gfx90a") for i in range(4)), links))
     single = Machine("test", tuple(Device(i, kind="MI300X") for i in range(4)), links)
-    assert sizes(single)["gcd"] == 1
+    assert sizes(single)["intra_package"] == 1
 
 
 def test_one_process_does_not_judge_devices_that_are_hidden_from_it() -> None:
@@ -98,7 +98,7 @@ def test_modules_and_declared_packages_come_before_links() -> None:
 def test_bridged_pairs_of_nvidia_cards_are_hives() -> None:
     links = (Link(0, 1, "nvlink", 12, 300.0), Link(2, 3, "nvlink", 12, 300.0))
     node = Machine("test", tuple(Device(i, kind="NVIDIA A100-PCIE-80GB") for i in range(4)), links)
-    assert sizes(node) == {"gcd": 1, "hive": 2, "gpu": 2, "node": 1}
+    assert sizes(node) == {"intra_package": 1, "intra_hive": 2, "intra_node": 2, "inter_node": 1}
 
 
 @given(

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from hzero import cli
 from hzero.config import UNCODED
-from hzero.experiment import compose
-from hzero.plan.collectives import step_traffic
-from hzero.plan.scenario import Job
-from hzero.plan.sequence import exchanged
+from hzero.tools import cli
+from hzero.tools.experiment import compose
+from hzero.tools.plan.collectives import step_traffic
+from hzero.tools.plan.scenario import Job
+from hzero.tools.plan.sequence import exchanged
 from hzero.validation import ConfigError
 from tests.forks import Command, fork, join, torchrun
 from tests.ranks import LONG, ROOT, environment, mpiexec
@@ -34,8 +34,8 @@ if find_spec("datasets") is None:  # to import it takes a second of every proces
     pytest.skip("datasets is not installed", allow_module_level=True)
 
 MODEL = ("hidden_size=32", "num_layers=2", "num_heads=2", "intermediate_size=64", "vocab_size=300", "seq_length=32")
-FOUR = ("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=2")
-ONE = ("topology=single_node", "topology.gcds_per_gpu=1")
+FOUR = ("topology.nodes=2", "topology.packages_per_node=1", "topology.devices_per_package=2")
+ONE = ("topology=single_node", "topology.devices_per_package=1")
 STEPS = 6
 
 
@@ -94,7 +94,7 @@ def first(place: Path) -> Done:
 
 
 def test_what_it_prints(first: Done, place: Path) -> None:
-    assert "hzero: topo on 2 nodes x 1 GPU x 2 GCDs; weights over the package" in first.err
+    assert "hzero: topo on 2 nodes x 1 package x 2 devices; weights over the package" in first.err
     assert [int(step) for step in re.findall(r"^step (\d+)/6  loss \d", first.out, re.MULTILINE)] == [1, 2, 3, 4, 5, 6]
     assert re.search(
         r"^received between nodes per step: [\d.]+ kB; ZeRO-3 would receive [\d.]+ kB$", first.out, re.MULTILINE
@@ -124,7 +124,7 @@ def test_the_saved_model_is_the_evaluated_one(first: Done, place: Path, monkeypa
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hzero.data import corpus
+    from hzero.tools.data import corpus
 
     monkeypatch.chdir(place)
     folder = place / "runs" / "default" / "model"
@@ -211,11 +211,11 @@ REFUSED = {
     "~launcher": "launcher: missing",
     # Several keys, since AutoTP follows the plan of an architecture.
     "model=hf model.config={model_type:mixtral,vocab_size:1024,hidden_size:32,intermediate_size:32,num_hidden_layers:1,"
-    "num_attention_heads:2,num_key_value_heads:2} topology.gcds_per_gpu=2 deepspeed.tensor_parallel.autotp_size=2": (
+    "num_attention_heads:2,num_key_value_heads:2} topology.devices_per_package=2 deepspeed.tensor_parallel.autotp_size=2": (
         r"deepspeed.tensor_parallel.partition_config: HuggingFace tp_plan .*\['moe_tp_experts', 'packed_colwise'\]"
     ),
     "model=hf model.config={model_type:mixtral,vocab_size:1024,hidden_size:32,intermediate_size:32,num_hidden_layers:1,"
-    "num_attention_heads:2,num_key_value_heads:2,num_local_experts:3} topology.gcds_per_gpu=2 "
+    "num_attention_heads:2,num_key_value_heads:2,num_local_experts:3} topology.devices_per_package=2 "
     "deepspeed.expert_parallel={enabled:true,autoep_size:2}": (
         "deepspeed.expert_parallel.autoep_size: found 2 for a model with 3 experts in a layer; expected a divisor"
     ),
@@ -262,9 +262,9 @@ def test_a_multirun_of_stock_and_stage(place: Path) -> None:
 def test_groups_that_share_samples(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor groups of AutoTP, and sequence groups: losses are those of half as many ranks without them."""
     keys = ("zero=zero3", "topology=single_node", "train.steps=2", "checkpoint.every=0", "checkpoint.model=false")
-    split = ("topology.gcds_per_gpu=4", "deepspeed.tensor_parallel.autotp_size=2")
-    shared = ("topology.gcds_per_gpu=4", "zero.sequence.parallel=2", "zero.sequence.chunk=5")
-    for name, ranks in (("whole", ("topology.gcds_per_gpu=2",)), ("split", split), ("shared", shared)):
+    split = ("topology.devices_per_package=4", "deepspeed.tensor_parallel.autotp_size=2")
+    shared = ("topology.devices_per_package=4", "zero.sequence.parallel=2", "zero.sequence.chunk=5")
+    for name, ranks in (("whole", ("topology.devices_per_package=2",)), ("split", split), ("shared", shared)):
         done = train(place, *keys, *ranks, f"run.name={name}")
         assert done.status == 0, done.out + done.err
     whole, *groups = (summary(place / "runs" / name) for name in ("whole", "split", "shared"))
@@ -338,7 +338,7 @@ def test_ranks_of_mpiexec(place: Path) -> None:
             sys.executable,
             "-m",
             "hzero",
-            *_of_launcher("mpiexec", *ONE[:1], "topology.gcds_per_gpu=2"),
+            *_of_launcher("mpiexec", *ONE[:1], "topology.devices_per_package=2"),
         ],
         cwd=place,
         env=environment(),

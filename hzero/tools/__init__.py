@@ -1,0 +1,1 @@
+"""What users run around the engine. Nothing of the engine imports it."""

@@ -1,0 +1,472 @@
+"""Memory per device, bytes per step and tier, link times and a predicted step of `hzero train`, before anything runs.
+
+Examples:
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48
+  hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[inter_node] --json
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero links`
+  hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
+  hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    largest micro-batch by preset
+  hzero plan --against 48 experiment=paper_20b    all schemes, TP x PP x ZeRO-1 too
+  hzero plan --against 1..9408 experiment=paper_20b --out scaling.png    the same by nodes, and which wins where
+  hzero plan model=gpt_neox_1b topology=nic nodes=4 topology.nic_gbit=100      an ordinary cluster
+
+keys of hzero plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or profile=FILE.yaml is the
+machine that predictions simulate (default: the topology's). The searches also accept global_batch=SEQUENCES of all devices
+(default: train.micro_batch x train.grad_accumulation of each). --tune also accepts codecs=lossless|weights|all, which limits
+lossy codecs (default: all).
+
+predictions simulate a step with the constants of a profile; docs/model.md states their errors.
+
+link times are the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
+that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are an average over the
+devices, for flat rings. The time of a tier is a lower bound if its links are not faster than the given rate. On tier
+intra_node of topology=frontier, 50 GB/s is the rate of one link, and a GCD has two or three links.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hzero.config import PRESETS, TIERS, parse_config
+from hzero.program.shards import Hop, ShardPlan
+from hzero.tools.experiment import SHORT, full_names, key_of
+from hzero.tools.plan import collectives
+from hzero.tools.plan.against import IN_FSDP, Price, against, draw, node_counts
+from hzero.tools.plan.collectives import Scheme, TierTraffic
+from hzero.tools.plan.machine import CONSTANTS
+from hzero.tools.plan.memory import footprint, longest
+from hzero.tools.plan.scenario import KEYS, Scenario, read_scenario
+from hzero.tools.plan.search import Setting, fit, tune
+from hzero.tools.plan.sequence import chunked, exchanged
+from hzero.tools.plan.step import predict
+from hzero.tools.terminal import size_text
+from hzero.validation import ConfigError, Parser, printable
+
+#: Other engines in a plain plan.
+_PEERS = ("FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++")
+#: For each mode, how many of `KEYS` it reads, and the keys, or blocks of keys, that it varies itself.
+_MODES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "": (2, ()),
+    "--against": (3, ("zero", "topology.nodes")),
+    "--fit": (3, ("zero", "train.activation_checkpointing", "train.micro_batch")),
+    "--tune": (4, ("zero", "train.activation_checkpointing")),
+}
+
+
+def run_plan(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for invalid input."""
+    short = "\n".join(f"  {name:15}{key}" for name, key in SHORT.items())
+    parser = Parser("hzero plan", f"{__doc__}\nshort names of keys:\n{short}")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration, and those below")
+    add("--links", metavar="FILE", type=Path, help="use the rates that `hzero links` measured")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
+    modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
+    modes.add_argument(
+        "--against", metavar="NODES", help="predict all schemes on 48, 2,48 or 1..9408 nodes, and the fastest"
+    )
+    add("--out", metavar="FILE", type=Path, help="picture of --against (PNG)")
+    add("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_intermixed_args(arguments)
+    overrides = full_names(parsed.overrides)
+    mode = next((name for name in _MODES if name and getattr(parsed, name[2:]) not in (None, False)), "")
+    _check_keys(list(map(key_of, overrides)), mode)
+    if parsed.out is not None and mode != "--against":
+        raise ConfigError("--out: found without --against; expected both")
+    # Checked now, since the simulation takes minutes.
+    if parsed.out is not None and (parsed.out.is_dir() or not parsed.out.parent.is_dir()):
+        raise ConfigError(f"--out: found {str(parsed.out)!r}; expected a file in a folder that exists")
+    counts = node_counts(parsed.against) if mode == "--against" else []
+    # Groups of nodes must divide the largest number.
+    scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
+    if mode and scenario.experiment.experts > 1:
+        raise ConfigError(f"deepspeed.expert_parallel.enabled: found True with {mode}; expected False")
+    if counts:
+        result, show = against_dict(scenario, counts, parsed.out), _show_against
+    elif mode:
+        result, show = search_dict(scenario, mode), _show_search
+    else:
+        result, show = plan_dict(scenario), _show_plan
+    if parsed.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result)
+    return 0
+
+
+def _check_keys(given: Sequence[str], mode: str) -> None:
+    """Raises `ConfigError` for keys that a mode does not read or varies itself, since it would ignore their values."""
+    read, varied = _MODES[mode]
+    if "global_batch" in given:
+        varied += (
+            ("train.grad_accumulation",) if mode == "--against" else ("train.micro_batch", "train.grad_accumulation")
+        )
+    for key in given:
+        if key in KEYS[read:]:
+            modes = " or ".join(name for name, (count, _) in _MODES.items() if key in KEYS[:count])
+            raise ConfigError(f"{key}: found with {mode or 'a plain plan'}, which does not read it; expected {modes}")
+        if any(key == name or key.startswith(f"{name}.") for name in varied):
+            instead = "; expected the nodes after --against" if key == "topology.nodes" else ""
+            raise ConfigError(f"{key}: found with {mode or 'global_batch'}, which sets it itself{instead}")
+
+
+def _say(text: str) -> None:
+    """Prints text without markup and without wrapping."""
+    Console().print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table. Columns whose name begins with * are aligned to the right. Control characters are escaped."""
+    table = Table(title=title)
+    for name in head:
+        # On narrow terminals, cells are folded instead of cut, and names are not broken.
+        justify: Any = "right" if name.startswith("*") else "left"
+        table.add_column(name.lstrip("*"), justify=justify, overflow="fold", no_wrap=name is head[0])
+    for row in rows:
+        table.add_row(*map(printable, row))
+    # For a file or a pipe, rich would use 80 columns.
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    Console(width=wide).print(table)
+
+
+# ---- a plan -------------------------------------------------------------------------------------------------------------
+
+
+def plan_dict(scenario: Scenario) -> dict[str, Any]:
+    """The plan, as printed by ``--json``. Raises `ConfigError` without a preset."""
+    experiment, job, grid = scenario.experiment, scenario.job, scenario.grid
+    plan, numels, itemsize = experiment.plan, job.model.numels, job.itemsize
+    if plan is None:
+        raise ConfigError("zero.preset: found none; expected one to compare with plain ZeRO-3, as in preset=topo")
+    about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
+    sent: Any = {**about, "names": job.model.names}
+    without = replace(scenario, job=replace(job, sequence=None))  # other engines have no chunks
+    own, other = footprint(plan, grid, job), footprint(Scheme("deepspeed"), grid, without.job)
+    rates, source = experiment["topology"].get("bandwidth_gb_s") or {}, "nominal rates, not measured"
+    if gbit := experiment["topology"].get("nic_gbit"):
+        rates = {
+            **rates,
+            "inter_node": gbit * experiment["topology"].get("nics_per_node", 1) / 8 / grid.scope_size("node"),
+        }
+    if links := scenario.links:
+        rates = {tier: rate.gb_s for tier in grid.crossed if (rate := links.rate(tier))}
+        source = f"measured {links.date} on {links.grid_text()}, {links.backend} on {links.device}"
+    by_tier, ranks, model = [], experiment.experts, job.model
+    sent_to_each = job.tokens * model.experts_per_token // ranks
+    times = (4 + 2 * job.checkpointing) * model.expert_layers * job.accumulation
+    tokens = collectives.token_traffic(plan, grid.of_ranks(range(ranks)), sent_to_each, model.hidden, itemsize, times)
+
+    def traffic_of(one: ShardPlan) -> list[TierTraffic]:
+        found = collectives.step_traffic(one, grid, numels, **sent)
+        return found + collectives.muon_traffic(one, job.matrices, itemsize) + (tokens if one is plan else [])
+
+    traffic, stock = traffic_of(plan), collectives.step_traffic(Scheme("deepspeed"), grid, numels, **sent)
+    for row, flat in itertools.zip_longest(traffic, stock):
+        if row.used:
+            # From bandwidth only: average bytes over a device's share of the links (see the command's help).
+            seconds = row.wire_bytes / rate / 1e9 if (rate := rates.get(row.tier)) else None
+            by_tier.append({**asdict(row), "seconds": seconds, "zero3_bytes": flat and flat.wire_bytes})
+    minimum = collectives.schemes_node_bytes(grid, numels, **about)
+    schemes: dict[str, dict[str, Any]] = {}
+    for name, one in {**{name: scenario.shard_plan(name) for name in PRESETS}, experiment.preset: plan}.items():
+        schemes[name] = {
+            "weights": _state_text(one.weights_scope, one.gather_hops()[::-1]),
+            "gradients": _state_text(one.gradients_scope, one.reduce_hops()),
+            "node_bytes": collectives.node_bytes(traffic_of(one), grid),
+            **_step_dict(scenario, one),
+        }
+    # Steps under hzero.fsdp, which has no AutoEP; the bytes are computed for DeepSpeed.
+    for name in IN_FSDP if experiment.experts == 1 else ():
+        under = replace(scenario, job=job.in_fsdp())
+        schemes[f"FSDP2, {name}"] = {**schemes[name], **_step_dict(under, scenario.shard_plan(name))}
+    others = scenario.others()
+    for name in (name for name in _PEERS if name in others):
+        into = {"weights": "", "gradients": "", "node_bytes": minimum.get(name, minimum.get(name.partition(",")[0]))}
+        schemes[name] = {**into, **_step_dict(without, others[name])}
+    return {
+        "model": job.name,
+        "parameters": sum(numels),
+        "grid": {tier: grid.size(tier) for tier in grid.tiers},
+        "world_size": grid.world_size,
+        "preset": experiment.preset,
+        "plan": str(plan),
+        "accumulation": job.accumulation,
+        "tokens": job.tokens,
+        "checkpointing": job.checkpointing,
+        "itemsize": itemsize,
+        "notes": [*plan.adaptations, *plan.notes, *_notes(scenario, plan, traffic)],
+        "memory": [{"name": name, **state._asdict()} for name, state in own.states.items()],
+        "zero3_memory": {name: state.bytes for name, state in other.states.items()},
+        "moments": own.moments,
+        "fullest": own.fullest,
+        "memory_bytes": own.bytes,
+        "zero3_memory_bytes": other.bytes,
+        "device_bytes": scenario.memory,
+        "sequences": _sequences(scenario, plan) if job.sequence else None,
+        "traffic": by_tier,
+        "rates_gb_s": rates,
+        "rates": source,
+        "schemes": schemes,
+        "predicted": _about(scenario) if "step_s" in schemes["ZeRO-3"] else None,
+    }
+
+
+def _sequences(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
+    """Bytes and times of chunks in a micro-step of one device, and the longest sequence that fits with and without chunks."""
+    job, grid, codecs = scenario.job, scenario.grid, parse_config(scenario.experiment.block).codecs.sequence
+    assert job.sequence is not None
+    received = {f"received_{tier}": size for tier, size in exchanged(job, grid, codecs).items()}
+    found: dict[str, Any] = {"tokens": job.tokens, **chunked(job), **received}
+    if not isinstance(scenario.profile, ConfigError):
+        machine, stock = scenario.machine, replace(job, sequence=None, checkpointing=True)
+        found["copy_s"] = machine.host(found["to_host"], found["to_device"])
+        found["compute_s"] = found["flops"] / machine.rate(min(job.tokens, job.sequence.chunk * job.micro_batch))
+        host = scenario.profile.value("ddr_gb") * 1e9 / grid.scope_size("node")
+        for key, one in (("longest", job), ("longest_with_checkpointing_alone", stock)):
+            found[key] = longest(plan, grid, one, scenario.memory or 0, host)
+    return found
+
+
+def _state_text(scope: str, hops: Sequence[Hop]) -> str:
+    """Scope and codecs, innermost first."""
+    return f"{scope}, {'/'.join(dict.fromkeys(hop.codec.codec for hop in hops)) or 'none'}"
+
+
+def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]:
+    """A predicted step; only the memory if the machine or the model cannot be simulated."""
+    divided = scheme is scenario.experiment.plan and scenario.experiment.experts > 1
+    if isinstance(scenario.profile, ConfigError) or not scenario.job.layer or divided:
+        return {"memory_bytes": footprint(scheme, scenario.grid, scenario.job).bytes}
+    return asdict(predict(scheme, scenario.job, scenario.machine))
+
+
+def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) -> list[str]:
+    """Notes on differences between the bytes of a run and of the plan, and on the limits of predictions."""
+    notes = []
+    if plan.gather_hops() and sum(scenario.job.model.numels) <= scenario.job.reuse:
+        notes.append(
+            "the model has no more parameters than stage3_max_reuse_distance, so DeepSpeed keeps weights for their next use: "
+            "a run fetches less than these bytes"
+        )
+    if checksums := {row.tier: row.checksum_bytes for row in traffic if row.checksum_bytes}:
+        added = ", ".join(f"{size} bytes on {tier}" for tier, size in checksums.items())
+        notes.append(f"checksums add to every collective {added}; these bytes leave them out")
+    if scenario.job.matrices:
+        notes.append(
+            "predicted steps leave Muon out, and so do the bytes of other engines; stock ZeRO-3 gathers every matrix on all ranks"
+        )
+    if scenario.experiment.experts > 1:
+        notes.append("expert parallelism: other schemes are without it, transient memory too; no step is predicted")
+    return notes
+
+
+def _show_plan(result: dict[str, Any]) -> None:
+    _say(
+        f"{result['model']}: {result['parameters']:,} parameters of {result['itemsize']} bytes on {result['world_size']:,} "
+        f"devices; micro-steps per step: {result['accumulation']}, each of {result['tokens']:,} tokens per device, "
+        f"{'with' if result['checkpointing'] else 'without'} activation checkpointing\n"
+        f"preset {result['preset']}: {result['plan']}"
+    )
+    for note in result["notes"]:
+        _say(f"note: {note}")
+    stock = {name: size_text(size) for name, size in result["zero3_memory"].items()}
+    rows: list[Sequence[str]] = []
+    for state in result["memory"]:
+        rows.append((state["name"], size_text(state["bytes"]), state["what"], stock.get(state["name"], "")))
+    needs, there = result["memory_bytes"], result["device_bytes"]
+    at = f"at {result['fullest']}, the maximum"
+    rows.append(("all", size_text(needs), at, size_text(result["zero3_memory_bytes"])))
+    title = "memory per device (transient: maximum of each, not all at once)"
+    _table(title, ("state", "*bytes", "of", "*ZeRO-3"), rows)
+    if there is None:
+        _say("the memory of a device is unknown: add memory=64GB to see whether the plan fits")
+    else:
+        verdict = "fits" if needs <= there else f"does not fit, {size_text(needs - there)} too much,"
+        _say(f"{result['preset']} {verdict} into {size_text(there)}")
+    if sequences := result["sequences"]:
+        numbers = [(key, f"{one:,}" if isinstance(one, int) else f"{one:.3g}") for key, one in sequences.items()]
+        _table("long sequences: tokens, bytes and seconds (s) per device and micro-step", ("name", "*number"), numbers)
+    rows.clear()
+    for row in result["traffic"]:
+        ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
+        seconds = "" if row["seconds"] is None else f"{row['seconds']:.3f} s"
+        stock_bytes = "" if row["zero3_bytes"] is None else size_text(row["zero3_bytes"])
+        received = (size_text(row["wire_bytes"]), ratio, seconds, stock_bytes)
+        rows.append((row["role"], row["tier"], row["codec"], str(row["crossings"]), *received))
+    head = ("role", "tier", "codec", "*times", "*bytes", "*ratio", "*link time", "*ZeRO-3")
+    _table("bytes received per device and optimizer step (ZeRO-3: average of flat rings)", head, rows)
+    if rates := ", ".join(f"{tier} {rate:.4g}" for tier, rate in result["rates_gb_s"].items() if rate):
+        _say(f"link time: from bandwidth only (hzero plan --help); {result['rates']}, GB/s one way per device: {rates}")
+    _show_schemes(result["schemes"], there)
+    if result["predicted"]:
+        _say(result["predicted"]["about"])
+
+
+def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None:
+    rows, steps, stock = [], [], schemes["ZeRO-3"]["node_bytes"]
+    for name, one in schemes.items():
+        size, into = one["node_bytes"], ("", "")
+        if size is not None:
+            into = (size_text(size), f"{size / stock:.3f}" if stock else "")
+        fits = "" if there is None else "yes" if one["memory_bytes"] <= there else "no"
+        rows.append((name, one["weights"], one["gradients"], *into, size_text(one["memory_bytes"]), fits))
+        if "step_s" in one:
+            exposed, least = one["exposed_s"], 0.005 * one["step_s"]
+            waits = ", ".join(f"{exposed[tier]:.3g} {tier}" for tier in TIERS if exposed.get(tier, 0) > least)
+            steps.append((name, f"{one['step_s']:.3g} s", f"{one['tflops']:.3g}", waits or "nothing", fits))
+    head = ("scheme", "weights", "gradients", "*into a node", "*of ZeRO-3", "*memory", "fits")
+    _table("scopes and codecs; bytes into one node per step (other engines: minimum); memory per device", head, rows)
+    if steps:
+        _table("predicted step", ("scheme", "*step", "*TFLOPS per device", "waits for, s", "fits"), steps)
+
+
+# ---- predictions --------------------------------------------------------------------------------------------------------
+
+
+def _about(scenario: Scenario) -> dict[str, Any]:
+    """The machine of a prediction, and the known error of its profile."""
+    profile = scenario.machine.profile
+    kinds = {name: profile.sources[profile.constants[name].source].kind for name in CONSTANTS}
+    assumed = [name for name, kind in kinds.items() if kind == "assumed"]
+    library = f" ({profile.library})" if profile.library else ""
+    error = f"on collectives that were not fit is {profile.error:.0%}" if profile.error else "is not known"
+    return {
+        "profile": profile.name,
+        "error": profile.error,
+        "assumed": assumed,
+        "memory_bytes": scenario.memory,
+        "about": f"profile {profile.name}{library}: its error {error}, and no step of this machine could be checked; assumed: "
+        f"{', '.join(assumed) or 'nothing'} (docs/model.md)",
+    }
+
+
+def against_dict(scenario: Scenario, counts: Sequence[int], picture: Path | None) -> dict[str, Any]:
+    """All schemes by number of nodes, and the fastest on each; also draws them."""
+    about = _about(scenario)
+    scenarios = [scenario.on(count) for count in counts]
+    with ProcessPoolExecutor(min(len(counts), os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
+        found = dict(zip(counts, pool.map(against, scenarios)))
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for count, prices in found.items():
+        for name, price in prices.items():
+            point = {"nodes": count, "setting": price.setting, "fits": price.fits, **asdict(price.step)}
+            curves.setdefault(name, []).append(point)
+    if picture is not None:
+        draw(found, scenario, picture)
+    job, batch = scenario.job, scenario.global_batch
+    grids = [one.grid for one in scenarios]
+    return {
+        **about,
+        "work": f"{batch:,} sequences" if batch else f"sequences per device: {job.micro_batch * job.accumulation}",
+        "library": scenario.machine.profile.library,
+        "picture": picture and str(picture),
+        "notes": [grid.groups_text for grid in grids if grid.nodes_per_group is None and grid.groups_text],
+        "curves": curves,
+        "winners": [_winner(count, prices) for count, prices in found.items()],
+    }
+
+
+def _winner(nodes: int, prices: dict[str, Price]) -> dict[str, Any]:
+    """The fastest schemes that fit, with and without hzero, and the ratio of their steps."""
+    step = {name: price.step.step_s for name, price in prices.items() if price.fits}
+    own = min((name for name in step if "hzero" in name), key=step.__getitem__, default=None)
+    other = min((name for name in step if "hzero" not in name), key=step.__getitem__, default=None)
+    best = min(step, key=step.__getitem__, default=None)
+
+    def ratio(name: str | None) -> float | None:
+        return step[name] / step[own] if own and name in step else None
+
+    setting = prices[best].setting if best else None
+    return {"nodes": nodes, "best": best, "setting": setting, "hzero": own, "other": other,
+            "lead": ratio(other), "over_zero3": ratio("ZeRO-3")}  # fmt: skip
+
+
+def _show_against(result: dict[str, Any]) -> None:
+    """Prints TFLOPS per device for at most eight numbers of nodes, and the fastest scheme on each."""
+    winners = result["winners"]
+    counts = [row["nodes"] for row in winners]
+    if len(counts) > 8:
+        counts = [counts[round(i * (len(counts) - 1) / 7)] for i in range(8)]
+    rows = []
+    for name, points in result["curves"].items():
+        rates = {point["nodes"]: f"{point['tflops']:.3g}" if point["fits"] else "-" for point in points}
+        rows.append((name, *(rates.get(count, "") for count in counts)))
+    title = f"predicted model TFLOPS per device, by nodes, {result['work']} (-: does not fit; empty: batch cannot be divided)"
+    _table(title, ("scheme", *(f"*{count:,}" for count in counts)), rows)
+    rows = []
+    for row in winners:
+        ratios = (f"{row[key]:.2f}" if row[key] else "" for key in ("lead", "over_zero3"))
+        names = (row[key] or "" for key in ("best", "setting", "hzero", "other"))
+        rows.append((f"{row['nodes']:,}", *names, *ratios))
+    head = ("*nodes", "fastest", "its setting", "best with hzero", "best without", "*ratio", "*to ZeRO-3")
+    _table(f"fastest scheme; ratio: step without hzero to step with it; ZeRO-3 with {result['library']}", head, rows)
+    for name, group in itertools.groupby(winners, key=lambda row: row["best"] or "nothing fits"):
+        nodes = [row["nodes"] for row in group]
+        _say(f"fastest on {nodes[0]:,}{f' to {nodes[-1]:,}' * (len(nodes) > 1)} nodes: {name}")
+    for note in result["notes"]:
+        _say(note)
+    _say(result["about"])
+
+
+def search_dict(scenario: Scenario, mode: str) -> dict[str, Any]:
+    """Settings that ``--fit`` and ``--tune`` find."""
+    about = _about(scenario)
+    search = fit(scenario) if mode == "--fit" else tune(scenario)
+
+    def of(one: Setting) -> dict[str, Any]:
+        return {
+            "setting": str(one),
+            "block": one.block,
+            "overrides": one.overrides,
+            "micro_batch": one.job.micro_batch,
+            "accumulation": one.job.accumulation,
+            "checkpointing": one.job.checkpointing,
+            "memory_bytes": one.memory.bytes,
+            "fullest": one.memory.fullest,
+            "states": {name: state.bytes for name, state in one.memory.states.items()},
+            "fits": one.fits,
+            **({"sequence_s": one.sequence_s, **asdict(one.step)} if one.fits else {}),
+        }
+
+    return {
+        **about,
+        "world_size": scenario.grid.world_size,
+        "tried": search.tried,
+        "left_out": search.left_out,
+        "settings": {name: of(one) for name, one in search.settings.items()},
+        "best": of(search.best),
+        "command": search.best.command,
+    }
+
+
+def _show_search(result: dict[str, Any]) -> None:
+    rows = []
+    for name, one in result["settings"].items():
+        figures, over = ("", "", ""), one["memory_bytes"] - result["memory_bytes"]
+        if one["fits"]:
+            full, share = max(one["busy"].items(), key=lambda item: item[1])
+            figures = (f"{one['sequence_s']:.4g}", f"{one['tflops']:.3g}", f"{full} {share:.0%}")
+        at = one["fullest"] if one["fits"] else f"{size_text(over)} too much at {one['fullest']}"
+        rows.append((name, one["setting"], *figures, size_text(one["memory_bytes"]), at))
+    title = (
+        f"{result['tried']:,} settings simulated on {result['world_size']:,} devices of {size_text(result['memory_bytes'])}, "
+        f"{result['left_out']:,} do not fit; s: predicted seconds per sequence of a device"
+    )
+    _table(title, ("", "setting, micro-batch x micro-steps", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
+    _say(result["about"])
+    _say("settings that differ by less than the error are equal: prefer the one that loses less")
+    _say(f'\nbest: {result["best"]["setting"]}\n"hzero": {json.dumps(result["best"]["block"])}\n{result["command"]}')
