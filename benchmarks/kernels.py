@@ -258,7 +258,7 @@ def machine() -> dict[str, str]:
     found |= {"python": platform.python_version(), "torch": torch.__version__, "hzero": hzero.__version__}
     if torch.cuda.is_available():
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        found["intra_node"] = f"{torch.cuda.get_device_name()}, {runtime}"
+        found["gpu"] = f"{torch.cuda.get_device_name()}, {runtime}"
     return found
 
 

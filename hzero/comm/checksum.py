@@ -32,7 +32,7 @@ def addresses(
 
     Args:
         number: Number of the message on its lane.
-        senders: Coordinates in the tier inter_group: one for all parts, or 0, 1, .. for the parts.
+        senders: Coordinates in the tier group: one for all parts, or 0, 1, .. for the parts.
         receivers: The same; 0 if all peers receive the same part.
         device: Device of the result.
     """

@@ -423,7 +423,7 @@ class ShardPlan:
         return self.grid.world_size // self.grid.scope_size(self.gradients_scope)
 
     def tier_group(self, tier: Tier) -> Sequence[int]:
-        """Ranks of this rank's tier inter_group."""
+        """Ranks of this rank's tier group."""
         return self.grid.tier_group(self.rank, tier)
 
 

@@ -126,7 +126,7 @@ class Grid:
         return self.ranks is None
 
     def size(self, tier: Tier) -> int:
-        """Ranks of a tier inter_group."""
+        """Ranks of a tier group."""
         return self._sizes[tier]
 
     @functools.cached_property
@@ -210,7 +210,7 @@ class Grid:
         return tuple(found.values())
 
     def stride(self, tier: Tier) -> int:
-        """Distance between the ranks of neighbours in a tier inter_group of a `regular` grid."""
+        """Distance between the ranks of neighbours in a tier group of a `regular` grid."""
         return math.prod(map(self.size, self.order[self.order.index(tier) + 1 :]))
 
     def scope_size(self, scope: Scope) -> int:

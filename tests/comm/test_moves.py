@@ -60,7 +60,7 @@ def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: 
     """Coordinate order for any number of ranks and bytes."""
     lane: Any = ("stage", "inter_node")
     plan = ShardPlan.from_config(parse_config({}), Grid(size, 1, 1), 0)
-    ranks = random.sample(range(1000), size)  # a tier inter_group in no order
+    ranks = random.sample(range(1000), size)  # a tier group in no order
     messages = [torch.tensor([random.randrange(256) for _ in range(count)], dtype=torch.uint8) for _ in ranks]
     shared = boxes(size)
     wires = [Wires(own, size, shared) for own in range(size)]
