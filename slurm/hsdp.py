@@ -42,7 +42,7 @@ def train(arguments: list[str]) -> None:
         model.gradient_checkpointing_enable(given["gradient_checkpointing_kwargs"])
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (dist.get_world_size() // local, local)
-    mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("inter_node", "device"))
+    mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("node", "device"))
     narrow = torch.bfloat16 if experiment.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
     units = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]

@@ -129,7 +129,7 @@ def test_other_ranks_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["Host", "intra_node", "rocm"])
+@pytest.mark.parametrize("name", ["Host", "gpu", "rocm"])
 def test_unknown_backends_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backends.VARIABLE, name)
     with pytest.raises(ConfigError, match=r"HZERO_BACKEND: found .*; expected reference, host, hip or cuda"):

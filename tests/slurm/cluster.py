@@ -144,7 +144,7 @@ _SETTINGS = {
     "SelectTypeParameters": "CR_Core",
     "ReturnToService": "2",
     "SlurmdParameters": "config_overrides",  # nodes have the processors that they say
-    "GresTypes": "intra_node",
+    "GresTypes": "gpu",
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
     "KillWait": "20",
     "SlurmdTimeout": "10",
