@@ -659,10 +659,8 @@ def codecs_by_tier(written: Any, default: Mapping[Any, Any], size: Any, *, group
         return written
     tiers = {**{tier: {} for tier in BASE_TIERS}, **written}
     if groups_as_nodes:
-        tiers, default = (
-            {"inter_group": tiers["inter_node"], **tiers},
-            {**default, "inter_group": default["inter_node"]},
-        )
+        tiers = {"inter_group": tiers["inter_node"], **tiers}
+        default = {**default, "inter_group": default["inter_node"]}
     return {tier: _leaf(codec, default.get(tier), size) for tier, codec in tiers.items()}
 
 

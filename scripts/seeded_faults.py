@@ -63,7 +63,7 @@ ENGINE, CHECKPOINT = "tests/engine/test_engine.py", "tests/deepspeed/test_checkp
 
 # fmt: off
 FAULTS = (
-    # ---- kernels of processors; library.cpp first, since all else is then compiled once ------------------------------
+    # ---- CPU kernels; library.cpp first, so that the other files are compiled once -----------------------------------
     Fault("fingerprint-ignores-the-order-of-tensors", "hip_kernels/host/library.cpp",
           "place += (*bytes + 3) / 4;", "place += 0;",
           ("tests/comm/test_checksum.py", f"{HOST} and checksum", f"{FSDP} -k writes")),

@@ -3,19 +3,19 @@
 A lane is a thread on CPU, and a place on a stream of an accelerator. It runs the hops of its chains in the order of submission,
 which is the same on all ranks. So all ranks start the collectives of a communicator in the same order.
 
-A gather over the lanes ``intra_node`` and ``intra_package`` on CPU, from the request to the wait. ``resume`` is
-`Chain._resume`, which runs `hzero.comm.runtime.BoundProgram.steps` to its next ``yield``::
+A gather over the lanes ``intra_node`` (outer) and ``intra_package`` (inner) on CPU, from the request to the wait. ``resume``
+is `Chain._resume`, which runs `hzero.comm.runtime.BoundProgram.steps` to its next ``yield``::
 
     thread     call                                           effect
     caller     Weights.unshard > BoundProgram.run > Lanes.submit
                    resume, if it reads no other chain         reads the inputs, encodes them
                                                               the chain takes a place on both lanes
-    intra_node Lanes._serve > Lanes._run
+    outer lane Lanes._serve > Lanes._run
                    resume, if it reads other chains           reads their results, encodes them
                    resume > Collective.start                  starts the hop
                    resume > Pending.end                       waits for the hop
-                   Chain._pass                                lane intra_package may continue
-    intra_package Lanes._serve > Lanes._run
+                   Chain._pass                                the inner lane may continue
+    inner lane Lanes._serve > Lanes._run
                    resume > Pending.wait, Collective.start    takes the message, recodes it, starts the hop
                    resume > Pending.end                       waits for the hop
                Lanes._serve                                   starts the lane's next hop, if its inputs are ready

@@ -157,6 +157,3 @@ def _refuse_difference(ranks: Sequence[int], every: Sequence[Mapping[str, str]])
         if found := [f"{value} on rank {rank}" for value, rank in zip(values, ranks) if value != expected]:
             advice = ": install the same hzero on all ranks" if key == _FORMAT else ""
             raise ConfigError(f"{key}: found {some(found, 8)}; expected {expected}, as on rank {ranks[0]}{advice}")
-
-
-# ---- errors -----------------------------------------------------------------------------------------------------------

@@ -390,8 +390,7 @@ class StageState(Engine):
                 return Handles([wanted[0].stock["all_gather_coalesced"](params, **how)])
         if not self.units.begun:
             self.units.begun = True
-            if self.weights.follows_writes:
-                self.follow_writes()
+            self.follow_writes()
         for managed in wanted:
             if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: cannot gather, since it is not partitioned: {managed.param.ds_summary()}")

@@ -273,7 +273,7 @@ class Engine(Traffic):
         self.weights.before_change()  # waits for all submitted hops, so the collectives that follow have one order with them
         if self._synchronous:
             self.settle()
-        if self.guard.audits_next and self.weights.follows_writes:
+        if self.guard.audits_next:
             self.follow_writes(STEP)  # what the user has written is no fault
         self.guard.before_step(params, gradient_of)
 

@@ -277,7 +277,7 @@ def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
 
 
 def on_networks(networks: list[list[str]], width: int, node: Callable[[int], int]) -> Discovery:
-    """What reports of ranks without devices add up to; ``inter_node`` gives the node of a rank, ``networks`` those of a node."""
+    """Assembles reports of ranks without devices. ``node`` returns the node of a rank, ``networks`` the networks of a node."""
     homes = [node(rank) for rank in range(width * len(networks))]
     return assemble([RankReport(rank, f"n{at}", None, subnets=tuple(networks[at])) for rank, at in enumerate(homes)])
 

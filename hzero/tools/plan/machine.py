@@ -287,13 +287,8 @@ class Machine:
     def tensor_reduce(self, size: float) -> Phase:
         """An all-reduce of ``size`` bytes over a tensor group."""
         gcds = self.profile.devices_per_package
-        tiers: tuple[Tier, ...] = (
-            ("intra_package",)
-            if self.tensor <= gcds
-            else ("intra_package", "intra_node")
-            if gcds > 1
-            else ("intra_node",)
-        )
+        both: tuple[Tier, ...] = ("intra_package", "intra_node")
+        tiers = both[:1] if self.tensor <= gcds else both if gcds > 1 else both[1:]
         return self.transfer(Cross("gradients", "all_reduce", tiers, self.tensor, PLAIN, 1), size)
 
     def message(self, size: float) -> float:
