@@ -21,7 +21,7 @@ Role: TypeAlias = Literal["weights", "gradients"]
 #: A parallel dimension of a model. Its groups exchange activations and their gradients. In ``optimizer``, owners send updated
 #: weights: of pipeline stages under ZeRO-1, and of Muon.
 Dimension: TypeAlias = Literal["tensor", "sequence", "expert", "pipeline", "optimizer"]
-#: How an all-gather between nodes moves its messages, see `hzero.comm.runtime.Collective`.
+#: How an all-gather between nodes moves its messages, see `hzero.comm.runtime.PreparedHop`.
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 #: Transport of hops: torch.distributed, or MPI in addition to it.
 TransportName: TypeAlias = Literal["torch", "mpi"]

@@ -182,6 +182,9 @@ class Launch:
         adds: Operand that is added before encoding.
         out: Format of a second payload to write, or None.
         summed: Rows of the second payload.
+
+    Attributes:
+        kernel: Name of the kernel.
     """
 
     def __init__(
@@ -197,7 +200,8 @@ class Launch:
         out: RecordFormat | None = None,
         summed: Rows | None = None,
     ) -> None:
-        self._kernel = operator, _kernel(operator, fmt, dtype, out)
+        self.kernel = _kernel(operator, fmt, dtype, out)
+        self._launch = launcher.kernel(operator, self.kernel)
         self._launcher, self._operator, self._fields = launcher, operator, fields
         self._rows, self._fmt, self._dtype, self._adds, self._out, self._summed = rows, fmt, dtype, adds, out, summed
         self._stochastic = (out or fmt).stochastic
@@ -335,4 +339,4 @@ class Launch:
                     bucket["kept_bytes"] = added[0].element_size()
                     bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
             bucket = words.view(_BYTES).reshape(())
-            self._launcher.launch(*self._kernel, bucket, workgroups, payload.device)
+            self._launch(bucket, workgroups, payload.device)

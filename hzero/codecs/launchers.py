@@ -11,10 +11,11 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -71,6 +72,9 @@ def divisor(number: int) -> tuple[int, int]:
     return -(-(1 << shift) // number), shift
 
 
+#: Launches a kernel: receives its `BUCKET`, the number of workgroups and the device.
+Kernel: TypeAlias = Callable[[np.ndarray, int, torch.device], None]
+
 #: Folder of the compiled parts, in an installation and in a checkout after `make setup`.
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 LIBRARY = NATIVE / "libhzero_host.so"
@@ -114,9 +118,10 @@ class HostLibrary:
         if not self._library.hz_use_instruction_set(name.encode()):
             raise ValueError(f"instruction_set: this processor or library has no {name!r}")
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
-        """Runs a kernel to its end. Other Python threads run meanwhile."""
-        getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
+    def kernel(self, family: str, name: str) -> Kernel:
+        """Returns a function that runs a kernel to its end. Other Python threads run meanwhile."""
+        function = getattr(self._library, name)
+        return lambda bucket, *_: function(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
 
     def checksums(self, parts: torch.Tensor) -> torch.Tensor:
         """As in `hzero.codecs.reference.checksums`."""
@@ -203,8 +208,11 @@ class DeviceKernels:
         how = "built with the installation" if built else f"compiled on first use{self._refused}"
         return f"kernels for {architecture}, {how}"
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
-        """Launches a kernel from a file of `FAMILIES` on the device's current stream."""
+    def kernel(self, family: str, name: str) -> Kernel:
+        """Returns a function that launches a kernel from a file of `FAMILIES` on the device's current stream."""
+        return partial(self._launch, family, name)
+
+    def _launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
         stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)

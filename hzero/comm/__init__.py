@@ -7,9 +7,9 @@
 from hzero.comm import activations
 from hzero.comm.communicator import Communicator, CommunicatorConfig, for_dimension, in_use
 from hzero.comm.ddp import DdpState, ddp_hook
-from hzero.comm.lanes import Chain, DeviceStreams, Lanes, lasting, shared_lanes
+from hzero.comm.lanes import Chain, Lanes, StreamLanes, ThreadLanes, lasting, shared_lanes
 from hzero.comm.peers import peers_of
-from hzero.comm.runtime import Bucket, Collectives, ErrorFeedback, in_buckets
+from hzero.comm.runtime import Bucket, ErrorFeedback, Runtime, in_buckets
 from hzero.comm.watchdog import HopError, blaming, shared_watchdog
 from hzero.comm.wirelog import WireEntry, WireLog
 from hzero.comm.wires import limit_waits

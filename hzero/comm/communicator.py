@@ -17,9 +17,9 @@ from pydantic import Field
 from hzero.block import load, split
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel
-from hzero.comm.lanes import shared_lanes
+from hzero.comm.lanes import Chain, shared_lanes
 from hzero.comm.peers import Peers, peers_of, unused_name, wires_of
-from hzero.comm.runtime import BoundProgram, Bucket, Collectives, ErrorFeedback, seed_of
+from hzero.comm.runtime import BoundProgram, Bucket, ErrorFeedback, Runtime, seed_of
 from hzero.comm.wirelog import WireLog
 from hzero.comm.wires import Lane, group_timeout, world_timeout
 from hzero.config import (
@@ -144,7 +144,7 @@ class Communicator:
         config: The settings.
         plan: Tiers and hops, in the group's rank numbers. Its weights are the copies, its gradients the sums.
         role: As given.
-        streams: Streams of the lanes on a GPU; None on CPU.
+        accelerator: Makes streams and events on a GPU; None on CPU.
         adopted: Whether an engine counts the hops in its wire log.
 
     Raises:
@@ -184,7 +184,7 @@ class Communicator:
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
         lanes = shared_lanes(torch.cuda if self._device == "cuda" else None, settings.transport)
-        self.role, self.adopted, self.streams = role, False, lanes.streams
+        self.role, self.adopted, self.accelerator = role, False, lanes.device
         timeout, self._group = timeout or group_timeout(group), group
         self._ranks, self._timeout = ranks, timeout
         name = role or "collectives"
@@ -197,9 +197,8 @@ class Communicator:
         self._channels: dict[Use, str] = {use: f"{name} {use}" for use in USES if use in uses}
         self._backend = None if whole else backend
         channels = [channel for use, channel in self._channels.items() if use != "messages"]
-        how: dict[str, Any] = {"ranks": ranks, "backend": self._backend, "streams": lanes.streams}
-        peers = peers_of(self.plan, timeout, channels=channels, **how)
-        self._collectives = Collectives(self.plan, peers, WireLog(), lanes, library_sums=False)
+        peers = peers_of(self.plan, timeout, channels=channels, ranks=ranks, backend=self._backend, lanes=lanes)
+        self._runtime = Runtime(self.plan, peers, WireLog(), lanes, library_sums=False)
         if "messages" in uses and len(ranks) > 1:
             channel = self._channels["messages"]
             self._wires = wires_of(settings.transport, (channel, "inter_node"), ranks, timeout, self._backend)
@@ -216,11 +215,11 @@ class Communicator:
     @property
     def wire_log(self) -> WireLog:
         """Bytes, codec and time of every completed hop, by tier and by operation or `role`. You may set another wire log."""
-        return self._collectives.wire_log
+        return self._runtime.wire_log
 
     @wire_log.setter
     def wire_log(self, wire_log: WireLog) -> None:
-        self._collectives.wire_log, self.adopted = wire_log, True
+        self._runtime.wire_log, self.adopted = wire_log, True
 
     # ---- sums ------------------------------------------------------------------------------------------------
 
@@ -249,10 +248,9 @@ class Communicator:
         if not self._copying.steps or not flat.numel():
             return self._run(copies, self._again, flat, then, async_op=async_op)
         same, mine = self._seeds()
-        held: list[torch.Tensor] = []
-        reduced = self._reduce(sums, flat, op, mine, held.append)
-        how: dict[str, Any] = {"seed": same, "first_seed": mine, "after": [reduced]}
-        return self._run(copies, self._again, flat, then, read=lambda: [held.pop()], **how, async_op=async_op)
+        reduced = self._reduce(sums, flat, op, mine, lambda shard: [shard])
+        how: dict[str, Any] = {"seed": same, "first_seed": mine, "after": [reduced], "read": Chain.take}
+        return self._run(copies, self._again, flat, then, **how, async_op=async_op)
 
     @torch.compiler.disable
     def reduce_scatter(
@@ -289,7 +287,7 @@ class Communicator:
     @property
     def feedback(self) -> ErrorFeedback:
         """The residuals of error feedback. Call `ErrorFeedback.clear` after their tensors have been replaced."""
-        return self._collectives.feedback
+        return self._runtime.feedback
 
     # ---- copies ----------------------------------------------------------------------------------------------
 
@@ -395,10 +393,10 @@ class Communicator:
         if source == target:
             raise ValueError(f"{operation}: {argument}: found {peer}, this rank itself; expected another rank")
         bucket = self._bucket(operation, tensor, tensor.numel(), "messages", direction=f"{source} to {target}")
-        lane = self._collectives.lane(bucket, self.plan.grid.tier_between(source, target))
-        if lane not in self._collectives.peers:
+        lane = self._runtime.lane(bucket, self.plan.grid.tier_between(source, target))
+        if lane not in self._runtime.peers:
             pair = [self._ranks[source], self._ranks[target]]
-            self._collectives.peers[lane] = Peers.of(lane, self._wires, pair, self._timeout)
+            self._runtime.peers[lane] = Peers.of(lane, self._wires, pair, self._timeout)
         return self._program(programs.message_program, source, target), bucket
 
     # ---- rows of experts -------------------------------------------------------------------------------------
@@ -456,8 +454,8 @@ class Communicator:
             bucket = Bucket((0,), (row,), tensor.dtype, self.role or "exchange_rows", lane[0], "rows", name)
             given = torch.cat([arrived[one] for one in peers]).view(-1)
             message: Any = [given] if given.numel() else given.view(torch.uint8)
-            # `Collectives.bind` would keep the program for later calls, whose counts differ.
-            bound = BoundProgram(self._collectives, programs.rows_program(self.plan, lane[1], *of_lane), bucket)
+            # `Runtime.bind` would keep the program for later calls, whose counts differ.
+            bound = BoundProgram(self._runtime, programs.rows_program(self.plan, lane[1], *of_lane), bucket)
             running.append((peers, bound.run([message].pop, seed=seed)))  # `pop` returns the message once
         for peers, chain in running:
             sizes, brought = [received[one] for one in peers], chain.wait()
@@ -479,8 +477,8 @@ class Communicator:
             peers = [one for one in range(grid.world_size) if one != rank and grid.tier_between(rank, one) == tier]
             ranks = sorted([*ranks, *peers])
             lane, members = (self._name, tier, "rows"), [self._ranks[one] for one in ranks]
-            wires = wires_of(config.transport, lane, members, self._timeout, self._backend, self.streams)
-            self._collectives.peers[lane] = Peers.of(lane, wires, members, self._timeout)
+            wires = wires_of(config.transport, lane, members, self._timeout, self._backend, self._runtime.lanes)
+            self._runtime.peers[lane] = Peers.of(lane, wires, members, self._timeout)
             lanes.append((lane, ranks, peers))
         return lanes
 
@@ -492,7 +490,7 @@ class Communicator:
         Raises:
             HopError: A message arrived corrupted.
         """
-        self._collectives.verify()
+        self._runtime.lanes.verify()
 
     def _bucket(
         self, role: str, tensor: torch.Tensor, chunk: int, use: Use, key: int | None = None, direction: str = ""
@@ -511,15 +509,15 @@ class Communicator:
         flat: torch.Tensor,
         then: Callable[[torch.Tensor], Any],
         *,
-        read: Callable[[], Any] | None = None,
+        read: Callable[..., Any] | None = None,
         async_op: bool = True,
         **how: Any,
     ) -> Any:
         """Starts a program whose single tensor ``then`` converts. Returns its chain, or waits for it."""
         read = read or (lambda: [flat])
         if not program.steps or not flat.numel():  # nothing to send
-            program, read = _NOTHING, lambda: [self._collectives.used(flat).clone()]
-        chain = self._collectives.bind(program, bucket).run(read, lambda tensors: then(tensors[0]), **how)
+            program, read = _NOTHING, lambda: [self._runtime.lanes.used(flat).clone()]
+        chain = self._runtime.bind(program, bucket).run(read, lambda tensors: then(tensors[0]), **how)
         return chain if async_op else chain.wait()
 
     def _shaped(self, dtype: torch.dtype, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:

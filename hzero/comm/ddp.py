@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hzero.comm.communicator import Communicator, CommunicatorConfig
+from hzero.comm.lanes import Chain
 
 
 class DdpState:
@@ -83,16 +84,6 @@ def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[t
     """
     if not isinstance(state, DdpState):
         raise TypeError(f"ddp_hook: state: found {type(state).__name__}; expected an hzero.comm.DdpState")
-    buffer, streams = bucket.buffer(), state.communicator.streams
-    chain = state.communicator.all_reduce(buffer, "mean", key=state.key(bucket), async_op=True)
-    if streams is None:
-        ended = torch.futures.Future[None](devices=[buffer.device] if buffer.is_cuda else None)
-        # The error must be raised in a callback: DDP would use the value of `set_exception` as a result.
-        result = ended.then(lambda _: chain.wait())
-        chain.add_done_callback(lambda: ended.set_result(None))
-        return result
-    # All work has been enqueued. The future records the current stream when it gets its value, and DDP waits for that stream.
-    with streams.on(None, results=True):
-        averaged = torch.futures.Future[torch.Tensor](devices=[buffer.device])
-        averaged.set_result(chain.wait())
-    return averaged
+    buffer = bucket.buffer()
+    chain: Chain[torch.Tensor] = state.communicator.all_reduce(buffer, "mean", key=state.key(bucket), async_op=True)
+    return chain.future(buffer.device)

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hzero.codecs.formats import PAYLOAD_FORMAT
-from hzero.comm.lanes import DeviceStreams
+from hzero.comm.lanes import Lanes
 from hzero.comm.watchdog import LaneHops, MissingPeerError, shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
@@ -56,7 +56,7 @@ def peers_of(
     channels: Sequence[str] = (STAGE,),
     ranks: Sequence[int] | None = None,
     backend: str | None = None,
-    streams: DeviceStreams | None = None,
+    lanes: Lanes | None = None,
 ) -> dict[Lane, Peers]:
     """Returns the peers of this rank: for each channel, one group per tier, innermost first; none for a tier of size 1.
 
@@ -68,14 +68,14 @@ def peers_of(
         channels: Names with separate communicators.
         ranks: World rank of each rank of the plan; None if they are the same.
         backend: Backend of process groups; None uses the world's.
-        streams: Streams that order collectives on a device.
+        lanes: Lanes of the hops, which order collectives on a device; None: threads.
     """
     timeout, made = timeout or world_timeout(), dict[Lane, Peers]()
     for tier in plan.grid.crossed:
         members = [rank if ranks is None else ranks[rank] for rank in plan.tier_group(tier)]
         for channel in channels:
             lane = channel, tier
-            wires = wires_of(plan.transport, lane, members, timeout, backend, streams)
+            wires = wires_of(plan.transport, lane, members, timeout, backend, lanes)
             made[lane] = Peers.of(lane, wires, members, timeout)
     return made
 
@@ -86,7 +86,7 @@ def wires_of(
     ranks: Sequence[int],
     timeout: timedelta,
     backend: str | None = None,
-    streams: DeviceStreams | None = None,
+    lanes: Lanes | None = None,
 ) -> Any:
     """Returns the wires of a lane for ``ranks``, in this order; made at the first call. All its ranks must make the same call.
 
@@ -96,7 +96,7 @@ def wires_of(
         ranks: World ranks.
         timeout: Maximum wait for one collective.
         backend: Backend of a process group; None uses the world's.
-        streams: Streams that order collectives on a device.
+        lanes: Lanes of the hops, which order collectives on a device; None: threads.
 
     Raises:
         ConfigError: MPI cannot be used.
@@ -107,8 +107,8 @@ def wires_of(
 
         return communicator_of(lane, ranks, timeout)
     group = process_group(lane, ranks, timeout, backend)
-    strict = streams is not None and streams.order == "strict"
-    return TorchWires(group, timeout, streams.collective if strict else None, in_pairs=streams is None)  # type: ignore[union-attr]
+    on_threads = lanes is None or lanes.device is None
+    return TorchWires(group, timeout, None if lanes is None else lanes.in_order, in_pairs=on_threads)
 
 
 def unused_name(

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,9 @@ class WireEntry:
     wire_bytes: int = 0
     raw_bytes: int = 0
     seconds: float = 0.0
+
+
+_COUNTS = [field.name for field in dataclasses.fields(WireEntry) if field.default == 0]
 
 
 class HopTimer:
@@ -89,41 +93,40 @@ class WireLog:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
+        self._totals: dict[tuple[Any, ...], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self.spare: list[tuple[torch.Event, torch.Event]] = []
         self._lock = threading.Lock()  # hops may end on other threads
 
-    def add(self, counts: WireEntry, taken: float | HopTimer) -> None:
-        """Adds the counts of a completed hop. ``taken``: its seconds, or its timer, which is stopped here."""
+    def total(self, lane: Sequence[str], counts: WireEntry) -> WireEntry:
+        """Returns the live totals for hops like ``counts`` on a lane. Its user adds to them; a lane ends one hop at a time."""
         key = counts.role, counts.tier, counts.codec
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = self._entries[key] = WireEntry(*key)
-            entry.hops += counts.hops
-            entry.elements += counts.elements
-            entry.payload_bytes += counts.payload_bytes
-            entry.wire_bytes += counts.wire_bytes
-            entry.raw_bytes += counts.raw_bytes
-            if isinstance(taken, float):
-                entry.seconds += taken
-                return
-            taken.stop()
-            self._running.append((entry, taken))
+            return self._totals.setdefault((*key, *lane), WireEntry(*key))
+
+    def time(self, total: WireEntry, timer: HopTimer) -> None:
+        """Stops the timer of a completed hop, and adds its time once it can be read."""
+        timer.stop()
+        with self._lock:
+            self._running.append((total, timer))
             self._read_timers(wait=False)
 
     def _read_timers(self, *, wait: bool) -> None:
         """Adds the times of ended hops, in order; with ``wait``, the times of all hops."""
         while self._running and (wait or self._running[0][1].ready()):
-            entry, timer = self._running.popleft()
-            entry.seconds += timer.seconds()
+            total, timer = self._running.popleft()
+            total.seconds += timer.seconds()
 
     def entries(self) -> list[WireEntry]:
         """Totals since the last `reset`, sorted by role, tier and codec; copies that are safe to keep."""
+        found: dict[tuple[Any, ...], WireEntry] = {}
         with self._lock:
             self._read_timers(wait=True)
-            return [dataclasses.replace(entry) for _, entry in sorted(self._entries.items())]
+            for (role, tier, codec, *_), total in sorted(self._totals.items()):
+                entry = found.setdefault((role, tier, codec), WireEntry(role, tier, codec))
+                for name in _COUNTS:
+                    setattr(entry, name, getattr(entry, name) + getattr(total, name))
+        return [entry for entry in found.values() if entry.hops]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """`entries` as plain dictionaries, for JSON."""
@@ -134,12 +137,14 @@ class WireLog:
         with self._lock:
             return sum(
                 entry.wire_bytes
-                for entry in self._entries.values()
+                for entry in self._totals.values()
                 if tier in (None, entry.tier) and role in (None, entry.role)
             )
 
     def reset(self) -> None:
         """Sets all counts to zero."""
         with self._lock:
-            self._entries.clear()
             self._running.clear()
+            for total in self._totals.values():  # hops keep their totals
+                for name in _COUNTS:
+                    setattr(total, name, 0)

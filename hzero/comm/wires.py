@@ -48,7 +48,7 @@ class TorchWires:
         group: The group.
         timeout: Maximum wait for a point-to-point message, of which gloo's collectives consist here. Other collectives use the
             timeout of the group.
-        in_order: Starts a collective after all earlier ones, see `hzero.comm.lanes.DeviceStreams.collective`. None starts it
+        in_order: Starts a collective after all earlier ones, see `hzero.comm.lanes.StreamLanes.collective`. None starts it
             immediately.
         in_pairs: Whether gloo's collectives consist of pairs of messages. On streams, only gloo's own are ordered.
 

@@ -400,7 +400,7 @@ class StageState(Engine):
         self.units.request(wanted)
         for together in self.units.widened(wanted):
             for brought, wait in self.weights.unshard(together):
-                gathering = Gathering(wait, self.lanes.streams is not None)
+                gathering = Gathering(wait)
                 for managed in cast("list[Managed]", brought):
                     managed.whole = gathering.add()
                     self.units.bring(managed)
@@ -701,8 +701,8 @@ def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.
 class Gathering:
     """One gather of whole parameters, maybe of two layers. The `Whole` of each parameter has the only reference to its memory."""
 
-    def __init__(self, wait: Unsharded, on_streams: bool) -> None:
-        self._wait, self._on_streams, self._arrived = wait, on_streams, False
+    def __init__(self, wait: Unsharded) -> None:
+        self._wait = wait
         self._parts: list[ref[Whole]] = []
 
     def add(self) -> Whole:
@@ -712,15 +712,12 @@ class Gathering:
         return part
 
     def wait(self) -> None:
-        """Makes the current stream wait for the parts."""
-        if self._arrived and not self._on_streams:
-            return
+        """Makes the current stream wait for the parts; any number of times."""
         flats = self._wait()
         for weak, flat in zip(self._parts, flats):
             if (part := weak()) is not None:
                 part.flat = flat
         flats.clear()
-        self._arrived = True
 
 
 class Whole:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import backends
-from hzero.comm import Collectives, Communicator, WireLog, blaming, in_use, limit_waits, peers_of, shared_lanes
+from hzero.comm import Communicator, Runtime, WireLog, blaming, in_use, limit_waits, peers_of, shared_lanes
 from hzero.comm.peers import Peers, unused_name
 from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wires import STAGE, Lane
@@ -203,11 +203,11 @@ class Engine(Traffic):
             first = name.replace(STAGE, one.channel)  # the rest is the number of failures
             every = [f"{first} {role}" for role in ROLES] if self.lanes.apart else [first] * len(ROLES)
             roles |= {(one.channel, role): lane for role, lane in zip(ROLES, every)}
-            peers |= peers_of(one, channels=list(dict.fromkeys(every)), ranks=of_it.ranks, streams=self.lanes.streams)
-        self._collectives = Collectives(plan, peers, self.wire_log, self.lanes, roles)
+            peers |= peers_of(one, channels=list(dict.fromkeys(every)), ranks=of_it.ranks, lanes=self.lanes)
+        self._runtime = Runtime(plan, peers, self.wire_log, self.lanes, roles)
         self._synchronous = accelerator is None
-        self.weights = Weights(self._collectives, parameters, bucket_numel, accelerator)
-        self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))
+        self.weights = Weights(self._runtime, parameters, bucket_numel, accelerator)
+        self.gradients = Gradients(self._runtime, bucket_numel, len({param.route.number for param in parameters}))
         self.guard = Guard(self.weights, config.guard, device, self.ADVICE, group)
 
     # ---- what the user does ----------------------------------------------------------------------------------------
@@ -287,8 +287,7 @@ class Engine(Traffic):
 
     def verify(self) -> None:
         """As in `Traffic`, and also for the hops of weights and gradients."""
-        self._collectives.verify()
-        super().verify()
+        self.lanes.verify()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -297,7 +296,7 @@ class Engine(Traffic):
         self.weights.mark_stale()
         self.gradients.clear()
         self.guard.audit_due = True
-        self._collectives.feedback.clear()
+        self._runtime.feedback.clear()
 
     def state_dict(self) -> dict[str, int] | None:
         """Returns the counts from which seeds of stochastic rounding are made.
@@ -342,7 +341,7 @@ class Engine(Traffic):
         return {
             "resident weights": sum(copy.nbytes for copy in copies if copy is not None),
             "gradient accumulators": self.gradients.peak_bytes,
-            "error feedback": self._collectives.feedback.bytes,
+            "error feedback": self._runtime.feedback.bytes,
         }
 
     def described(self) -> str:

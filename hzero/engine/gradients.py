@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from hzero.comm import Chain, Collectives, in_buckets
+from hzero.comm import Chain, Runtime, in_buckets
 from hzero.comm.runtime import BoundProgram, seed_of
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
 from hzero.program.program import IN_FLIGHT
@@ -54,17 +54,21 @@ class _Sums(NamedTuple):
 
     Attributes:
         layout: The layout.
-        take: Returns the sums, once.
-        after: Chains that compute the sums.
+        chain: Computes the sums; None if they are there.
+        ready: The sums, if they are there.
     """
 
     layout: _Layout
-    take: Callable[[], list[torch.Tensor]]
-    after: list[Chain[Any]]
+    chain: Chain[list[torch.Tensor]] | None
+    ready: list[torch.Tensor]
+
+    def take(self) -> list[torch.Tensor]:
+        """Returns the sums, once."""
+        return self.ready if self.chain is None else self.chain.take()
 
 
 def _layouts_of(
-    collectives: Collectives, dtype: torch.dtype, params: tuple[Parameter, ...], _: tuple[int, ...], divisor: int
+    runtime: Runtime, dtype: torch.dtype, params: tuple[Parameter, ...], _: tuple[int, ...], divisor: int
 ) -> list[_Layout]:
     """Returns one layout for each route."""
     # Dividing shards is cheaper than dividing gradients. But float16 sums may overflow on the wire. And division by a number
@@ -77,7 +81,7 @@ def _layouts_of(
         programs = route.programs
         part = sum(crossing.part_bytes(bucket.chunks, dtype.itemsize) for crossing in programs.outermost.crossings)
         every = programs.micro, programs.boundary, programs.outermost
-        micro, boundary, outermost = (collectives.bind(one, bucket) for one in every)
+        micro, boundary, outermost = (runtime.bind(one, bucket) for one in every)
         divides = route.sums_travel and not divides_later
         layouts.append(_Layout(same, micro, boundary, outermost, part, divides))
     return layouts
@@ -101,7 +105,7 @@ class Gradients:
     After an error the window is lost: `accumulate`, `wait_reduced` and `finish` raise until `clear`.
 
     Args:
-        collectives: The engine's tiered collectives.
+        runtime: The engine's runtime.
         bucket_numel: Maximum number of elements in one boundary message.
         routes: Number of routes of the parameters.
 
@@ -112,11 +116,11 @@ class Gradients:
         peak_bytes: Peak memory of the accumulators on this rank.
     """
 
-    def __init__(self, collectives: Collectives, bucket_numel: int, routes: int = 1) -> None:
-        self._collectives, self._plan = collectives, collectives.plan
+    def __init__(self, runtime: Runtime, bucket_numel: int, routes: int = 1) -> None:
+        self._runtime, self._plan = runtime, runtime.plan
         self._most = IN_FLIGHT * routes  # max crossings; a bucket has one for each route
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
-        self._layouts = functools.lru_cache(READY)(partial(_layouts_of, collectives))
+        self._layouts = functools.lru_cache(READY)(partial(_layouts_of, runtime))
         self._sums: dict[int, torch.Tensor] = {}  # float32 accumulators by key
         self._bytes = self.peak_bytes = 0  # of the accumulators
         self._lock = threading.Lock()  # for these two: lanes of several routes add sums at the same time
@@ -181,10 +185,10 @@ class Gradients:
         self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver
     ) -> None:
         """Runs `accumulate` for one layout."""
-        accumulates, travels = layout.params[0].route.plan.accumulates, bool(layout.micro.lanes)
+        accumulates, travels = layout.params[0].route.plan.accumulates, bool(layout.micro.hops)
         # Without a hop, only this copy leaves the front end's bucket, which the next gradients overwrite.
         copy = not travels and not accumulates
-        flat = [self._collectives.used(one).to(layout.micro.bucket.dtype, copy=copy).reshape(-1) for one in gradients]
+        flat = [self._runtime.lanes.used(one).to(layout.micro.bucket.dtype, copy=copy).reshape(-1) for one in gradients]
         if layout.divides_first:
             self._divide(flat)
         then: Callable[[list[torch.Tensor]], Any] = partial(self._average, layout)
@@ -199,7 +203,7 @@ class Gradients:
         if last and accumulates:
             # Submitted here, not by the lane that computes the sums. All ranks need the same order relative to the gathers of
             # weights.
-            self._submit_crossing(_Sums(layout, chain.take, [chain]), scale)
+            self._submit_crossing(_Sums(layout, chain, []), scale)
         self._reducing.append((chain, None if accumulates else partial(deliver, layout.params), self._buckets))
         while self._reducing[0][2] <= self._buckets - IN_FLIGHT:  # each one uses two buffers of the message's size
             self._finish_first()
@@ -214,7 +218,7 @@ class Gradients:
             if total is None:
                 kept[index] = part.to(torch.float32, copy=copy)
             elif total is not part:  # else the hop has added to it (`_to_add_to`)
-                self._collectives.used(total).add_(part)
+                self._runtime.lanes.used(total).add_(part)
         totals = [total for total in kept if total is not None]
         if last:  # each accumulator is freed once it is encoded
             return totals
@@ -272,7 +276,7 @@ class Gradients:
                 for params in in_buckets(((param, param.numel) for param in same), self.bucket_numel):
                     (layout,) = self._layouts_now(params, dtype)
                     sums = [total for total in self._take(layout.keys) if total is not None]
-                    self._submit_crossing(_Sums(layout, partial(list, sums), []), scale)
+                    self._submit_crossing(_Sums(layout, None, sums), scale)
                     self._limit_crossings()
             for kind in list(self._collected):
                 self._submit_outermost(kind, scale)
@@ -282,11 +286,11 @@ class Gradients:
                 deliver(layout.params, self._average(layout, shards))
 
     def _submit_crossing(self, sums: _Sums, scale: float) -> None:
-        layout, take, after = sums
-        if layout.boundary.lanes:
-            chain = layout.boundary.run(take, seed=self._next_seed(), scale=scale, after=after)
+        layout = sums.layout
+        if layout.boundary.hops:
+            chain = self._cross(layout.boundary, [sums], scale)
             self._inner.append(chain)
-            sums = _Sums(layout, chain.take, [chain])
+            sums = _Sums(layout, chain, [])
         kind = layout.params[0].route.number, layout.micro.bucket.dtype
         if any(not set(one.layout.keys).isdisjoint(layout.keys) for one in self._collected.get(kind, ())):
             self._submit_outermost(kind, scale)  # a second gradient in one backward: a message has each parameter once
@@ -300,13 +304,15 @@ class Gradients:
         collected = self._collected.pop(kind)
         params = [param for sums in collected for param in sums.layout.params]
         (layout,) = self._layouts_now(params, kind[1])
-        chain = layout.outermost.run(
-            lambda: [total for sums in collected for total in sums.take()],
+        self._crossing.append((layout, self._cross(layout.outermost, collected, scale)))
+
+    def _cross(self, program: BoundProgram, collected: list[_Sums], scale: float) -> Chain[list[torch.Tensor]]:
+        return program.run(
+            lambda *_: [total for sums in collected for total in sums.take()],
             seed=self._next_seed(),
             scale=scale,
-            after=[chain for sums in collected for chain in sums.after],
+            after=[sums.chain for sums in collected if sums.chain is not None],
         )
-        self._crossing.append((layout, chain))
 
     def _limit_crossings(self) -> None:
         """Waits until few crossings are in flight, since each one uses two buffers of its message's size."""
@@ -329,7 +335,7 @@ class Gradients:
     def clear(self, *, done: bool = False) -> None:
         """Starts a new window: discards sums, the error and, unless the step was ``done``, the residuals that it changed."""
         if done:
-            self._collectives.feedback.commit()
+            self._runtime.feedback.commit()
         self._drop()
         self._error = None
 
@@ -360,7 +366,7 @@ class Gradients:
                 if self._error is None:  # else the caller already has the first error
                     logger.warning("hzero: a reduction of discarded gradients failed: %s", error)
         self._reset()
-        self._collectives.feedback.discard()
+        self._runtime.feedback.discard()
 
     def _reset(self) -> None:
         self._reducing.clear()

@@ -71,7 +71,7 @@ class Guard:
         advice: str = "",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._weights, self._collectives, self._plan = weights, weights.collectives, weights.plan
+        self._weights, self._runtime, self._plan = weights, weights.runtime, weights.plan
         self._config, self._device, self._advice, self._group = config, device, advice, group
         self._steps = self._discarded = self._audits = 0
         self.ratios: dict[str, float] = {}
@@ -162,11 +162,11 @@ class Guard:
         if not self.audits_next:
             return
         step = self._steps + 1
-        self._collectives.lanes.drain()
+        self._runtime.lanes.drain()
         with blaming():
             self._compare(step)
             self.ratios = self._measure(params, gradient_of)
-            self._collectives.verify()
+            self._runtime.lanes.verify()
         self._audits, self.audit_due = self._audits + 1, False
         if self.ratios and speaks(self._group):
             logger.info("hzero: signal-to-noise ratios before step %d: %s", step, self._ratios_text())
@@ -176,7 +176,7 @@ class Guard:
         resident = self._weights.up_to_date()
         if not resident:
             return
-        copies = [self._collectives.used(param.resident) for param in resident if param.resident is not None]
+        copies = [self._runtime.lanes.used(param.resident) for param in resident if param.resident is not None]
         stale = torch.stack([self._weights.is_stale(param) for param in resident])
         sums = torch.cat([checksums(copy.view(1, -1).view(torch.uint8)) for copy in copies])
         # Copies are equal across each tier outside the weights' scope, so comparing neighbours on each of these tiers compares
@@ -216,16 +216,16 @@ class Guard:
         Returns:
             bool ``[n]``.
         """
-        differs, collectives = torch.zeros(len(sums), dtype=torch.bool, device=sums.device), self._collectives
+        differs, runtime = torch.zeros(len(sums), dtype=torch.bool, device=sums.device), self._runtime
         for across in dict.fromkeys(one for hops in outside for one in hops):
             compared, (channel, tier, ranks) = [across in hops for hops in outside], across
             mine = sums[compared]
             message = mine.view(torch.uint8).view(-1)
             bucket = Bucket((0,), (len(message),), torch.uint8, "weights", channel)
             # The lane is free: `before_step` has drained all chains.
-            lane = collectives.lane(bucket, tier)
-            gather = collectives.prepare(lane, "all_gather", message.nbytes, "weights of an audit")
-            theirs = gather.start(message).wait().view(torch.int64)
+            lane = runtime.lane(bucket, tier)
+            gather = runtime.prepare(lane, "all_gather", message.nbytes, "weights of an audit")
+            theirs = gather.run(message).view(torch.int64)
             differs[compared] |= (theirs.view(ranks, -1) != mine).any(dim=0)
         return differs
 

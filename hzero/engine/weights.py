@@ -23,7 +23,7 @@ import torch
 
 from hzero.codecs.codec import Codec, fingerprints
 from hzero.codecs.formats import Rows, chunk_numel
-from hzero.comm import Bucket, Chain, Collectives, in_buckets
+from hzero.comm import Bucket, Chain, Runtime, in_buckets
 from hzero.comm.runtime import BoundProgram
 from hzero.config import PLAIN
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
@@ -39,7 +39,7 @@ class Weights:
     """The resident weights of one model. Most methods are collective: all ranks call them in the same order.
 
     Args:
-        collectives: The engine's tiered collectives.
+        runtime: The engine's runtime.
         parameters: The parameters.
         bucket_numel: Maximum number of elements in one refresh message, unless the block sets longer ones.
         accelerator: Makes events of an asynchronous device on which the front end changes primary shards; None on CPU.
@@ -53,15 +53,15 @@ class Weights:
     follows_writes = True
 
     def __init__(
-        self, collectives: Collectives, parameters: Iterable[Parameter], bucket_numel: int, accelerator: Any = None
+        self, runtime: Runtime, parameters: Iterable[Parameter], bucket_numel: int, accelerator: Any = None
     ) -> None:
-        self.collectives, self.plan = collectives, collectives.plan
+        self.runtime, self.plan = runtime, runtime.plan
         self.version = 0
         self.parameters = {param.key: param for param in parameters}
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
         self._stale: dict[int, list[Parameter]] = {}  # the refresh bucket of each stale parameter, by key
-        self._gathers = functools.lru_cache(READY)(partial(_gathers_of, collectives))  # a layer is gathered often
+        self._gathers = functools.lru_cache(READY)(partial(_gathers_of, runtime))  # a layer is gathered often
         self._copies = any(param.route.copies for param in self.parameters.values())
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes before their first unshard, with their last keys
         self._mark(self.parameters.values())
@@ -71,7 +71,7 @@ class Weights:
 
     def before_change(self) -> None:
         """Makes the current stream, which is about to write primary shards, wait until the lanes have encoded them."""
-        self.collectives.lanes.join()
+        self.runtime.lanes.join()
 
     def note_change(self) -> None:
         """Records that primary shards change on the current stream. Streams that encode them wait for this point."""
@@ -142,10 +142,10 @@ class Weights:
 
     def free(self) -> None:
         """Frees all resident copies; their next use rebuilds them."""
-        self.collectives.lanes.drain()
+        self.runtime.lanes.drain()
         for param in self.parameters.values():
             if param.resident is not None:
-                self.collectives.used(param.resident)  # an audit has read it on the current stream
+                self.runtime.lanes.used(param.resident)  # an audit has read it on the current stream
             param.resident = None
         self._gathers.cache_clear()
         self.mark_stale()
@@ -192,7 +192,7 @@ class Weights:
         params = [param for param in together if self._stale.get(param.key) is together]
         route, differs = params[0].route, params[0].differs
         if differs:
-            refresh = _bound(self.collectives, route.programs.difference, params)
+            refresh = _bound(self.runtime, route.programs.difference, params)
             chain = refresh.run(
                 partial(self._difference, params, refresh.bucket, self.version),
                 partial(self._add_difference, params),
@@ -203,7 +203,7 @@ class Weights:
             )
         else:
             program = route.programs.uncoded if route.plan.differences else route.programs.refresh
-            refresh = _bound(self.collectives, program, params)
+            refresh = _bound(self.runtime, program, params)
             keep = partial(self._keep, params, refresh.bucket)
             chain = refresh.run(partial(self._shards, params, refresh.bucket), keep, seed=self.version)
         for param, chunk in zip(params, refresh.bucket.chunks):
@@ -214,7 +214,7 @@ class Weights:
             self._take_fingerprints(params)
         return chain
 
-    def _shards(self, params: Sequence[Parameter], bucket: Bucket) -> list[torch.Tensor]:
+    def _shards(self, params: Sequence[Parameter], bucket: Bucket, *_: Any) -> list[torch.Tensor]:
         """Primary shards without padding. The last ranks' shards have fewer elements; the front end may not set the padding."""
         self.await_change()
         return [param.shard()[:numel] for param, numel in zip(params, bucket.owned)]
@@ -239,7 +239,7 @@ class Weights:
 
     # ---- differences ---------------------------------------------------------------------------------------------
 
-    def _difference(self, params: Sequence[Parameter], bucket: Bucket, seed: int) -> torch.Tensor:
+    def _difference(self, params: Sequence[Parameter], bucket: Bucket, seed: int, *_: Any) -> torch.Tensor:
         """Encodes the difference between this rank's shards and the copy that all ranks have."""
         shards = self._shards(params, bucket)
         copies = [self.held_shard(param)[: shard.numel()] for param, shard in zip(params, shards)]
@@ -306,7 +306,7 @@ class Weights:
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
 
-    def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
+    def _payloads(self, params: Sequence[Parameter], *_: Any) -> torch.Tensor:
         """Returns one message of resident payloads: a view if they are adjacent in memory, else a joined copy."""
         payloads: list[Any] = [param.resident for param in params]  # set by refreshes
         first = payloads[0]
@@ -314,7 +314,7 @@ class Weights:
         end = start
         for payload in payloads:
             if payload.storage_offset() != end or payload.untyped_storage().data_ptr() != memory:
-                joined = torch.cat([self.collectives.used(one) for one in payloads])
+                joined = torch.cat([self.runtime.lanes.used(one) for one in payloads])
                 # A step moves only trained payloads again. In a mixed set, the others would keep both places.
                 if len({param.trained for param in params}) == 1:
                     for param, part in zip(params, joined.split([one.numel() for one in payloads])):
@@ -361,17 +361,17 @@ class Weights:
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
 
 
-def _gathers_of(collectives: Collectives, params: tuple[Parameter, ...]) -> list[_Gather]:
+def _gathers_of(runtime: Runtime, params: tuple[Parameter, ...]) -> list[_Gather]:
     """Returns the messages of an unshard, one per dtype and route."""
     kinds = [(same, same[0].route) for same in alike(params, lambda param: (str(param.dtype), param.route.number))]
     return [
-        (same, None if route.plan.whole_copies else _bound(collectives, route.programs.unshard, same))
+        (same, None if route.plan.whole_copies else _bound(runtime, route.programs.unshard, same))
         for same, route in kinds
     ]
 
 
-def _bound(collectives: Collectives, program: Program, params: list[Parameter]) -> BoundProgram:
-    return collectives.bind(program, bucket_of(params, params[0].dtype, "weights"))
+def _bound(runtime: Runtime, program: Program, params: list[Parameter]) -> BoundProgram:
+    return runtime.bind(program, bucket_of(params, params[0].dtype, "weights"))
 
 
 def _resident(param: Parameter) -> torch.Tensor:

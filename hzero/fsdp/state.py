@@ -575,7 +575,7 @@ class FsdpState(Engine):
         """Drops residuals, which belong to the weights that ``load_state_dict`` has replaced."""
         self.guard.audit_due = True
         self.lanes.drain()
-        self._collectives.feedback.clear()
+        self._runtime.feedback.clear()
         self.load_state_dict(None)  # logs that residuals start at zero
 
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:

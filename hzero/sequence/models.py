@@ -63,7 +63,7 @@ class ChunkedModel:
             raise ConfigError(f"hzero.sequence: found {type(model).__name__}; expected a causal model of transformers")
         self.model, self._settings, self._group = found, settings, group
         self._check()
-        self._memory = HostMemory(settings.offload, group.streams.device if group and group.streams else None)
+        self._memory = HostMemory(settings.offload, group.accelerator if group else None)
         norms = [one for one in found.base_model.children() if "Norm" in type(one).__name__]
         ALL_ATTENTION_FUNCTIONS.register("hzero", _attention)  # without a mask of that name, models make none
         self._attends = found.config, "_attn_implementation_internal", "hzero"

@@ -19,18 +19,18 @@ from hzero.comm.wires import TorchWires, process_group
 from hzero.config import ALGORITHMS
 from hzero.program.program import gather_program, reduce_program
 from hzero.topology.grid import Grid
-from tests.comm.faulty import CORRUPTIONS, Fault, FaultyCollectives
+from tests.comm.faulty import CORRUPTIONS, Fault, FaultyRuntime
 from tests.comm.tiered_checks import GRIDS, WORLD, _bucket, _collectives, _everyones
 from tests.rank_main import TRANSPORT, begin_anew
 
 
-def _faulty(grid: Grid, *, timeout: timedelta | None = None, seed: int = 0, **block) -> FaultyCollectives:
+def _faulty(grid: Grid, *, timeout: timedelta | None = None, seed: int = 0, **block) -> FaultyRuntime:
     plan = _collectives(grid, **block).plan
     how = {"seed": seed * WORLD + dist.get_rank(), "timeout_s": timeout.total_seconds() if timeout else 60.0}
-    return FaultyCollectives(plan, peers_of(plan, timeout), WireLog(), **how)
+    return FaultyRuntime(plan, peers_of(plan, timeout), WireLog(), **how)
 
 
-def _operations(collectives: FaultyCollectives, decoded: list) -> dict:
+def _operations(collectives: FaultyRuntime, decoded: list) -> dict:
     """A gather and a reduction of these collectives, of new contents at every call; ``decoded`` fills when one decodes."""
     plan, rank, turn = collectives.plan, dist.get_rank(), itertools.count()
 

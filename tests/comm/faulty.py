@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
-from hzero.comm import Collectives
-from hzero.comm.runtime import Collective, Pending
+from hzero.comm import Runtime
+from hzero.comm.runtime import HopInFlight, PreparedHop
 from hzero.comm.wires import Lane
 from hzero.program.program import Kind
 
@@ -25,14 +25,14 @@ CORRUPTIONS: tuple[Fault, ...] = ("duplicate", "truncate", "flip")
 _DELAY_S = 0.002
 
 
-class FaultyCollectives(Collectives):
+class FaultyRuntime(Runtime):
     """Collectives whose messages arrive with faults, at this rank alone.
 
     Args:
-        arguments: As for `Collectives`.
+        arguments: As for `Runtime`.
         seed: What happens to which message; give ranks seeds of their own to have faults at one of them.
         timeout_s: Time after which a message that is dropped fails.
-        rest: As for `Collectives`.
+        rest: As for `Runtime`.
 
     Attributes:
         faults: Kinds to draw from; none at first.
@@ -50,12 +50,12 @@ class FaultyCollectives(Collectives):
         self._draw = random.Random(seed)
         self._former: dict[tuple[Lane, int], torch.Tensor] = {}
 
-    def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
+    def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> PreparedHop:
         """With faults in what arrives."""
         made = super().prepare(lane, kind, size, what, **how)
         start = made.start
 
-        def started(message: torch.Tensor, output: torch.Tensor | None = None) -> Pending:
+        def started(message: torch.Tensor, output: torch.Tensor | None = None) -> HopInFlight:
             fault = None
             if self.faults and not self.spares(lane, what) and self._draw.random() < self.chance:
                 fault = self._draw.choice(sorted(self.faults))
@@ -63,22 +63,18 @@ class FaultyCollectives(Collectives):
                 self.done.append(fault)
                 with mock.patch.object(made, "_start", return_value=_Dropped(self._timeout_s)):
                     return start(message, output)
-            pending = start(message, output)
-            work, told = pending._work, []
+            flight = start(message, output)
 
             def arrive() -> None:
                 """The work's wait, then the fault, before anybody looks."""
-                work.wait()
-                if not told:
-                    told.append(True)
-                    arriving = pending.buffers[-1]
-                    if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
-                        rows = arriving.view(len(made.peers.ranks), -1)
-                        arriving = rows[1 << (len(rows) - 1).bit_length() - 1 :]
-                    self._harm(fault, lane, arriving)
+                flight.work.wait()
+                arriving = flight.output
+                if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
+                    rows = arriving.view(len(made.peers.ranks), -1)
+                    arriving = rows[1 << (len(rows) - 1).bit_length() - 1 :]
+                self._harm(fault, lane, arriving)
 
-            pending._work = SimpleNamespace(wait=arrive)
-            return pending
+            return flight._replace(work=SimpleNamespace(wait=arrive))
 
         made.start = started  # type: ignore[method-assign]
         return made

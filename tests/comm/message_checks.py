@@ -14,7 +14,7 @@ from hzero.codecs.codec import Codec
 from hzero.comm import Communicator, HopError, communicator
 from hzero.topology.grid import Grid
 from tests.comm.communicator_checks import SOME, _bits_equal, _communicator, _everyones
-from tests.comm.faulty import FaultyCollectives
+from tests.comm.faulty import FaultyRuntime
 from tests.comm.tiered_checks import WORLD
 from tests.rank_main import TRANSPORT, same_on_all_ranks
 
@@ -81,9 +81,9 @@ def check_a_message_that_does_not_come_leaves_the_group_as_it_was() -> None:
 
 def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
     rank = dist.get_rank()
-    with mock.patch.object(communicator, "Collectives", FaultyCollectives):
+    with mock.patch.object(communicator, "Runtime", FaultyRuntime):
         group = _communicator(Grid(WORLD, 1, 1), checksum=True)
-    group._collectives.faults = ["flip"] if rank == 1 else []
+    group._runtime.faults = ["flip"] if rank == 1 else []
     chain = group.broadcast(torch.ones(9), 3, async_op=True)
     other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
     if rank == 1:

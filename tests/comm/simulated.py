@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hzero.comm.lanes import Call, Chain, Lanes, Program
 from hzero.comm.peers import Peers
 from hzero.comm.watchdog import LaneHops
 from hzero.program.shards import ShardPlan
@@ -103,10 +104,14 @@ def on_all(ranks: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
     return [results[place] for place in range(len(ranks))]
 
 
-def finished(steps: Any) -> Any:
-    """The result of a chain whose steps are run here, one after the other."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
+class AtOnce(Lanes):
+    """Lanes that run each chain to its end in `submit`, on the calling thread."""
+
+    def submit(self, program: Program, call: Call, after: Sequence[Chain[Any]] = ()) -> Chain[Any]:
+        chain = Chain[Any](program, call, after)
+        for stage, hop in enumerate(program.hops):
+            program.compute(chain, stage)
+            chain.flight = hop.start(chain.value)
+            hop.end(chain.flight)
+        self._end(chain)
+        return chain

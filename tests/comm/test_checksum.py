@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import codec, reference
-from hzero.comm import Bucket, Collectives, HopError, WireLog, checksum, runtime
+from hzero.comm import Bucket, HopError, Runtime, WireLog, checksum, runtime
 from hzero.comm.checksum import addressed, addresses
 from hzero.comm.wires import STAGE
 from hzero.config import parse_config
 from hzero.program.program import StagePrograms
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import finished, on_all, peers_of
+from tests.comm.simulated import AtOnce, on_all, peers_of
 
 #: Bytes of a part: none, less than a word, a word, around vectors of words, and more than what is summed at a time.
 SIZES = (0, 1, 3, 4, 7, 8, 16, 63, 64, 65, 257, 4096, 8 * 2048 + 16, (1 << 22) + 5)
@@ -107,9 +107,9 @@ def _reduced(grid: Grid, flips: int = -1, **block: Any) -> list[Any]:
     programs, bucket = StagePrograms.of(plans[0]), Bucket((0, 1), (37, 130), torch.float32, "gradients")
 
     def reduce(plan: ShardPlan) -> Any:
-        collectives = Collectives(plan, peers_of(plan, STAGE, groups), WireLog())
+        runtime = Runtime(plan, peers_of(plan, STAGE, groups), WireLog(), AtOnce())
         if plan.rank == flips:
-            wires = next(iter(collectives.peers.values())).wires
+            wires = next(iter(runtime.peers.values())).wires
             arrive = wires.all_to_all
 
             def flipped(output: torch.Tensor, message: torch.Tensor) -> Any:
@@ -123,9 +123,8 @@ def _reduced(grid: Grid, flips: int = -1, **block: Any) -> list[Any]:
         value = [torch.randn(chunk * grid.world_size, generator=generator) for chunk in bucket.chunks]
         try:
             for program in (programs.micro, programs.boundary, programs.outermost):
-                value = finished(
-                    collectives.bind(program, bucket).steps(lambda value=value: value, seed=5, first_seed=plan.rank)
-                )
+                chain = runtime.bind(program, bucket).run(lambda value=value: value, seed=5, first_seed=plan.rank)
+                value = chain.wait()
         except HopError as error:
             return str(error)
         return value

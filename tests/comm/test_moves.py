@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.comm import Bucket, Collectives, WireLog
+from hzero.comm import Bucket, Runtime, WireLog
 from hzero.comm.communicator import parse_communicator
 from hzero.config import CodecsConfig, parse_config
 from hzero.program.program import Program, all_to_all_program, broadcast_program
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import Wires, boxes, finished, on_all, peers, peers_of
+from tests.comm.simulated import AtOnce, Wires, boxes, on_all, peers, peers_of
 from tests.plan.test_shards import GRIDS
 
 
@@ -30,21 +30,21 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     groups: dict[Any, Any] = {}
 
     plans = [ShardPlan(grid, rank, "world", "world", codecs) for rank in range(world)]
-    every = [Collectives(plan, peers_of(plan, "moves", groups), WireLog(), library_sums=False) for plan in plans]
+    every = [Runtime(plan, peers_of(plan, "moves", groups), WireLog(), AtOnce(), library_sums=False) for plan in plans]
     bucket = Bucket((0,), (chunk,), torch.float32, "moves", "moves")
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
-    def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
-        return finished(one.bind(program, bucket).steps(read, lambda tensors: tensors[0]))
+    def run(one: Runtime, program: Program, read: Any) -> torch.Tensor:
+        return one.bind(program, bucket).run(read, lambda tensors: tensors[0]).wait()
 
-    def move(one: Collectives) -> torch.Tensor:
+    def move(one: Runtime) -> torch.Tensor:
         return run(one, all_to_all_program(one.plan), lambda: [values[one.plan.rank].reshape(-1)])
 
     for rank, got in enumerate(on_all(every, move)):
         assert torch.equal(got.view(world, chunk), values[:, rank])
     source = random.randrange(world)
 
-    def spread(one: Collectives) -> torch.Tensor:
+    def spread(one: Runtime) -> torch.Tensor:
         program = broadcast_program(one.plan, source)
         size = program.crossings[0].message_bytes(bucket.chunks, 4)
         own = one.plan.rank == source
@@ -66,8 +66,8 @@ def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: 
     wires = [Wires(own, size, shared) for own in range(size)]
 
     def gather(own: int) -> torch.Tensor:
-        made = Collectives(plan, peers(ranks[own], {lane: (wires[own], ranks)}), WireLog())
-        return made.prepare(lane, "all_gather", count, "a message", algorithm="doubling").start(messages[own]).wait()
+        made = Runtime(plan, peers(ranks[own], {lane: (wires[own], ranks)}), WireLog())
+        return made.prepare(lane, "all_gather", count, "a message", algorithm="doubling").run(messages[own])
 
     results = on_all(range(size), gather)
     assert all(torch.equal(result, torch.cat(messages)) for result in results)

@@ -22,7 +22,7 @@ import torch
 
 from hzero.comm import HopError
 from hzero.comm import lanes as module
-from hzero.comm.lanes import Chain, Lanes, shared_lanes
+from hzero.comm.lanes import Call, Chain, Lanes, ThreadLanes, shared_lanes
 from hzero.comm.wires import STAGE
 from hzero.config import CollectiveOrder, parse_config
 from hzero.program.shards import ShardPlan
@@ -35,7 +35,7 @@ SCHEDULES = int(os.environ.get("HZERO_SCHEDULES", "27"))
 TIMEOUT_S = 20.0
 
 
-class _Hop:
+class _Flight:
     """A collective on a simulated wire."""
 
     def __init__(self, wires: _Wires, key: Any, rank: int, number: int) -> None:
@@ -45,6 +45,36 @@ class _Hop:
     def end(self) -> None:
         while not self._wires.look(self):
             time.sleep(0)
+
+
+class _Hop:
+    """A prepared hop whose flights a function starts."""
+
+    room, checksum = 0, False
+
+    def __init__(self, lane: Any, start: Callable[[], Any]) -> None:
+        self.lane, self._start = lane, start
+
+    def start(self, message: Any, output: Any = None) -> Any:
+        return self._start()
+
+    def end(self, flight: Any) -> None:
+        flight.end()
+
+
+class _Program:
+    """A program of such hops, whose steps between them are functions."""
+
+    def __init__(self, hops: Sequence[_Hop], *steps: Callable[[], Any]) -> None:
+        self.hops, self._steps = hops, steps
+
+    def compute(self, chain: Chain[Any], stage: int) -> None:
+        chain.after = ()
+        steps = [lambda: None] * (len(self.hops) + 1 - len(self._steps)) + [*self._steps]
+        chain.value = steps[stage]()
+
+
+_CALL = Call(read=lambda *_: None)
 
 
 class _Wires:
@@ -63,7 +93,7 @@ class _Wires:
         self._random = random.Random(seed)
         self._tick = 0  # time passes with everything that happens
 
-    def start(self, rank: int, lane: Any, chain: Any) -> _Hop:
+    def start(self, rank: int, lane: Any, chain: Any) -> _Flight:
         with self._lock:
             self._tick += 1
             key = (lane, tuple(GRID.tier_group(rank, lane[1])))
@@ -71,9 +101,9 @@ class _Wires:
             mine.append(chain)
             self._under_way[rank] += 1
             self.most = max(self.most, self._under_way[rank])
-            return _Hop(self, key, rank, len(mine))
+            return _Flight(self, key, rank, len(mine))
 
-    def look(self, hop: _Hop) -> bool:
+    def look(self, hop: _Flight) -> bool:
         with self._lock:
             self._tick += 1
             key = hop._key
@@ -111,16 +141,8 @@ def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str, ap
     def submit(kind: str, after: Sequence[Chain[Any]] = ()) -> Chain[Any]:
         number = next(numbers)
 
-        def chain() -> Any:
-            yield
-            for lane in hops[kind]:
-                hop = wires.start(rank, lane, (kind, number))
-                yield
-                hop.end()
-                yield
-            return number
-
-        return lanes.submit(chain(), hops[kind], after)
+        every = [_Hop(lane, lambda lane=lane: wires.start(rank, lane, (kind, number))) for lane in hops[kind]]
+        return lanes.submit(_Program(every, lambda: number), _CALL, after)
 
     gathers: list[Chain[Any]] = []
     reducing: list[Chain[Any]] = []
@@ -152,7 +174,7 @@ def _play(seed: int, preset: str, order: CollectiveOrder, apart: bool) -> list[s
     wires, wrong = _Wires(seed), []
 
     def run(rank: int) -> None:
-        lanes = Lanes(order=order)
+        lanes = ThreadLanes(order=order)
         try:
             _run_rank(rank, seed, wires, lanes, preset, apart)
         except BaseException as error:
@@ -202,19 +224,22 @@ class _Started(list[_ByHand]):
         self[number].arrive()
 
 
-def _by_hand(hops: list[_ByHand], lanes: list[Any], result: Any) -> Any:
-    yield
-    for _ in lanes:
-        hops.append(hop := _ByHand())
-        yield
-        hop.end()
-        yield
-    return result
+def _by_hand(hops: list[_ByHand], lanes: list[Any], *steps: Any) -> _Program:
+    """A program whose hops arrive by hand; ``steps``: the result, or the last steps."""
+
+    def start() -> _ByHand:
+        hops.append(_ByHand())
+        return hops[-1]
+
+    called = [step if callable(step) else lambda step=step: step for step in steps]
+    return _Program([_Hop(lane, start) for lane in lanes], *called)
 
 
-def _failing(error: BaseException) -> Any:
-    yield
-    raise error
+def _raises(error: BaseException) -> Callable[[], Any]:
+    def step() -> None:
+        raise error
+
+    return step
 
 
 def _soon(condition: Callable[[], bool]) -> bool:
@@ -225,10 +250,10 @@ def _soon(condition: Callable[[], bool]) -> bool:
 
 
 def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
-    lanes = Lanes()
+    lanes = ThreadLanes()
     used: list[Any] = [("gradients", "intra_package"), ("gradients", "inter_node")]
     first, second = _Started(), _Started()
-    one, two = (lanes.submit(_by_hand(hops, used, n), used) for n, hops in enumerate((first, second)))
+    one, two = (lanes.submit(_by_hand(hops, used, n), _CALL) for n, hops in enumerate((first, second)))
     assert _soon(lambda: len(first) == 1) and not second
     first.arrive(0)
     assert _soon(lambda: (len(first), len(second)) == (2, 1))
@@ -240,15 +265,14 @@ def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
 
 
 def test_the_next_hop_starts_before_the_result_of_the_last_is_made() -> None:
-    lanes, used, hops = Lanes(), [("weights", "intra_package")], _Started()
+    lanes, used, hops = ThreadLanes(), [("weights", "intra_package")], _Started()
 
-    def decoding() -> Any:
-        yield from _by_hand(hops, used, None)
+    def decode() -> int:
         assert _soon(lambda: len(hops) == 2)
         return 1
 
-    chains: list[Any] = [lanes.submit(decoding(), used), lanes.submit(_by_hand(hops, used, 2), used)]
-    chains.append(lanes.submit(_by_hand(hops, used, 3), used, after=chains[1:]))  # it needs the result
+    chains: list[Any] = [lanes.submit(_by_hand(hops, used, result), _CALL) for result in (decode, 2)]
+    chains.append(lanes.submit(_by_hand(hops, used, 3), _CALL, after=chains[1:]))  # it needs the result
     for number in range(3):
         hops.arrive(number)
     assert [chain.wait() for chain in chains] == [1, 2, 3]
@@ -258,31 +282,29 @@ def test_the_next_hop_starts_before_the_result_of_the_last_is_made() -> None:
 def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop(error: type[BaseException]) -> None:
     """Its peers have started theirs, and would pair it with the next chain's; all chains on its lanes fail."""
 
-    def failing() -> Any:
-        if error is MemoryError:  # an interrupt comes while inputs are read
-            yield
-        raise error("on this rank alone")
-        yield
-
-    lanes = Lanes()
+    lanes = ThreadLanes()
     used: list[Any] = [("gradients", "inter_node")]
     hops = _Started()
-    with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
-        lanes.submit(failing(), used)
+    failing = _raises(error("on this rank alone"))
+    if error is KeyboardInterrupt:  # while inputs are read
+        with pytest.raises(error):
+            lanes.submit(_by_hand([], used, failing, None), _CALL)
+    else:
+        lanes.submit(_Program([_Hop(used[0], failing)]), _CALL)
     with pytest.raises(error):
-        lanes.submit(_by_hand(hops, used, 1), used).wait()
+        lanes.submit(_by_hand(hops, used, 1), _CALL).wait()
     assert not hops
     other: list[Any] = [("weights", "inter_node")]
-    lanes.submit(_by_hand(hops, other, 1), other)
+    lanes.submit(_by_hand(hops, other, 1), _CALL)
     hops.arrive(0)
     assert lanes.failures == 2
 
 
 def test_a_chain_after_one_that_failed_fails_alike() -> None:
-    lanes = Lanes()
+    lanes = ThreadLanes()
     used: list[Any] = [("weights", "inter_node")]
-    failed = lanes.submit(_failing(HopError("gone")), used)
-    later = lanes.submit(_by_hand([], used, 1), used, after=[failed])
+    failed = lanes.submit(_Program([_Hop(used[0], _raises(HopError("gone")))]), _CALL)
+    later = lanes.submit(_by_hand([], used, 1), _CALL, after=[failed])
     for chain in (failed, later):
         with pytest.raises(HopError, match="gone"):
             chain.wait()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import chunk_numel
-from hzero.comm import Bucket, Chain, Collectives, HopError, WireLog, peers_of
+from hzero.comm import Bucket, Chain, HopError, Runtime, WireLog, peers_of
 from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ALGORITHMS, CodecConfig, parse_config
 from hzero.program.program import Program, gather_program, reduce_program
@@ -37,13 +37,13 @@ GRIDS = {
 }
 
 
-def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None, **block) -> Collectives:
+def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None, **block) -> Runtime:
     codecs = {"weights": weights or {}, "gradients": gradients or {}}
     block = {"preset": "lossless", "codecs": codecs, "transport": TRANSPORT, **block}
     if shard:
         block["shard"] = shard
     plan = ShardPlan.from_config(parse_config({**block, "error_feedback": list(feedback)}), grid, dist.get_rank())
-    return Collectives(plan, peers_of(plan), WireLog())
+    return Runtime(plan, peers_of(plan), WireLog())
 
 
 def _bucket(role: str, dtype: torch.dtype) -> Bucket:
@@ -56,7 +56,7 @@ def _everyones(dtype: torch.dtype, seed: int = 0) -> list[list[torch.Tensor]]:
     return [[torch.randn(n, generator=generator).to(dtype) for n in NUMELS] for _ in range(WORLD)]
 
 
-def _gather(collectives: Collectives, whole: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _gather(collectives: Runtime, whole: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     bucket = _bucket("weights", dtype)
     rank = dist.get_rank()
     shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
@@ -64,7 +64,7 @@ def _gather(collectives: Collectives, whole: list[torch.Tensor], dtype: torch.dt
     return collectives.bind(program, bucket).run(lambda: shards).wait()
 
 
-def reduce(collectives: Collectives, hops, bucket: Bucket, tensors, rows: int = WORLD, **how) -> Chain:
+def reduce(collectives: Runtime, hops, bucket: Bucket, tensors, rows: int = WORLD, **how) -> Chain:
     program = reduce_program(collectives.plan, hops, rows, shard_order=rows == WORLD)
     return collectives.bind(program, bucket).run(lambda: tensors, **how)
 
@@ -82,7 +82,7 @@ def check_gathered_differences_are_added() -> None:
         _add_gathered(_collectives(grid, weights=dict.fromkeys(("intra_package", "intra_node", "inter_node"), leaf)))
 
 
-def _add_gathered(collectives: Collectives) -> None:
+def _add_gathered(collectives: Runtime) -> None:
     bucket, rank, hops = _bucket("weights", torch.bfloat16), dist.get_rank(), collectives.plan.gather_hops()
     whole, copies = _everyones(torch.bfloat16)[:2]
     shards = [tensor[rank * chunk : (rank + 1) * chunk] for tensor, chunk in zip(whole, bucket.chunks)]
@@ -265,7 +265,7 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
             continue
         order = Grid(ranks, 1, 1, ranks=(ranks - 1, *range(ranks - 1)))  # not the order of rank numbers
         plan = ShardPlan.from_config(parse_config({"transport": TRANSPORT}), order, rank)
-        collectives = Collectives(plan, peers_of(plan), WireLog())
+        collectives = Runtime(plan, peers_of(plan), WireLog())
         coordinates = list(order.tier_group(rank, "inter_node"))
         for count in (0, 1, 3, 16, 257, 40_000):
             generator = torch.Generator().manual_seed(count)
@@ -273,7 +273,7 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
             for algorithm in ALGORITHMS:
                 message = everyones[rank].clone()
                 gather = collectives.prepare(lane, "all_gather", count, "a message", algorithm=algorithm)
-                gathered = gather.start(message).wait()
+                gathered = gather.run(message)
                 assert torch.equal(gathered, everyones[coordinates].view(-1)), (ranks, count, algorithm)
 
 
@@ -282,11 +282,11 @@ def check_a_peer_that_does_not_come_is_named() -> None:
     assert world_timeout() == timedelta(seconds=HOP_TIMEOUT_S)  # what groups get where nothing else is said
     grid = GRIDS[WORLD][0]
     plan = _collectives(grid).plan
-    collectives = Collectives(plan, peers_of(plan, timedelta(seconds=2)), WireLog())
+    collectives = Runtime(plan, peers_of(plan, timedelta(seconds=2)), WireLog())
     everyone = torch.zeros(16 * grid.devices_per_package, dtype=torch.uint8)
 
     def swap(what: str) -> None:
-        collectives.prepare((STAGE, "intra_package"), "all_to_all", everyone.nbytes, what).start(everyone).wait()
+        collectives.prepare((STAGE, "intra_package"), "all_to_all", everyone.nbytes, what).run(everyone)
 
     swap("a first message")  # connects, which is not what is timed
     if dist.get_rank() not in plan.grid.tier_group(0, "intra_package"):

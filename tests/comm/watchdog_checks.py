@@ -22,7 +22,7 @@ from hzero.config import Tier, parse_config
 from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.validation import PeerError
-from tests.comm.faulty import FaultyCollectives
+from tests.comm.faulty import FaultyRuntime
 from tests.rank_main import TRANSPORT, begin_anew
 
 #: Faster than life: a rank is silent after 1.2 s, and the store has 1 s to answer.
@@ -30,23 +30,23 @@ watchdog.PERIOD_S, watchdog._ANSWER_S = 0.3, 1.0
 TIMEOUT_S = 2.0
 
 
-def _collectives(role: str) -> FaultyCollectives:
+def _collectives(role: str) -> FaultyRuntime:
     """Lanes on which all pairs are connected. Pairs are [0, 1] and [2, 3] inside, [0, 2] and [1, 3] between nodes."""
     begin_anew()
     plan = ShardPlan.from_config(
         parse_config({"preset": "lossless", "transport": TRANSPORT}), Grid(2, 1, 2), dist.get_rank()
     )
     peers = peers_of(plan, timedelta(seconds=TIMEOUT_S), channels=[role])
-    collectives = FaultyCollectives(plan, peers, WireLog(), timeout_s=TIMEOUT_S)
+    collectives = FaultyRuntime(plan, peers, WireLog(), timeout_s=TIMEOUT_S)
     for tier in ("intra_package", "inter_node"):
         _hop(collectives, tier)
     return collectives
 
 
-def _hop(collectives: FaultyCollectives, tier: Tier, size: int = 16) -> None:
+def _hop(collectives: FaultyRuntime, tier: Tier, size: int = 16) -> None:
     (role, *_), *_ = collectives.peers
     gather = collectives.prepare((role, tier), "all_gather", size, "a test")
-    gather.start(torch.zeros(size, dtype=torch.uint8)).wait()
+    gather.run(torch.zeros(size, dtype=torch.uint8))
 
 
 def _pids() -> list[int]:

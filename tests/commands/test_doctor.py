@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from hzero.comm.lanes import DeviceStreams
+from hzero.comm.lanes import StreamLanes
 from hzero.files import read_json
 from hzero.tools import cli
 from hzero.tools.commands import doctor
@@ -355,7 +355,7 @@ def test_every_variable_has_a_source_with_its_date_and_every_script_for_gfx90a_t
 @pytest.mark.parametrize("order", ["strict", "lanes"])
 def test_the_hardware_queues_are_enough_for_the_lanes(order: Any) -> None:
     """One for each stream of the stage, and one for compute."""
-    streams = DeviceStreams(device := MagicMock(), order)
+    streams = StreamLanes(device := MagicMock(), order=order)
     for tier in ("intra_package", "intra_node", "inter_node", "inter_group"):
         for results in (False, True):
             streams.on(("weights", tier), results=results)

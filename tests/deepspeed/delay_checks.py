@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.comm.runtime import Pending
+from hzero.comm.runtime import PreparedHop
 from hzero.config import TIERS
 from tests.deepspeed.training import AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder
 
@@ -82,27 +82,29 @@ class _Late:
 def _late(seed: int, did: _Late) -> Iterator[None]:
     """Every hop of this rank arrives up to 2 ms later than it does, its own time later."""
     draw = random.Random(seed * 1000 + dist.get_rank())
-    init, end = Pending.__init__, Pending.end
+    start, end = PreparedHop.start, PreparedHop.end
+    due: dict[int, tuple[float, int]] = {}
 
-    def started(self: Any, collective: Any, *rest: Any) -> None:
-        init(self, collective, *rest)
-        text = re.sub(r"rank \d+ among", "among", str(collective))
+    def started(self: PreparedHop, *message: Any) -> Any:
+        flight = start(self, *message)
+        text = re.sub(r"rank \d+ among", "among", str(self))
         communicator = re.search(r"of (\w+) of .*(among \[.*\])", text)
         assert communicator, text
         did.orders[" ".join(communicator.groups())].append(text)
-        delay = draw.choice(DELAYS_S)
-        self.due, self.number = time.monotonic() + delay, next(did.numbers)
+        delay, number = draw.choice(DELAYS_S), next(did.numbers)
+        due[id(flight)] = time.monotonic() + delay, number
         did.delayed += delay > 0
-        did.under_way.add(self.number)
+        did.under_way.add(number)
+        return flight
 
-    def ended_late(self: Any) -> None:
-        end(self)
-        time.sleep(max(self.due - time.monotonic(), 0))
-        if self.number in did.under_way:
-            did.overtaken += min(did.under_way) < self.number
-            did.under_way.discard(self.number)
+    def ended_late(self: PreparedHop, flight: Any) -> None:
+        end(self, flight)
+        moment, number = due.pop(id(flight))
+        time.sleep(max(moment - time.monotonic(), 0))
+        did.overtaken += min(did.under_way) < number
+        did.under_way.discard(number)
 
-    with mock.patch.object(Pending, "__init__", started), mock.patch.object(Pending, "end", ended_late):
+    with mock.patch.object(PreparedHop, "start", started), mock.patch.object(PreparedHop, "end", ended_late):
         yield
 
 

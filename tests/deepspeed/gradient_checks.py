@@ -19,7 +19,7 @@ from deepspeed.utils import groups
 import hzero
 from hzero.comm import HopError
 from hzero.engine.engine import Engine
-from tests.comm.faulty import FaultyCollectives
+from tests.comm.faulty import FaultyRuntime
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.training import (
     INNER,
@@ -136,7 +136,7 @@ def check_a_skipped_step_leaves_no_residual() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
     engine = engine_of(ds_config(block_of("topo", error_feedback=["inter_node"]), 1, fp16=fp16))
-    feedback = hzero.state(engine).gradients._collectives.feedback
+    feedback = hzero.state(engine).gradients._runtime.feedback
 
     def kept() -> dict[Any, torch.Tensor]:
         return {key: kept.values.clone() for key, kept in feedback._residuals.items()}
@@ -199,13 +199,13 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
     """
     changed = "arrived changed from rank"
     config = ds_config(block_of("topo", checksum=True))
-    with mock.patch.object(sys.modules[Engine.__module__], "Collectives", FaultyCollectives):
+    with mock.patch.object(sys.modules[Engine.__module__], "Runtime", FaultyRuntime):
         for device in (contextlib.nullcontext(), recording()):
             with device:
                 engine = engine_of(config)
                 train(engine, 1)
                 before = masters_of(engine)
-                collectives = hzero.state(engine)._collectives
+                collectives = hzero.state(engine)._runtime
                 collectives.spares = lambda lane, what: lane[1] != "inter_node" or "gradients" not in what
                 collectives.faults = ["flip"]
                 loss = engine(batch(1, 0))

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_grad
 
 import hzero
-from hzero.comm import Communicator, DeviceStreams, shared_lanes
+from hzero.comm import Communicator, StreamLanes, shared_lanes
 from hzero.config import PRESETS
 from hzero.deepspeed.stage_state import async_accelerator
 from tests.deepspeed.race_detector import recording
@@ -271,7 +271,7 @@ def check_collectives_of_a_step_have_one_order() -> None:
     for preset, block in settings:
         with recording() as trace:
             engine = _steps(preset, 1 + (preset in _ACCUMULATE), order="strict", **block)
-            streams = hzero.state(engine).lanes.streams._streams.values()
+            streams = hzero.state(engine).lanes._streams.values()
             assert len(streams) <= 6 and all(stream.priority < 0 for stream in streams), preset
             engine.destroy()
         pairs, most = trace.unordered()
@@ -279,7 +279,7 @@ def check_collectives_of_a_step_have_one_order() -> None:
             assert not pairs and most == 1, f"{preset}: {most} collectives, {len(pairs)} pairs\n" + "\n".join(pairs[:3])
     with recording() as trace:
         engine = _steps("topo", order="lanes")
-        assert len(hzero.state(engine).lanes.streams._streams) == (6 if WORLD == 8 else 4)
+        assert len(hzero.state(engine).lanes._streams) == (6 if WORLD == 8 else 4)
         engine.destroy()
     pairs, most = trace.unordered()
     if dist.get_rank() == 0:
@@ -290,13 +290,13 @@ def check_a_run_without_a_wait_has_races() -> None:
     """Without one of the stage's waits, of results for the stream that computed them, the detector finds races."""
     if WORLD == 8:
         pytest.skip("4 ranks show it")
-    wait = DeviceStreams.wait
+    wait = StreamLanes.wait
 
-    def not_for_results(self: DeviceStreams, event: Any) -> None:
+    def not_for_results(self: StreamLanes, event: Any) -> None:
         if sys._getframe(1).f_code.co_name != "wait":
             wait(self, event)
 
-    with mock.patch.object(DeviceStreams, "wait", not_for_results), recording() as trace:
+    with mock.patch.object(StreamLanes, "wait", not_for_results), recording() as trace:
         _steps("topo").destroy()
     if dist.get_rank() == 0:
         assert any("write on stream" in race for race in trace.races())

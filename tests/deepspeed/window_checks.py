@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_grad
 
 import hzero
 from hzero.comm import HopError
-from hzero.comm.runtime import Collective
+from hzero.comm.runtime import PreparedHop
 from tests.deepspeed.training import (
     AwkwardNet,
     assert_losses,
@@ -95,9 +95,9 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
     block = block_of("lossless", boundary_message_bytes=0)
     engine = engine_of(ds_config(block, 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
     train(engine, 1, 2)
-    crossed, start = [], Collective.start
+    crossed, start = [], PreparedHop.start
 
-    def failing(collective: Collective, *arguments: Any) -> Any:
+    def failing(collective: PreparedHop, *arguments: Any) -> Any:
         crossed.append("gradients" in str(collective) and "'inter_node'" in str(collective))
         if crossed[-1] and sum(crossed) == 2:
             raise HopError("the second bucket between nodes")
@@ -105,7 +105,7 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
 
     engine.backward(engine(batch(1, 0)))
     engine.step()
-    with mock.patch.object(Collective, "start", failing), pytest.raises(HopError, match="second bucket"):
+    with mock.patch.object(PreparedHop, "start", failing), pytest.raises(HopError, match="second bucket"):
         engine.backward(engine(batch(1, 1)))
     _assert_given_up(engine, HopError)
     engine.destroy()

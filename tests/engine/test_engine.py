@@ -12,7 +12,7 @@ import torch
 
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import RecordFormat, chunk_numel
-from hzero.comm import Collectives, WireLog
+from hzero.comm import Runtime, WireLog
 from hzero.comm.wires import STAGE
 from hzero.config import GuardConfig, parse_config
 from hzero.engine.gradients import Gradients
@@ -36,7 +36,7 @@ class Rank:
 
     def __init__(self, rank: int, block: dict[str, Any], groups: dict[Any, Any], grid: Grid = GRID) -> None:
         self.rank, plan = rank, ShardPlan.from_config(parse_config(block), grid, rank)
-        self.collectives = Collectives(plan, peers_of(plan, STAGE, groups), WireLog())
+        self.collectives = Runtime(plan, peers_of(plan, STAGE, groups), WireLog())
         self.shards = [torch.full((chunk_numel(numel, grid.world_size),), float("nan")) for numel in NUMELS]
         self.set(0)
         route = Route(plan, 0)
@@ -236,7 +236,7 @@ def test_padding_behind_the_last_element_is_no_weight() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
-@pytest.mark.parametrize(("preset", "most"), [("topo", 17), ("zero3", 20)])
+@pytest.mark.parametrize(("preset", "most"), [("topo", 10), ("zero3", 13)])
 def test_a_gather_passes_few_functions_on_its_second_run(preset: str, most: int) -> None:
     """As docs/architecture.md says ("How a gather runs"); `python -m tests.ways gather` prints them."""
     found = min((of_gather(preset) for _ in range(3)), key=len)  # on a busy machine, a chain may wait once more
@@ -245,13 +245,12 @@ def test_a_gather_passes_few_functions_on_its_second_run(preset: str, most: int)
         "hzero.engine.weights",
         "hzero.comm.runtime",
         "hzero.comm.lanes",
-        "hzero.comm.wirelog",
     }
     assert len(ours) <= most, sorted(ours)
     assert {name for _, name in ours} >= {
         "Weights.unshard",
         "BoundProgram.run",
-        "Lanes.submit",
-        "Lanes._run",
+        "ThreadLanes.submit",
+        "PreparedHop.start",
         "Chain.wait",
     }

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,9 @@ class EmulatedKernels:
     def __init__(self, wave: int) -> None:
         self.wave = wave
         compiler()  # or the test is skipped here
+
+    def kernel(self, family: str, name: str) -> Any:
+        return functools.partial(self.launch, family, name)
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         getattr(self._library(family), kernel)(ctypes.c_void_p(bucket.ctypes.data))

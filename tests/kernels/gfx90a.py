@@ -542,6 +542,9 @@ class Simulated:
         self.accesses: Counter[tuple[str, int]] = Counter()
         self.waves = 0
 
+    def kernel(self, family: str, name: str) -> Any:
+        return functools.partial(self.launch, family, name)
+
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         code = self._kernel(family, kernel)
         with warnings.catch_warnings(), np.errstate(all="ignore"):

@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hzero.codecs import backends
 from hzero.codecs.formats import chunk_numel
-from hzero.comm import Bucket, Collectives, WireLog
+from hzero.comm import Bucket, Runtime, WireLog
 from hzero.comm.wires import STAGE
 from hzero.config import PRESETS, parse_config
 from hzero.program.program import Program, StagePrograms
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import one_of, positive
-from tests.comm.simulated import finished, peers
+from tests.comm.simulated import AtOnce, peers
 
 GRID = Grid(2, 4, 2)
 
@@ -70,14 +70,13 @@ class _Operators(TorchDispatchMode):
 def counted() -> Iterator[Counter[str]]:
     """What is started inside, by name."""
     started, faults = Counter[str](), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    launcher = backends.choice("cpu").backend.launcher
-    launch = launcher.launch
+    launch = backends.Launch.__call__
 
-    def counts(family: str, kernel: str, *arguments: Any) -> None:
-        started[kernel] += 1
-        launch(family, kernel, *arguments)
+    def counts(call: backends.Launch, *arguments: Any, **more: Any) -> None:
+        started[call.kernel] += 1
+        launch(call, *arguments, **more)
 
-    with mock.patch.object(launcher, "launch", counts), _Operators(started):
+    with mock.patch.object(backends.Launch, "__call__", counts), _Operators(started):
         yield started
     started["page faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
@@ -86,7 +85,7 @@ def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[s
     """Of one layer: to gather it, to sum its gradients within their scope, and, once a step, to refresh it and cross the rest."""
     plan = ShardPlan.from_config(parse_config({"preset": preset, **block}), GRID, 3)
     groups = {(STAGE, tier): (Wires(), list(plan.tier_group(tier))) for tier in plan.grid.crossed}
-    collectives = Collectives(plan, peers(3, groups), WireLog())
+    collectives = Runtime(plan, peers(3, groups), WireLog(), AtOnce())
     programs, world, numels = StagePrograms.of(plan), GRID.world_size, numels_of(width)
     chunks = tuple(chunk_numel(numel, world) for numel in numels)
     keys, dtype = tuple(range(len(chunks))), torch.bfloat16
@@ -114,9 +113,7 @@ def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[s
         totals = [torch.zeros(plan.gradient_rows * chunk) for chunk in chunks] if name == "micro" else None
         for _ in range(5):  # the first run prepares, and the next ones take memory that it gave back
             with counted() as found[name]:
-                finished(
-                    bound.steps(lambda value=value: value, seed=5, first_seed=6, into=lambda totals=totals: totals)
-                )
+                bound.run(lambda value=value: value, seed=5, first_seed=6, into=lambda totals=totals: totals).wait()
     return found
 
 

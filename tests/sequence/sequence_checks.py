@@ -40,7 +40,7 @@ def _block(codec: str) -> dict[str, Any]:
 
 
 def _group(ranks: int, codec: str = "none") -> Communicator | None:
-    """The group of this rank. Collective."""
+    """The group of this rank. PreparedHop."""
     members, _ = dist.new_subgroups(ranks)
     config = {"zero_optimization": {"stage": 3, "hzero": _block(codec)}}
     made = for_dimension("sequence", config, members, uses=("sums",))

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from hzero import __version__
-from hzero.comm import Collectives, WireLog, peers_of
+from hzero.comm import Runtime, WireLog, peers_of
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE
 from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, TopologyConfig, parse_config
@@ -148,7 +148,7 @@ def measure(parsed: argparse.Namespace) -> None:
     sizes = [parsed.min_bytes * 4**step for step in range(25) if parsed.min_bytes * 4**step <= parsed.max_bytes]
     config = parse_config({"preset": "lossless", "transport": parsed.transport})
     plan = ShardPlan.from_config(config, grid, rank)
-    collectives = Collectives(plan, peers_of(plan, timedelta(seconds=parsed.timeout)), WireLog())
+    runtime = Runtime(plan, peers_of(plan, timedelta(seconds=parsed.timeout)), WireLog())
     rows: list[LinkRow] = []
     for tier in grid.crossed:
         ranks, lane = grid.size(tier), (STAGE, tier)
@@ -156,8 +156,8 @@ def measure(parsed: argparse.Namespace) -> None:
         algorithms = ALGORITHMS if tier in NET_TIERS else ALGORITHMS[:1]  # inside a node only the library's
         for algorithm, part in itertools.product(algorithms, parts_of(sizes, ranks)):
             message = torch.ones(part, dtype=torch.uint8, device=device)
-            gather = collectives.prepare(lane, "all_gather", part, "a probe", algorithm=algorithm)
-            seconds = times_of(lambda: gather.start(message).wait(), parsed.iterations, device)  # noqa: B023
+            gather = runtime.prepare(lane, "all_gather", part, "a probe", algorithm=algorithm)
+            seconds = times_of(lambda: gather.run(message), parsed.iterations, device)  # noqa: B023
             times = [1e6 * time for time in seconds]
             measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
             row = LinkRow(tier=tier, ranks=ranks, algorithm=algorithm, size_bytes=part * ranks, **measured)
