@@ -443,9 +443,7 @@ class ThreadLanes(Lanes):
                     error = raised
             if error is not None:
                 self._end(chain, error)
-                if (
-                    not started and lane is not None
-                ):  # peers may have started it, and would pair it with the next chain's
+                if not started and lane is not None:  # peers may have started it, and pair it with the next chain's
                     self._broken.setdefault(lane, error)
             elif index + 1 < len(hops):
                 with chain.changed:

@@ -25,7 +25,7 @@ from hzero.block import KEY
 from hzero.deepspeed import autotp
 from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
-from hzero.deepspeed.stage_state import gather_exactly, note_changes, note_step, order_request, release_all
+from hzero.deepspeed.stage_state import gather_exactly, order_request, partition, release_all, step_stock
 from hzero.deepspeed.versions import check_deepspeed
 from hzero.sequence import attach
 from hzero.topology import resolve_grid
@@ -169,8 +169,8 @@ _REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "_load_checkpoint", _load),
     (PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__all_gather_params_", order_request),
     (Init, "_all_gather", gather_exactly),
-    (Init, "_partition", note_changes),
-    (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", note_step),
+    (Init, "_partition", partition),
+    (stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", step_stock),
 )
 
 

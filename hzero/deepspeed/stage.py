@@ -152,7 +152,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.persistent_parameters = []
         self.reduce_scatter = True  # stock requires False for Muon, and would then bypass `accumulate`
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
-        self.hzero.mark_stale()  # stock has moved the primary shards to other memory
+        self.hzero.note_edit()  # stock has moved the primary shards to other memory
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         if self._stepping:
-            self.hzero.mark_stale(self.fp16_groups[sub_group_id])
+            self.hzero.note_step(self.fp16_groups[sub_group_id])
             if not get_accelerator().is_synchronized_device():
                 self.hzero.weights.refresh_stepped(self.hzero.of(self.fp16_groups[sub_group_id]))
 
@@ -395,7 +395,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         super().checkpoint_event_prologue()
         if self.hzero.config.refresh_differences and self.hzero.config.checkpoint is not None:
-            self.hzero.mark_stale()
+            self.hzero.note_edit()
 
     def checkpoint_event_epilogue(self) -> None:
         """Gathers the parameters that are kept whole after a save or a load, as stock does."""
@@ -419,7 +419,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if saved and load_optimizer_states:
             _check_same(self.optimizer, saved[OPTIMIZER_STATE_DICT])
         self._partition_all_parameters()
-        self.hzero.weights.before_change()
+        self.hzero.lanes.join()
         super().load_state_dict(state_dict_list, load_optimizer_states, **kwargs)
         self.hzero.after_load()
         self._new_window()
@@ -427,7 +427,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offloads states as stock does, and frees resident payloads. Their next use rebuilds them."""
-        self.hzero.weights.before_change()
+        self.hzero.lanes.join()
         super().offload_states(*args, **kwargs)
         self.hzero.drop_gathered()
         self.hzero.weights.free()
@@ -435,7 +435,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Reloads states as stock does. The next use of resident payloads rebuilds them."""
         super().reload_states(non_blocking)
-        self.hzero.mark_stale()
+        self.hzero.note_edit()
 
 
 @on_all_ranks()

@@ -97,7 +97,7 @@ class Managed(Parameter):
         return self.stock["all_gather"](param_list, *args, **kwargs)
 
     def partition(self, *args: Any, free_data: bool = True, **kwargs: Any) -> None:
-        """``param.partition``. Stock's function calls `note_changes`."""
+        """``param.partition``. Stock's function calls `partition`."""
         if not args and not kwargs and free_data and self.param.ds_status == ZeroParamStatus.AVAILABLE:
             with lasting():
                 # The same as stock, without the log messages that stock formats but does not print.
@@ -192,7 +192,7 @@ class StageState(Engine):
 
     ADVICE = (
         "change weights inside deepspeed.zero.GatheredParameters with a modifier_rank, or call "
-        "hzero.state(engine).mark_stale() on all ranks afterwards"
+        "hzero.state(engine).note_edit() on all ranks afterwards"
     )
 
     def __init__(
@@ -293,22 +293,21 @@ class StageState(Engine):
         """Returns the `Managed` of each of DeepSpeed's parameters that belongs to this engine."""
         return [self._all[param.ds_id] for param in params if param.ds_id in self._all]
 
-    # ---- staleness -----------------------------------------------------------------------------------------------
+    # ---- written weights -----------------------------------------------------------------------------------------------
 
-    def mark_stale(self, stepped: Iterable[ZeroParameter] | None = None) -> None:
-        """Marks payloads as stale. Their next use rebuilds them, which is collective, so all ranks must make the same calls.
+    def note_edit(self) -> None:
+        """Notes that the user may have changed any weight. Their next use refreshes them. All ranks must make the same calls."""
+        self.drop_gathered()
+        self.weights.note_edit()
 
-        Args:
-            stepped: Parameters that a step has changed. Some may belong to a later engine, whose payloads are then marked.
-                None marks all parameters of this engine.
-        """
-        marked = self._managed if stepped is None else managed_of(stepped)
-        for managed in marked:
+    def note_step(self, stepped: Iterable[ZeroParameter]) -> None:
+        """Notes that a step has changed parameters, of which some may belong to a later engine. As `note_edit` otherwise."""
+        changed = managed_of(stepped)
+        for managed in changed:
             managed.drop()
-        for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
+        for owner in dict.fromkeys([self, *(managed.owner for managed in changed)]):
             owner.units.drop()
-            its = [managed for managed in marked if managed.owner is owner]
-            owner.weights.mark_stale(its if stepped is not None else None)
+            owner.weights.note_step([managed for managed in changed if managed.owner is owner])
 
     def follow_writes(self, where: str = PASS) -> list[Parameter]:
         """Marks parameters that the user has written, and drops what was gathered of them. See `Engine.follow_writes`."""
@@ -396,7 +395,7 @@ class StageState(Engine):
                 raise RuntimeError(f"hzero: cannot gather, since it is not partitioned: {managed.param.ds_summary()}")
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
                 managed.drop()
-                self.weights.mark_edited(managed)
+                self.weights.note_edit([managed])
         self.units.request(wanted)
         for together in self.units.widened(wanted):
             for brought, wait in self.weights.unshard(together):
@@ -467,13 +466,13 @@ def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args
     return gathered
 
 
-def note_changes(
+def partition(
     stock: Any, init: Any, param_list: list[ZeroParameter], *, has_been_updated: bool = False, **how: Any
 ) -> None:
     """``Init._partition``, which stock's ``param.partition`` calls. Marks the payloads of written parameters as stale."""
     found = managed_of(param_list)
     for owner in dict.fromkeys(managed.owner for managed in found) if has_been_updated else ():
-        owner.weights.before_change()
+        owner.lanes.join()
     with lasting() if found else contextlib.nullcontext():
         stock(init, param_list, has_been_updated=has_been_updated, **how)
     for managed in found:
@@ -481,17 +480,17 @@ def note_changes(
         if has_been_updated:
             managed.drop()
             _measure(managed)
-            managed.owner.weights.mark_edited(managed)
+            managed.owner.weights.note_edit([managed])
 
 
-def note_step(stock: Any, optimizer: Any, sub_group_id: int) -> None:
+def step_stock(stock: Any, optimizer: Any, sub_group_id: int) -> None:
     """Ends the step of a stock optimizer. A later engine with a block may gather its parameters."""
     found = [] if hasattr(optimizer, "hzero") else managed_of(optimizer.fp16_groups[sub_group_id])
     for owner in dict.fromkeys(managed.owner for managed in found):
-        owner.weights.before_change()
+        owner.lanes.join()
     stock(optimizer, sub_group_id)
     if found:
-        found[0].owner.mark_stale([managed.param for managed in found])
+        found[0].owner.note_step([managed.param for managed in found])
 
 
 def release_all(module: torch.nn.Module) -> None:

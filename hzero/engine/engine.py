@@ -152,7 +152,7 @@ class Engine(Traffic):
     """Resident weights, gradients and guard of one model. Most methods are collective: all ranks call them in the same order.
 
     In a step, a front end calls `Weights.unshard` at every use of weights, `Gradients.accumulate` in every backward and
-    `Gradients.finish` after the last one. Then it calls `before_step`, `Weights.mark_stale` for the parameters that its
+    `Gradients.finish` after the last one. Then it calls `before_step`, `Weights.note_step` for the parameters that its
     optimizer has stepped, and `after_step`.
 
     Args:
@@ -178,7 +178,7 @@ class Engine(Traffic):
     """
 
     #: Advice in the audit's message: how to change weights without making resident copies stale.
-    ADVICE: ClassVar[str] = "call mark_stale() on all ranks after weights have been changed outside of the optimizer"
+    ADVICE: ClassVar[str] = "call note_edit() on all ranks after weights have been changed outside of the optimizer"
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Engine(Traffic):
         if written is None:  # on all ranks
             return []
         found = list(itertools.compress(compared, self.meet(where, written)))
-        self.weights.mark_edited(*found)
+        self.weights.note_edit(found)
         return found
 
     # ---- the optimizer step ----------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Engine(Traffic):
         Raises:
             StaleWeightsError: Resident weights are wrong.
         """
-        self.weights.before_change()  # waits for all submitted hops, so the collectives that follow have one order with them
+        self.lanes.join()  # waits for all submitted hops, so the collectives that follow have one order with them
         if self._synchronous:
             self.settle()
         if self.guard.audits_next:
@@ -293,7 +293,7 @@ class Engine(Traffic):
 
     def after_load(self) -> None:
         """Discards everything derived from primary shards, after a checkpoint or another load has replaced them."""
-        self.weights.mark_stale()
+        self.weights.note_edit()
         self.gradients.clear()
         self.guard.audit_due = True
         self._runtime.feedback.clear()

@@ -3,7 +3,7 @@
 A front end's optimizer owns a primary shard of each parameter over the world. In addition, each rank keeps a resident payload:
 the part of the parameter that it sends to the other ranks of the weights' scope. A parameter passes these methods in a step:
 
-1. `mark_stale`: the optimizer has changed primary shards.
+1. `note_step`: the optimizer has changed primary shards.
 2. `refresh`: payloads are rebuilt from primary shards. This crosses the outer tiers, once per step.
 3. `unshard`: whole weights are gathered from payloads, at every use, over the inner tiers only.
 
@@ -64,17 +64,37 @@ class Weights:
         self._gathers = functools.lru_cache(READY)(partial(_gathers_of, runtime))  # a layer is gathered often
         self._copies = any(param.route.copies for param in self.parameters.values())
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes before their first unshard, with their last keys
-        self._mark(self.parameters.values())
-        self.note_change()
+        self._mark(list(self.parameters.values()))
 
     # ---- primary shards change -----------------------------------------------------------------------------------
 
-    def before_change(self) -> None:
-        """Makes the current stream, which is about to write primary shards, wait until the lanes have encoded them."""
-        self.runtime.lanes.join()
+    def note_step(self, stepped: Sequence[Parameter]) -> None:
+        """Notes that an optimizer step has changed parameters. Their next use refreshes them, maybe by differences."""
+        self.version += 1
+        self._mark(stepped)
+        # Other refreshes read the shards as they will be, but a difference cannot express what a user may write meanwhile.
+        self._take_fingerprints([param for param in stepped if param.differs])
 
-    def note_change(self) -> None:
-        """Records that primary shards change on the current stream. Streams that encode them wait for this point."""
+    def note_edit(self, edited: Sequence[Parameter] | None = None) -> None:
+        """Notes that the user has changed parameters, which may have other sizes. Their next use refreshes whole weights.
+
+        Args:
+            edited: The parameters; None if anything may have been changed.
+        """
+        self.version += edited is None
+        params = list(self.parameters.values()) if edited is None else edited
+        for param in params:
+            param.age = None
+            if chunk_numel(param.numel, param.route.plan.grid.world_size) * param.code_bytes != param.chunk:
+                self._gathers.cache_clear()
+        self._mark(params)
+
+    def _mark(self, params: Sequence[Parameter]) -> None:
+        """Marks copies as stale. Streams that encode the shards wait for this point of the current stream."""
+        outdated = {param.refreshing for param in params}
+        self._ahead = [one for one in self._ahead if one[0] not in outdated]
+        for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():
+            self._stale.update((param.key, bucket) for param in bucket)
         if self._changed is not None:
             self._changed.record(self._accelerator.current_stream())
 
@@ -82,34 +102,6 @@ class Weights:
         """Makes the current stream, which is about to read primary shards, wait for their last change."""
         if self._changed is not None:
             self._accelerator.current_stream().wait_event(self._changed)
-
-    def mark_stale(self, stepped: Sequence[Parameter] | None = None) -> None:
-        """Marks resident copies as stale; they are rebuilt before their next use.
-
-        Args:
-            stepped: Parameters that an optimizer step has changed; their refresh may send differences. None if anything may
-                have changed the weights: the refresh of every parameter then sends whole weights.
-        """
-        marked = list(self.parameters.values()) if stepped is None else stepped
-        self.version += 1
-        outdated = {param.refreshing for param in marked}
-        self._ahead = [one for one in self._ahead if one[0] not in outdated]
-        if stepped is None:
-            for param in marked:
-                param.age = None
-        self._mark(marked)
-        # Other refreshes read the shards as they will be, but a difference cannot express what a user may write meanwhile.
-        self._take_fingerprints([param for param in marked if param.differs])
-        self.note_change()
-
-    def mark_edited(self, *params: Parameter) -> None:
-        """Marks parameters whose primary shards were written outside of a step, and which may have other sizes."""
-        for param in params:
-            param.age = None
-            if chunk_numel(param.numel, param.route.plan.grid.world_size) * param.code_bytes != param.chunk:
-                self._gathers.cache_clear()
-        self._mark(params)
-        self.note_change()
 
     @torch.no_grad()
     def written(self) -> tuple[list[Parameter], torch.Tensor | None]:
@@ -131,10 +123,6 @@ class Weights:
             for param, now in zip(params, fingerprints([param.memory() for param in params])):
                 param.fingerprint = now
 
-    def _mark(self, params: Iterable[Parameter]) -> None:
-        for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():
-            self._stale.update((param.key, bucket) for param in bucket)
-
     def remove(self, param: Parameter) -> None:
         """Removes a parameter that another engine takes over."""
         del self.parameters[param.key]
@@ -148,7 +136,7 @@ class Weights:
                 self.runtime.lanes.used(param.resident)  # an audit has read it on the current stream
             param.resident = None
         self._gathers.cache_clear()
-        self.mark_stale()
+        self.note_edit()
 
     # ---- refresh -------------------------------------------------------------------------------------------------
 

@@ -245,7 +245,7 @@ class FsdpState(Engine):
         ConfigError: See `apply`.
     """
 
-    ADVICE = "call mark_stale() of the state that hzero.fsdp.apply returns, on all ranks, after changing weights"
+    ADVICE = "call note_edit() of the state that hzero.fsdp.apply returns, on all ranks, after changing weights"
 
     def __init__(self, model: torch.nn.Module, config: HZeroConfig, accumulation: int | None) -> None:
         if accumulation is not None and (type(accumulation) is not int or accumulation < 1):
@@ -354,7 +354,7 @@ class FsdpState(Engine):
                     self.weights.remove(flat)
                 unit.lay_out(self._keys)
                 self.weights.parameters.update((flat.key, flat) for flat in unit.flats)
-                self.weights.mark_edited(*unit.flats)
+                self.weights.note_edit(unit.flats)
 
     def _compare(self, *, evaluates: bool) -> None:
         """Marks the parameters whose shards were written since their refresh, on any rank. Collective.
@@ -374,12 +374,12 @@ class FsdpState(Engine):
         if written is not None:
             self._late.append((compared, written.to(self.device, non_blocking=True)))
 
-    def mark_stale(self) -> None:
+    def note_edit(self) -> None:
         """Refreshes all weights before their next use. Call it on all ranks.
 
         Only needed on an accelerator, after writing weights inside an accumulation window.
         """
-        self.weights.mark_stale()
+        self.weights.note_edit()
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -542,13 +542,13 @@ class FsdpState(Engine):
         names: dict[str, None] = {}
         for flats, edited in self._late:
             marked = list(itertools.compress(flats, self.meet(STEP, edited)))
-            self.weights.mark_edited(*marked)
+            self.weights.note_edit(marked)
             names.update((flat.name, None) for flat in marked)
         self._late.clear()
         raise of_all_ranks(
             StaleWeightsError(
                 f"weights were written between an optimizer step and the end of the next one, and the device has trained on the "
-                f"old ones: {some(list(names), 8)}. Call mark_stale() of the state on all ranks after such a write"
+                f"old ones: {some(list(names), 8)}. Call note_edit() of the state on all ranks after such a write"
             )
         )
 
@@ -558,7 +558,7 @@ class FsdpState(Engine):
         if not flats:
             return
         if not self._discarded:
-            self.weights.mark_stale(flats)
+            self.weights.note_step(flats)
         self.after_step(done=not self._discarded)
         if self._backwards:
             self._recent = self._recent[1], self._backwards

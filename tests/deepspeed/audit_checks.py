@@ -172,7 +172,7 @@ def check_after_a_complaint_training_goes_on_with_a_new_window() -> None:
             _spoil(engine, "up.weight")
             with pytest.raises(hzero.StaleWeightsError):
                 engine.step()
-            hzero.state(engine).mark_stale()
+            hzero.state(engine).note_edit()
         engine.backward(engine(batch(1, 0)))
         gradients.append(safe_get_full_grad(model.up.weight))
         engine.destroy()

@@ -23,7 +23,7 @@ from hzero.program.program import StagePrograms
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import on_all, peers_of
-from tests.ways import of_gather
+from tests.ways import of_run
 
 GRID = Grid(2, 1, 2)
 WORLD = GRID.world_size
@@ -62,6 +62,14 @@ class Rank:
             assert all(torch.equal(into[key][: NUMELS[key]], flat) for key, flat in found.items())
         return [found[key] for key in sorted(found)]
 
+    def reduce(self) -> None:
+        """What the backward of a micro-batch does that is not the last one."""
+        gradients = [whole(key, 1) for key in range(len(NUMELS))]
+        self.gradients.accumulate(
+            self.params, gradients, torch.float32, 1.0, last=False, deliver=lambda params, shards: None
+        )
+        self.gradients.wait_reduced()
+
 
 def whole(key: int, version: int) -> torch.Tensor:
     """A parameter after a step."""
@@ -90,7 +98,7 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
             one.gradients.finish(torch.float32, 1.0, deliver)
         one.gradients.clear(done=True)
         one.set(1)
-        one.weights.mark_stale(one.params)
+        one.weights.note_step(one.params)
         into = {key: torch.full((chunk_numel(numel, WORLD) * WORLD,), math.nan) for key, numel in enumerate(NUMELS)}
         copies = [param.resident for param in one.params if param.resident is not None]
         sums = [delivered[key] for key in sorted(delivered)]
@@ -127,7 +135,7 @@ def test_errors_of_differences_do_not_add_up() -> None:
             for shard, flat in zip(one.shards, walk):
                 own = flat[version][one.rank * len(shard) : (one.rank + 1) * len(shard)]
                 shard[: len(own)] = own
-            one.weights.mark_stale(one.params)
+            one.weights.note_step(one.params)
             found.append(one.read())
         return found
 
@@ -239,7 +247,7 @@ def test_padding_behind_the_last_element_is_no_weight() -> None:
 @pytest.mark.parametrize(("preset", "most"), [("topo", 10), ("zero3", 13)])
 def test_a_gather_passes_few_functions_on_its_second_run(preset: str, most: int) -> None:
     """As docs/architecture.md says ("How a gather runs"); `python -m tests.ways gather` prints them."""
-    found = min((of_gather(preset) for _ in range(3)), key=len)  # on a busy machine, a chain may wait once more
+    found = min((of_run("gather", preset) for _ in range(3)), key=len)  # on a busy machine, a chain may wait once more
     ours = {(module, name) for module, name in found if not module.startswith("hzero.codecs.")}
     assert {module for module, _ in ours} <= {
         "hzero.engine.weights",

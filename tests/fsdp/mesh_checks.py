@@ -42,7 +42,7 @@ def check_ranks_without_the_model_need_not_take_part() -> None:
     spoil(state, "blocks.1")
     with pytest.raises(StaleWeightsError, match=r"blocks\.1"):
         optimizer.step()
-    state.mark_stale()
+    state.note_edit()
     with pytest.raises(DivergenceError, match="in 2 steps in a row"):
         for _ in range(2):
             backward(what, model, mesh, 4, 0)

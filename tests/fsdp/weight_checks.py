@@ -141,9 +141,9 @@ def check_the_audit_finds_wrong_copies() -> None:
             optimizer.zero_grad()
         backward(SMALL, model, mesh, 2, 0)
         spoil(state, "blocks.1")
-        with pytest.raises(StaleWeightsError, match=r"blocks\.1.*mark_stale"):
+        with pytest.raises(StaleWeightsError, match=r"blocks\.1.*note_edit"):
             optimizer.step()
-        state.mark_stale()
+        state.note_edit()
         backward(SMALL, model, mesh, 3, 0)
         optimizer.step()
 
