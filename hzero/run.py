@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hzero import autoload
+from hzero.errors import ConfigError
 from hzero.tools.launch import launched
-from hzero.tools.terminal import keep_streams
-from hzero.validation import ConfigError, Parser
+from hzero.tools.terminal import Parser, keep_streams
 
 
 def run_script(arguments: Sequence[str]) -> int:

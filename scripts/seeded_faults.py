@@ -221,7 +221,7 @@ FAULTS = (
     Fault("algorithm-without-a-limit-is-accepted", "hzero/config.py",
           'if self.algorithm != "library" and not self.below_bytes:',
           'if self.algorithm != "library" and self.below_bytes < 0:', ("tests/test_config.py",)),
-    Fault("error-of-the-highest-rank-is-raised", "hzero/validation.py",
+    Fault("error-of-the-highest-rank-is-raised", "hzero/errors.py",
           "next(filter(None, of_every_rank(problem)), None)", "next(filter(None, of_every_rank(problem)[::-1]), None)",
           ("tests/faults/test_refused.py", "tests/topology", f"{STAGE} -k refused or save_that_fails")),
     Fault("file-that-its-group-may-write-is-trusted", "hzero/files.py",

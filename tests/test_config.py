@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hzero.config import DIMENSIONS, TIERS, CodecConfig, parse_config
+from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
 
 
 def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:

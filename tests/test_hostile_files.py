@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from benchmarks.rows import line_of, read_rows
 from hzero import block
 from hzero.config import PRESETS, parse_config
+from hzero.errors import ConfigError
 from hzero.files import read_json
 from hzero.tools.commands.doctor import check_config
 from hzero.tools.experiment import Experiment, compose
 from hzero.tools.plan.links_file import read_links
 from hzero.topology import resolve_grid
 from hzero.topology.machine import Machine
-from hzero.validation import ConfigError
 from tests.benchmarks.test_report import MAIN
 from tests.commands.test_links_file import links
 from tests.topology.hostile import accepts, mutated

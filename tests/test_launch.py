@@ -20,7 +20,7 @@ COMMAND = """
 import errno, os, signal, sys, time
 from pathlib import Path
 from hzero.tools.launch import run_ranks
-from hzero.validation import ConfigError, PeerError
+from hzero.errors import ConfigError, PeerError
 folder = Path(sys.argv[1])
 def wait():
     (folder / os.environ["RANK"]).touch()

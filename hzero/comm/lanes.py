@@ -51,7 +51,7 @@ from torch.profiler import record_function
 from hzero.comm.watchdog import stop_watchdog
 from hzero.comm.wires import Lane, Work, messages_dropped
 from hzero.config import CollectiveOrder, Tier, TransportName
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Sequence
 
 from hzero import __version__
-from hzero.tools.terminal import keep_streams, lost_output
-from hzero.validation import ConfigError, Parser, of_file, one_of, report
+from hzero.errors import ConfigError, of_file, one_of, report
+from hzero.tools.terminal import Parser, keep_streams, lost_output
 
 #: Function and help of each command. The function is imported when the command runs: a plan needs no torch.
 COMMANDS = {

@@ -32,9 +32,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hzero.errors import ConfigError, PeerError, PlainError, printable, report, tell_peers
 from hzero.files import regular
 from hzero.tools.terminal import keep_streams
-from hzero.validation import ConfigError, PeerError, PlainError, printable, report, tell_peers
 
 #: Exit statuses: after Ctrl-C, for invalid input, and for work that has saved and must be started again.
 INTERRUPTED, REFUSED, UNFINISHED = 130, 2, os.EX_TEMPFAIL

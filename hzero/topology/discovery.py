@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from hzero.calls import NoAnswer, in_time
+from hzero.errors import ConfigError, some
 from hzero.topology.grid import Grid
 from hzero.topology.machine import Device, Link, Machine, bus_id, merge_links, positions
 from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError, NoAnswer, in_time, some
 
 logger = logging.getLogger("hzero")
 

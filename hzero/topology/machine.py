@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hzero.config import TIERS, Tier, TopologyConfig
-from hzero.validation import ConfigError, some, validated
+from hzero.errors import ConfigError, some
+from hzero.schema import validated
 
 #: GB/s each way of one link between two GPUs, by architecture or product. gfx90a: OLCF's Frontier guide (4 links carry 200 GB/s).
 #: The other rates are half of the two-way figures in data sheets. AMD: MI100 (92 GB/s), MI300X (128), MI355X (153.6). NVIDIA:

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 
 from hzero.config import HERE, TopologyConfig
+from hzero.errors import ConfigError
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
 
 
 def resolve_grid(topology: TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:

@@ -29,9 +29,10 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from hzero.config import HERE, TopologyConfig
+from hzero.errors import ConfigError, did_you_mean, nearest
 from hzero.files import read_text, read_whole
+from hzero.schema import Frozen, Quantity, validated
 from hzero.topology.machine import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Machine, Nic, bus_id, merge_links
-from hzero.validation import ConfigError, Frozen, Quantity, did_you_mean, nearest, validated
 
 #: Variable with the path of sysfs, for containers that mount the host's elsewhere.
 SYSFS = "HZERO_SYSFS"

@@ -19,7 +19,7 @@ from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.network import Network, clear, ours
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 from tests.forks import alive
 from tests.ranks import ROOT, run_python
 

@@ -16,7 +16,7 @@ from benchmarks.report import document
 from benchmarks.report.__main__ import main
 from benchmarks.report.results import Comparison, choose, read
 from benchmarks.rows import RESULTS, StepsRow, line_of, parse_row, read_rows
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 from tests.ranks import ROOT
 
 REPORTS = ROOT / "benchmarks" / "reports"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hzero.config import NodeAllGather
+from hzero.errors import ConfigError
 from hzero.tools.cli import main
 from hzero.tools.commands.links import summary
 from hzero.tools.plan.links_file import (
@@ -19,7 +20,6 @@ from hzero.tools.plan.links_file import (
     write_links,
 )
 from hzero.tools.plan.scenario import read_scenario
-from hzero.validation import ConfigError
 
 
 def row(

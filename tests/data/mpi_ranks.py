@@ -30,8 +30,8 @@ from distributed.utils import wait_for
 from mpi4py.run import set_abort_status
 
 from hzero.comm import mpi_wires
+from hzero.errors import ConfigError
 from hzero.tools.data import mpi
-from hzero.validation import ConfigError
 
 WORLD = mpi.WORLD
 LARGE = np.arange(100_000_000, dtype=np.uint8)

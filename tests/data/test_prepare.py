@@ -29,12 +29,12 @@ from tests.ranks import LONG, ROOT, environment, mpiexec, run
 if find_spec("distributed") is None or find_spec("datasets") is None:
     pytest.skip("the extras data and train are not installed", allow_module_level=True)
 
+from hzero.errors import ConfigError
 from hzero.tools import cli
 from hzero.tools.data import corpus, token_files
 from hzero.tools.data.cluster import workers
 from hzero.tools.data.prepare import prepare, settings_of
 from hzero.tools.experiment import compose
-from hzero.validation import ConfigError
 
 LENGTH = 48
 #: Bytes of a shard: no multiple of anything.

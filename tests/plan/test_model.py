@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.model import LONG, checks
 from hzero.config import parse_config
+from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.collectives import OTHERS, Scheme, step_traffic
 from hzero.tools.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
@@ -24,7 +25,6 @@ from hzero.tools.plan.memory import activations, footprint
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
 from hzero.tools.plan.step import COMPUTE, Prediction, Task, predict, simulate, speeds, tasks_of
 from hzero.topology import Grid
-from hzero.validation import ConfigError
 from tests.ranks import ROOT
 
 FRONTIER = load_profile("frontier-2026")

@@ -10,11 +10,11 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hzero.config import SequenceConfig
+from hzero.errors import ConfigError
 from hzero.sequence.host import HostMemory
 from hzero.sequence.models import ChunkedModel
 from hzero.tools import cli
 from hzero.tools.plan.sequence import chunked
-from hzero.validation import ConfigError
 from tests.sequence.planned import job
 
 SHAPE = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "vocab_size": 31, "num_attention_heads": 4}

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import BASE_TIERS, SCOPES, TIERS, parse_config, tiers_inside
+from hzero.errors import ConfigError
 from hzero.program.program import Order
 from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
 
 ORDERS = st.permutations(BASE_TIERS).map(tuple) | st.permutations(TIERS).map(tuple)
 #: Sizes of the tiers: three, or all.

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from hzero.errors import ConfigError
 from hzero.tools.commands.topology import text_of
 from hzero.topology.machine import Machine
 from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError
 
 #: Replacements of a number.
 _NUMBERS = ["-1", "0", "1e999", "NaN", "9" * 30, "9" * 5000, "1_0", "٣", "0x10", "-", "", "1.5", "true", "null"]

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import BASE_TIERS, TIERS
+from hzero.errors import ConfigError
 from hzero.topology.discovery import (
     Discovery,
     Exchange,
@@ -35,7 +36,6 @@ from hzero.topology.discovery import (
 )
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine
 from hzero.topology.sources import read_sysfs
-from hzero.validation import ConfigError
 from tests.topology import trees
 
 torch = pytest.importorskip("torch")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hzero.config import TopologyConfig, parse_config
 from hzero.engine.engine import undeclared
+from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import compose
 from hzero.topology import Grid, discovery, resolve_grid
@@ -21,7 +22,6 @@ from hzero.topology.discovery import RankReport, assemble
 from hzero.topology.grid import chosen_group
 from hzero.topology.machine import Device, tiers_of
 from hzero.topology.sources import PRESETS, machine_of, preset
-from hzero.validation import ConfigError
 
 
 @given(st.integers(2, 20_000))

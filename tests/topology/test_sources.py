@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hzero.config import TopologyConfig
+from hzero.errors import ConfigError
 from hzero.topology.machine import Device, Link, Machine, Nic, packages_of, tiers_of
 from hzero.topology.sources import NODES, PRESETS, DeclaredMachine, machine_of, preset, query_nvidia, read_sysfs
-from hzero.validation import ConfigError
 from tests.ranks import ROOT
 from tests.topology import trees
 from tests.topology.hostile import machine_or_error, mutated

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hzero.errors import ConfigError
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, bus_id, packages_of, tiers_of
-from hzero.validation import ConfigError
 from tests.topology.trees import FRONTIER_LINKS
 
 FRONTIER = {n: [pair for pair, count in FRONTIER_LINKS.items() if count == n] for n in (4, 2, 1)}

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from hzero.config import UNCODED
+from hzero.errors import ConfigError
 from hzero.tools import cli
 from hzero.tools.experiment import compose
 from hzero.tools.plan.collectives import step_traffic
 from hzero.tools.plan.scenario import Job
 from hzero.tools.plan.sequence import exchanged
-from hzero.validation import ConfigError
 from tests.forks import Command, fork, join, torchrun
 from tests.ranks import LONG, ROOT, environment, mpiexec
 

@@ -32,15 +32,18 @@ import yaml
 from hzero import __version__, autoload
 from hzero.block import KEY, PARENT, split
 from hzero.block import read_text as parse_text
+from hzero.calls import library_errors, quiet
 from hzero.config import HERE, TopologyConfig, parse_config
+from hzero.errors import ConfigError, one_of, printable, some
 from hzero.files import read_json
+from hzero.schema import Frozen
 from hzero.tools.commands.logs import DEGRADED, GOOD, UNUSABLE, Finding, check_logs
 from hzero.tools.launch import rank_variables
+from hzero.tools.terminal import Parser, positive
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
 from hzero.topology.machine import Device, Link, Machine, grid_of_nodes, packages_of, product
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.validation import ConfigError, Frozen, Parser, library_errors, one_of, positive, printable, quiet, some
 
 STATES = ("good", "degraded", "unusable")
 WHERE = f"{KEY}.topology"

@@ -21,9 +21,10 @@ from typing import Any
 
 import yaml
 
+from hzero.errors import printable
+from hzero.tools.terminal import Parser
 from hzero.topology.machine import AmbiguousTopologyError, Machine, packages_of, tiers_of
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.validation import Parser, printable
 
 
 def run_topology(arguments: Sequence[str]) -> int:

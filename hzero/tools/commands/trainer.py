@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainer
 from transformers.integrations import deepspeed as integration
 
 import hzero
+from hzero.calls import library_errors
 from hzero.comm import blaming
 from hzero.deepspeed.checkpoint import save_together
 from hzero.deepspeed.refusals import check_written
+from hzero.errors import ConfigError, from_rank_0, one_of, printable, some
 from hzero.files import regular
 from hzero.tools.commands import summary
 from hzero.tools.commands.doctor import build
@@ -32,7 +34,6 @@ from hzero.tools.experiment import Experiment, checkpoint_folder, transformers_c
 from hzero.tools.launch import UNFINISHED
 from hzero.tools.plan.scenario import check_as_run
 from hzero.tools.terminal import size_text
-from hzero.validation import ConfigError, from_rank_0, library_errors, one_of, printable, some
 
 #: From this many parameters on, each layer is partitioned when it is built, so that no rank needs memory for the model.
 ZERO_INIT_FROM = 500_000_000

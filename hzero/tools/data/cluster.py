@@ -16,8 +16,8 @@ import dask
 from dask.system import CPU_COUNT
 from distributed import Client, Scheduler, SchedulerPlugin, Status
 
+from hzero.errors import ConfigError, of_all_ranks
 from hzero.tools.launch import die_with_parent, rank_variables
-from hzero.validation import ConfigError, of_all_ranks
 
 
 @contextlib.contextmanager

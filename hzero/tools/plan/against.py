@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero.config import DEFAULT_PRESET, PRESETS
+from hzero.errors import ConfigError
 from hzero.files import refusing, replacing
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.collectives import OTHERS, Scheme
@@ -35,7 +36,6 @@ from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import Job, Scenario, buckets_of
 from hzero.tools.plan.step import Prediction, Simulated, compute_s, predict, require_layers
 from hzero.topology import Grid
-from hzero.validation import ConfigError
 
 #: Sizes of tensor groups, numbers of chunks other than one, and the maximum number of stages that are tried.
 TENSOR, CHUNKS, STAGES = (1, 2, 4, 8), (2, 4), 64

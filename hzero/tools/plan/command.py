@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hzero.config import PRESETS, TIERS, parse_config
+from hzero.errors import ConfigError, printable
 from hzero.program.shards import Hop, ShardPlan
 from hzero.tools.experiment import SHORT, full_names, key_of
 from hzero.tools.plan import collectives
@@ -52,8 +53,7 @@ from hzero.tools.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.tools.plan.search import Setting, fit, tune
 from hzero.tools.plan.sequence import chunked, exchanged
 from hzero.tools.plan.step import predict
-from hzero.tools.terminal import size_text
-from hzero.validation import ConfigError, Parser, printable
+from hzero.tools.terminal import Parser, size_text
 
 #: Other engines in a plain plan.
 _PEERS = ("FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++")

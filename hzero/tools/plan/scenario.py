@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from hzero.calls import library_errors, quiet
 from hzero.config import SequenceConfig, parse_config
+from hzero.errors import ConfigError, one_of
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import Architecture, Experiment, compose, composed
 from hzero.tools.plan.collectives import OTHERS, Scheme
 from hzero.tools.plan.links_file import LinksFile, links_for
 from hzero.tools.plan.machine import CONSTANTS, Machine, Profile, Source, load_profile, profile_names
 from hzero.topology import Grid
-from hzero.validation import ConfigError, library_errors, one_of, quiet
 
 #: Allowed loss of codecs: none, on weights only, on weights and gradients.
 Quality = Literal["lossless", "weights", "all"]
