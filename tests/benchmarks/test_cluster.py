@@ -10,7 +10,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,32 +21,6 @@ from hzero.config import BASE_TIERS
 from hzero.errors import ConfigError
 from tests.forks import alive
 from tests.ranks import ROOT, run_python
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("run --shape 2x2 -- true", "--shape: found '2x2', expected nodes x GPUs x GCDs"),
-        ("run --shape 0x2x2 -- true", "--shape.nodes: found 0"),
-        ("run --shape 9x9x9 -- true", "--shape: found 9x9x9, 729 ranks"),
-        ("run --rates 1,2 -- true", "--rates: found '1,2'"),
-        ("run --rates 1,2,fast -- true", "--rates.inter_node: found 'fast'"),
-        ("run --rates nan,1,1 -- true", "--rates.intra_package: found nan"),
-        ("run --rates 1,0,1 -- true", "--rates.intra_node: found 0.0; expected greater than or equal to 0.1"),
-        ("run --rates 1,1,1e6 -- true", "--rates.inter_node: found 1000000.0"),
-        ("run", "run: no COMMAND"),
-        ("down -- true", "down takes no --"),
-        ("start", "invalid choice: 'start'"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status: Any = main(arguments.split())
-    except SystemExit as left:  # argparse's own refusal
-        status = left.code
-    error = capsys.readouterr().err
-    assert status == 2 and says in error and "Traceback" not in error
-
 
 # --- with a real network ---
 

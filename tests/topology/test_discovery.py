@@ -75,16 +75,6 @@ def seen(environ: dict[str, str], devices: list[Device]) -> list[int]:
     return [device.number for device in visible_devices(environ, devices)]
 
 
-@given(st.permutations(range(8)), st.integers(1, 8), st.data(), st.booleans())
-def test_hip_counts_what_rocr_leaves(order: list[int], count: int, data: st.DataObject, by_uuid: bool) -> None:
-    rocr = order[:count]
-    hip = data.draw(st.lists(st.integers(0, count - 1), unique=True))
-    environ = {"ROCR_VISIBLE_DEVICES": ", ".join(GCDS[n].uuid if by_uuid else str(n) for n in rocr)}
-    assert seen(environ, GCDS) == rocr
-    second = data.draw(st.sampled_from(["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]))
-    assert seen({**environ, second: ",".join(map(str, hip))}, GCDS) == [rocr[index] for index in hip]
-
-
 def test_lists() -> None:
     assert seen({}, GCDS) == list(range(8)) and seen({"ROCR_VISIBLE_DEVICES": ""}, GCDS) == []
     assert seen({"ROCR_VISIBLE_DEVICES": "5,-1,2"}, GCDS) == [5]
@@ -329,13 +319,6 @@ def test_a_cluster_has_the_nodes_that_share_networks(networks: list[list[str]], 
         assert len({frozenset(joined[node]) for node in peers}) == 1 and len(peers) == count // len(sizes)
 
 
-@pytest.mark.parametrize("unknown", range(3))
-def test_unknown_nics_form_no_clusters(unknown: int) -> None:
-    networks = [["cxi"], ["ethernet"]]
-    found = on_networks([*networks[:unknown], [], *networks[unknown:]], 2, lambda rank: rank // 2)
-    assert found.required_grid().clusters == 1 and not any("fabrics" in note for note in found.notes)
-
-
 # The exchange
 
 
@@ -387,18 +370,6 @@ def test_missing_ranks_are_named_on_all() -> None:
     assert {str(results[rank]) for rank in range(world) if rank not in missing} == {text}
     assert "rank 5 has waited 2.5 s for the answer of rank 0" in str(results[world])
     assert Exchange.of_environment(1.0, {}).agree(lambda: 3, list) == [3], "alone"
-
-
-def test_ranks_meet_at_the_master_address_before_a_process_group_is_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environ = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-    def act(rank: int) -> Any:
-        exchange = Exchange.of_environment(20.0, {**environ, "RANK": str(rank)})
-        return [exchange.agree(lambda turn=turn: rank + turn, sum) for turn in range(3)]
-
-    assert on_threads(3, act) == [[3, 6, 9]] * 3
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["nobody", "no store"])

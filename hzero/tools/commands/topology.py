@@ -2,7 +2,7 @@
 
 sources:
   auto    this machine
-  FILE    a declared machine (YAML or JSON), a topology dump of RCCL or NCCL, or a saved nvidia-smi topo -m
+  FILE    a declared machine (YAML or JSON), or a topology dump of RCCL or NCCL
   PRESET  a known machine; write ./NAME for a file with such a name
 
 Examples:

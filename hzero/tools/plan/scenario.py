@@ -316,12 +316,15 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     return Scenario(experiment, job, grid, measured, profile, memory, quality, int(batch) if batch else None, kept)
 
 
-def check_as_run(experiment: Experiment, itemsize: int) -> None:
+def check_as_run(experiment: Experiment, itemsize: int) -> Any:
     """Refuses keys of DeepSpeed, and experts, that a run refuses or ignores. Messages have the keys that the user has written.
 
     Args:
         experiment: The trainer's configuration.
         itemsize: Bytes of a weight.
+
+    Returns:
+        The ``DeepSpeedConfig``.
 
     Raises:
         ConfigError: See `hzero.deepspeed.refusals` and `hzero.deepspeed.autoep.codes_tokens`.
@@ -340,6 +343,7 @@ def check_as_run(experiment: Experiment, itemsize: int) -> None:
             raise error
     if ranks > 1 and read.hzero_block is not None:
         autoep.codes_tokens(read.hzero_block, experiment.grid.of_ranks(range(ranks)))
+    return read
 
 
 def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigError:
