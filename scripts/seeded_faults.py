@@ -200,7 +200,7 @@ FAULTS = (
           (f"{STAGE} -k bytes_between or bit_identical", "tests/plan/test_shards.py", f"{TIERED} -k differences",
            f"{STAGE} -k difference or audit")),
     # ---- other folders ----------------------------------------------------------------------------------------------
-    Fault("links-that-contradict-each-other-are-accepted", "hzero/topology/machine.py",
+    Fault("links-that-contradict-each-other-are-accepted", "hzero/topology/node.py",
           "if other != ordered:", "if other.kind != ordered.kind:", ("tests/topology",)),
     Fault("edited-text-of-equal-size-goes-unnoticed", "hzero/tools/data/token_files.py",
           "[p.stat().st_size, p.stat().st_mtime_ns]", "[p.stat().st_size, 0]",

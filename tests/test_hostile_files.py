@@ -27,7 +27,7 @@ from hzero.tools.commands.doctor import check_config
 from hzero.tools.experiment import Experiment, compose
 from hzero.tools.plan.links_file import read_links
 from hzero.topology import resolve_grid
-from hzero.topology.machine import Machine
+from hzero.topology.node import Node
 from tests.commands.measured import links
 from tests.topology.hostile import accepts, mutated
 
@@ -117,7 +117,7 @@ def test_configurations_of_deepspeed(content: bytes, tmp_path: Path) -> None:
 
     def examine() -> None:
         found.extend(
-            text for _, text in check_config(path, read_json(path, block.read_text), Machine("none", ()), 2, None)
+            text for _, text in check_config(path, read_json(path, block.read_text), Node("none", ()), 2, None)
         )
 
     accepts(examine, str(path))

@@ -140,12 +140,11 @@ class TrainBlock(Frozen):
 
 
 class CheckpointBlock(Frozen):
-    """Checkpoints, and the model at the end; ``dtype`` null keeps the type of training."""
+    """Checkpoints, and the model at the end."""
 
     every: Count
     keep: Positive
     model: bool
-    dtype: Literal["fp32", "bf16", "fp16"] | None
 
 
 class ZeroGroup(BaseModel, extra="allow"):

@@ -29,7 +29,7 @@ from hzero.config import HERE, TopologyConfig
 from hzero.errors import ConfigError, did_you_mean, nearest
 from hzero.files import read_text, read_whole
 from hzero.schema import Frozen, Quantity, validated
-from hzero.topology.machine import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Machine, Nic, bus_id, merge_links
+from hzero.topology.node import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Nic, Node, bus_id, merge_links
 
 #: Variable with the path of sysfs, for containers that mount the host's elsewhere.
 SYSFS = "HZERO_SYSFS"
@@ -45,7 +45,7 @@ PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "mi355x", "dgx_h200", "ni
 _MAX_BYTES, _MAX_DECLARED = 8 * 2**20, 131_072
 
 
-def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str = "topology") -> Machine:
+def read_node(source: str, environ: Mapping[str, str] = os.environ, where: str = "topology") -> Node:
     """Reads the node of a source: ``discover`` or ``auto``, one of `PRESETS`, or a file or folder.
 
     Args:
@@ -56,23 +56,23 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str 
     Raises:
         ConfigError: The file does not exist, is invalid, or declares a grid.
     """
-    found = this_machine(environ) if source in HERE else read_source(source, where)
+    found = this_node(environ) if source in HERE else read_source(source, where)
     if isinstance(found, TopologyConfig):
         raise ConfigError(f"{source}: declares a grid (packages_per_node); expected a node (devices or packages)")
     return found
 
 
-def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+def this_node(environ: Mapping[str, str] = os.environ) -> Node:
     """The node on which this process runs. Without GPUs, it has no devices.
 
     Raises:
         ConfigError: There are GPUs, but their description cannot be read.
     """
-    machine = read_sysfs(Path(environ.get(SYSFS) or "/sys"))
-    if machine.devices or environ.get(SYSFS) or not _PROCFS.is_dir():
-        return machine
+    node = read_sysfs(Path(environ.get(SYSFS) or "/sys"))
+    if node.devices or environ.get(SYSFS) or not _PROCFS.is_dir():
+        return node
     remark = "NVLinks are unknown: a dump of NCCL (NCCL_TOPO_DUMP_FILE) lists them"
-    return replace(machine, source=str(_PROCFS), devices=tuple(_nvidia_devices()), remarks=(remark,))
+    return replace(node, source=str(_PROCFS), devices=tuple(_nvidia_devices()), remarks=(remark,))
 
 
 def _nvidia_devices() -> Iterator[Device]:
@@ -90,7 +90,7 @@ def _nvidia_devices() -> Iterator[Device]:
         )
 
 
-def read_source(source: str, where: str) -> Machine | TopologyConfig:
+def read_source(source: str, where: str) -> Node | TopologyConfig:
     """Reads the node of a preset, file or folder, or the grid that a file declares. The content decides the kind of a file.
 
     Raises:
@@ -112,12 +112,12 @@ def read_source(source: str, where: str) -> Machine | TopologyConfig:
 
 
 @functools.cache
-def preset(name: str) -> Machine:
+def preset(name: str) -> Node:
     """One node of a known machine, by its name in `PRESETS`."""
     path = Path(__file__).resolve().parent / "presets" / f"{name}.yaml"
-    machine = read_declared(read_text(path), str(path), f"preset {name}")
-    assert isinstance(machine, Machine)
-    return machine
+    node = read_declared(read_text(path), str(path), f"preset {name}")
+    assert isinstance(node, Node)
+    return node
 
 
 # ---- KFD's sysfs, /sys/class/kfd/kfd/topology/nodes -------------------------------------------------------------------------
@@ -142,7 +142,7 @@ _ACTIVE = 4  # of the file `state` of an RDMA port: "4: ACTIVE"
 _LINE = re.compile(r"([a-z0-9_]{1,40}) ([0-9]{1,20})")
 
 
-def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
+def read_sysfs(sysfs: Path = Path("/sys")) -> Node:
     """The GPUs of this node, their links and its NICs.
 
     Devices that the process may use are numbered in the order of their KFD nodes. ROCr uses this order, and so does HIP if no
@@ -162,7 +162,7 @@ def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
         raise ConfigError(f"{sysfs}: is no folder; expected /sys or a copy of it")
     if not root.is_dir():
         remark = "no KFD topology: no AMD GPU, or its driver is not loaded"
-        return Machine(str(root), (), nics=_nics(sysfs), remarks=(remark,))
+        return Node(str(root), (), nics=_nics(sysfs), remarks=(remark,))
     nodes = {int(path.name): _properties(path / "properties") for path in _numbered(root)}
     gpus = {number: values for number, values in nodes.items() if values is not None and values.get("simd_count", 0)}
     hidden = [number for number, values in nodes.items() if values is None]
@@ -181,7 +181,7 @@ def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
     devices = [_device(index[number], number, values, sysfs, partitioned) for number, values in gpus.items()]
     devices += [Device(index[number], node=f"kfd{number}", hidden=True) for number in hidden]
     remarks = tuple(f"KFD node {number} cannot be read by this process" for number in hidden)
-    return Machine(str(root), tuple(devices), merge_links(str(root), links), _nics(sysfs), remarks=remarks)
+    return Node(str(root), tuple(devices), merge_links(str(root), links), _nics(sysfs), remarks=remarks)
 
 
 def _link(start: int, end: int, values: dict[str, int]) -> Link | None:
@@ -303,7 +303,7 @@ _MAX_COUNT = 64
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942"}
 
 
-def read_dump(text: str, path: str) -> Machine:
+def read_dump(text: str, path: str) -> Node:
     """Reads the node in a dump. Devices keep the numbers of the dump.
 
     Args:
@@ -344,7 +344,7 @@ def read_dump(text: str, path: str) -> Machine:
     if (hosts := len({cpu.get("host_hash", "") for cpu in root.iter("cpu")})) > 1:
         raise ConfigError(f"{path}: found {hosts} hosts; expected a dump of one node")
     merged = merge_links(path, _links(links, devices, rates, path))
-    return Machine(path, tuple(devices.values()), merged, tuple(nics.values()))
+    return Node(path, tuple(devices.values()), merged, tuple(nics.values()))
 
 
 def _architecture(gpu: Element) -> str:
@@ -413,7 +413,7 @@ class DeclaredNic(Frozen):
     gb_s: Rate | None = None
 
 
-class DeclaredMachine(Frozen):
+class DeclaredNode(Frozen):
     """The file of a node. The file of a grid has the keys of `hzero.config.TopologyConfig`.
 
     Only ``devices`` is required. ``packages`` or ``buses`` can give the number instead. ``null`` is an unknown value::
@@ -443,7 +443,7 @@ class DeclaredMachine(Frozen):
     switch_nodes: Annotated[int, Field(ge=1)] | None = None
 
 
-def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyConfig:
+def read_declared(text: str, path: str, source: str = "") -> Node | TopologyConfig:
     """Reads the node or the grid that a file declares.
 
     Args:
@@ -455,13 +455,13 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
         ConfigError: A value is wrong, or a key is unknown, for example a key of a node in a grid.
     """
     content = _load(text, path)
-    if set(content) & (set(TopologyConfig.model_fields) - set(DeclaredMachine.model_fields)):
+    if set(content) & (set(TopologyConfig.model_fields) - set(DeclaredNode.model_fields)):
         content.pop("bandwidth_gb_s", None)  # files of conf/topology have it, for plans
         grid = validated(TopologyConfig, content, f"{path}:")
         if grid.packages_per_node is None:
             raise ConfigError(f"{path}: packages_per_node: missing")
         return grid
-    declared = validated(DeclaredMachine, content, f"{path}:")
+    declared = validated(DeclaredNode, content, f"{path}:")
     counts = [len(declared.buses or []), sum(map(len, declared.packages or [])), len(declared.numa or [])]
     count = max(counts) if declared.devices is None else declared.devices
     if declared.devices is None and not 0 < count <= MAX_DEVICES:
@@ -472,12 +472,12 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
     links: list[Link] = []
     for group in declared.links:
         if len(links) > count**2:
-            break  # enough: `Machine` refuses pairs that occur twice
+            break  # enough: `Node` refuses pairs that occur twice
         pairs = itertools.combinations(range(count), 2) if group.pairs is None else map(tuple, group.pairs)
         links += [Link(a, b, group.kind, group.count, group.gb_s) for a, b in pairs]
     buses = declared.buses or [""] * count
     numa: Sequence[int | None] = declared.numa or [None] * count
-    return Machine(
+    return Node(
         source or (f"{path} ({declared.name})" if declared.name else path),
         tuple(Device(number, buses[number], declared.kind, numa=numa[number]) for number in range(count)),
         tuple(links),
@@ -505,7 +505,7 @@ def _load(text: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {line}is neither YAML nor JSON that can be used: {problem!s:.200}") from None
     if isinstance(content, dict) and set(content) == {"topology"}:
         content = content["topology"]
-    known = {*DeclaredMachine.model_fields, *TopologyConfig.model_fields}
+    known = {*DeclaredNode.model_fields, *TopologyConfig.model_fields}
     if not isinstance(content, dict) or not any(nearest(key, known, 0.45) for key in content):
         raise ConfigError(
             f"{path}: found no known kind of file; expected an XML dump of RCCL or NCCL (NCCL_TOPO_DUMP_FILE), a declared "

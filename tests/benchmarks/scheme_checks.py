@@ -87,13 +87,3 @@ def check_tensor_groups_with_zero1_train_as_ddp_does() -> None:
         assert memory["weights"] < (4 if dtype == "fp32" else 2) * (parameters - 0.4 * layers), memory
         assert 0.9 < memory["optimizer"] / (12 * (parameters - layers / 2) / 2) < 1.15, memory
         assert memory["gradients"] > 0 and scheme.fetches() is None
-
-
-def check_schemes_in_bfloat16_stay_close_to_ddp() -> None:
-    _, expected = _one("ddp", "bf16")
-    for name in ("hsdp-package", "zero3-deepspeed", "topo", "topo-feedback", "fsdp2-topo"):
-        scheme, losses = _one(name, "bf16")
-        assert all(math.isclose(a, b, rel_tol=1e-2) for a, b in zip(losses, expected)), (name, losses, expected)
-        gradients = scheme.memory()["gradients"] / (4 * sum(numels(MODEL)))
-        # Of HSDP over two ranks a half; of ZeRO-3 a quarter in bfloat16; of hzero over the node a half and that.
-        assert 0.1 < gradients < (2 if name == "topo-feedback" else 0.9), (name, gradients)  # residuals count

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
 from hzero.errors import ConfigError
 from tests.forks import alive
-from tests.ranks import ROOT, run_python
+from tests.ranks import ROOT
 
 # --- with a real network ---
 
@@ -115,30 +114,3 @@ def test_what_a_killed_process_leaves_is_cleared(capsys: pytest.CaptureFixture[s
     assert "hzero-r1" in ours()
     assert main(["down"]) == 0
     assert ours() == [] and not alive(left) and f"removed: process {left} in hzero-r1" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("emulated_network")
-def test_run_starts_every_rank_in_its_namespace_and_ends_all_with_one(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, socket, sys, time\n"
-        "rank = int(os.environ['RANK'])\n"
-        "where = ('198.18.0.1', int(os.environ['MASTER_PORT']))\n"
-        "if rank == 0:\n"
-        "    server = socket.create_server(where)\n"
-        "    server.settimeout(20)\n"
-        "    print('rank 0 hears', server.accept()[1][0], flush=True)\n"
-        "    time.sleep(60)\n"
-        "for _ in range(200):\n"
-        "    try:\n"
-        "        socket.create_connection(where, timeout=5)\n"
-        "        break\n"
-        "    except OSError:\n"
-        "        time.sleep(0.05)\n"
-        "time.sleep(0.3)\n"
-        "sys.exit(7)\n"
-    )
-    command = ["-m", "benchmarks.cluster", "run", "--shape", "1x1x2", "--rates", "none", "--", sys.executable]
-    done = run_python(*command, str(script), timeout=60, TMPDIR=str(tmp_path))
-    assert done.returncode == 1 and "rank 1 died: exit status 7" in done.stderr
-    assert done.stdout == "rank 0 hears 198.18.0.2\n" and ours() == []

@@ -14,20 +14,10 @@ from benchmarks.compare.machine import commit
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import RESULTS, line_of, read_rows
-from hzero.tools.launch import INTERRUPTED
 from tests.benchmarks.rows import MAIN, changed
 from tests.ranks import LONG, ROOT, run_python
 
 CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog.yaml").read_text())
-
-
-def test_a_signal_that_has_ended_the_ranks_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not start the ranks of the next measurement; a measurement that failed by itself does."""
-    monkeypatch.setattr(compare, "check_tools", lambda: None)
-    for statuses, ends in (([INTERRUPTED], INTERRUPTED), ([1, INTERRUPTED], INTERRUPTED), ([1, 1, 1], 1)):
-        left = list(statuses)
-        monkeypatch.setattr(compare, "take_measurement", lambda *_, left=left: left.pop(0))
-        assert compare.main(["suite=sweep", f"results={tmp_path}"]) == ends and not left
 
 
 # --- bytes ---

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hzero.config import NodeAllGather
-from hzero.errors import ConfigError
 from hzero.tools.cli import main
 from hzero.tools.commands.links import summary
 from hzero.tools.plan.links_file import (
     node_all_gather,
-    read_links,
     write_links,
 )
 from hzero.tools.plan.scenario import read_scenario
@@ -56,30 +53,6 @@ def test_the_algorithm_between_nodes_is_the_one_that_gains_most(
     shown = summary(links(rows=[*links().rows, *rows])).partition('"hzero" block')[2]
     assert shown.endswith(f'"node_all_gather": {{"algorithm": "{algorithm}", "below_bytes": {below}}}' if below else "")
     assert bool(shown) == bool(below)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
-        ("rows.0.median_us", float("nan"), "rows.0.median_us: found nan"),
-        ("rows.0.median_us", 1e-300, "rows.0.median_us: found 1e-300; expected"),
-        ("grid.inter_node", 4, "rows.2.ranks: found 2, but tier inter_node has 4"),
-        ("extra\nline", 1, "found key"),
-    ],
-)
-def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: Any, message: str) -> None:
-    path = tmp_path / "bad.json"
-    content = inner = links().model_dump(by_alias=True)
-    *blocks, last = key.split(".")
-    for block in blocks:
-        inner = inner[int(block)] if block.isdigit() else inner[block]
-    inner[last] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError) as error:
-        read_links(path)
-    assert str(error.value).startswith(f"{path}: {message}"), error.value
-    assert "\n" not in str(error.value)
 
 
 def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

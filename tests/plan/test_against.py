@@ -15,7 +15,7 @@ from hzero.tools.cli import main
 from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, of_rank, price
 from hzero.tools.plan.collectives import OTHERS
 from hzero.tools.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
-from hzero.tools.plan.memory import activations, footprint
+from hzero.tools.plan.memory import activations
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
 from hzero.tools.plan.step import predict
 from hzero.topology import Grid
@@ -136,21 +136,6 @@ def test_hierarchical_gathers_save_latency_up_to_their_buffer() -> None:
             assert saved > 0 if size <= limit else flat == two, (nodes, size)
             summed = replace(crossing, kind="reduce_scatter")
             assert machine.transfer(summed, size, "hierarchical") == machine.transfer(summed, size)
-
-
-def test_buffers_of_hierarchical_gathers_count() -> None:
-    job = _job()
-
-    def size(scheme: Any, nodes: int, **keys: Any) -> int:
-        return footprint(scheme, Grid(nodes, 4, 2), replace(job, **keys)).states["communicators"].bytes
-
-    stock, both = OTHERS["ZeRO-3"], OTHERS["ZeRO-3, RCCL 2.30"]
-    assert [size(both, nodes) - size(stock, nodes) for nodes in (4, 8, 16)] == [0, 64 << 20, 128 << 20]
-    plan = read_scenario(["model=gpt_neox_1b", "topology=frontier", "topology.nodes=16"]).shard_plan("topo")
-    # The communicator of the world, and the one between nodes.
-    assert size(plan, 16, hierarchical=True) - size(plan, 16) == 2 * (128 << 20)
-    scenario = read_scenario(["model=gpt_neox_1b", "topology=frontier", "nodes=16", "profile=frontier-rccl-2.30"])
-    assert scenario.job.hierarchical and not read_scenario(["topology=frontier", "nodes=16"]).job.hierarchical
 
 
 # ---- ordinary clusters --------------------------------------------------------------------------------------------------

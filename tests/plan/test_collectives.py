@@ -21,8 +21,6 @@ from hzero.tools.plan.collectives import (
     ring_links,
     step_traffic,
 )
-from hzero.tools.plan.memory import footprint
-from hzero.tools.plan.scenario import read_scenario
 from hzero.topology.grid import Grid
 from tests.plan.grids import GRIDS
 
@@ -136,21 +134,6 @@ def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> N
         4 * rows["weights", "inter_node"].wire_bytes == 6 * link
     )  # a node's four ranks together: one link of the ring
     assert not any(row.used for row in step_traffic(ZERO3, Grid(1, 1, 1), [100]))
-
-
-def test_states_and_communicators_of_zero3_and_the_stage() -> None:
-    """A shard of each state, DeepSpeed's buffer of gradients; communicators of each tier, and of DeepSpeed's world."""
-    job, p = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48"]).job, 20_554_567_680
-
-    def states(scheme: Scheme | ShardPlan, grid: Grid) -> dict[str, int]:
-        return {name: state.bytes for name, state in footprint(scheme, grid, job).states.items()}
-
-    zero3 = states(ZERO3, GRID)
-    held = sum(zero3[name] for name in ("primary weights", "gradient shard", "optimizer", "gradient buffer"))
-    assert held == pytest.approx(16 * p / 384 + 2 * 500_000_000, rel=0.01)
-    for shape, count in (((48, 4, 2), 4), ((2, 4, 1), 3), ((1, 8, 1), 2)):
-        plan = ShardPlan.from_config(parse_config({"preset": "topo"}), Grid(*shape), 0)
-        assert states(plan, plan.grid)["communicators"] == count * zero3["communicators"] == count * 16 * 2 * 2**22
 
 
 def test_buffers_of_programs_are_what_a_step_takes_and_leaves() -> None:

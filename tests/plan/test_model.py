@@ -21,7 +21,7 @@ from hzero.tools.plan.collectives import OTHERS, Scheme, step_traffic
 from hzero.tools.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
 from hzero.tools.plan.memory import activations, footprint
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
-from hzero.tools.plan.step import COMPUTE, Prediction, Task, predict, simulate, speeds, tasks_of
+from hzero.tools.plan.step import COMPUTE, Task, predict, simulate, speeds, tasks_of
 from hzero.topology import Grid
 from tests.ranks import ROOT
 
@@ -40,12 +40,6 @@ def _machine(nodes: int, profile: Profile = FRONTIER) -> Machine:
 
 def _preset(name: str, grid: Grid, **block: Any) -> ShardPlan:
     return ShardPlan.from_config(parse_config({"preset": name, **block}), grid, 0)
-
-
-def _predicted(scheme: str | Scheme, nodes: int, **keys: Any) -> Prediction:
-    machine = _machine(nodes)
-    made = _preset(scheme, machine.grid) if isinstance(scheme, str) else scheme
-    return predict(made, replace(_model("gpt_neox_20b"), **keys), machine)
 
 
 def _with(**values: float) -> Profile:
@@ -209,15 +203,6 @@ def test_collectives_of_a_device_have_one_order_where_the_library_needs_it(order
         {"wire"} if order == "strict" else set()
     )
     assert machine.profile.order == "strict" and load_profile("dgx_h200").order == "lanes"
-
-
-def test_topo_keeps_its_rate_on_many_nodes_with_one_micro_batch() -> None:
-    """1,999 nodes are prime, so they form no groups."""
-    job, rates = replace(_model("gpt_neox_20b"), accumulation=1), {}
-    for nodes in (16, 1999, 9408):
-        grid = Grid(nodes, 4, 2, automatic=True, switch_nodes=128)
-        rates[nodes] = predict(_preset("topo", grid), job, Machine(grid, FRONTIER)).tflops
-    assert rates[9408] > 0.95 * rates[16] and rates[1999] > 0.9 * rates[16], rates
 
 
 def test_buckets_with_small_parts_share_a_message_of_the_outermost_tier() -> None:

@@ -51,18 +51,6 @@ def test_a_plan_shows_bytes_memory_times_and_a_step(capsys: pytest.CaptureFixtur
     assert unknown["predicted"] is None and unknown["schemes"]["topo"].keys().isdisjoint({"step_s", "tflops"})
 
 
-def test_all_presets_have_the_figures_of_their_own_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = [*FRONTIER, "nodes=48", "accumulation=8"]
-    presets = _json(capsys, *keys)["schemes"]
-    for name in ("replica", "mild"):
-        plan = _json(capsys, *keys, f"preset={name}")
-        assert presets[name]["memory_bytes"] == plan["memory_bytes"]
-        assert presets[name] == plan["schemes"][name]
-    changed = _json(capsys, *keys, "zero.codecs.weights.inter_node=int4")
-    assert changed["schemes"]["topo"]["weights"] == "package, int8/int4", "what is written counts"
-    assert changed["schemes"]["topo"]["node_bytes"] < presets["topo"]["node_bytes"]
-
-
 def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     keys = [*FRONTIER, "nodes=48", "preset=topo", "train.grad_accumulation=2"]
     assert "topo fits into 80.00 GB" in _text(capsys, *keys, "memory=80GB")
@@ -359,9 +347,6 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     assert "autoep_size: found 16 for a model with 8 experts in a layer" in capsys.readouterr().err
     refused = {
         "zero.codecs.expert.intra_package=mpc": "hzero.codecs.expert.intra_package: found 'mpc' with coded tokens",
-        "zero.checksum=true": "hzero.checksum: found True with coded tokens",
-        "zero.codecs.expert={intra_node: none, inter_node: int8}": "found none on the tiers that groups of 8 ranks cross "
-        "(intra_package, intra_node)",
         "model=gpt_neox_1m": "autoep_size: found 8 for a model with 0 experts in a layer",
     }
     for key, message in refused.items():  # as a run refuses them

@@ -18,8 +18,8 @@ from hzero.tools.experiment import compose
 from hzero.topology import Grid, discovery, resolve_grid
 from hzero.topology.discovery import RankReport, assemble
 from hzero.topology.grid import chosen_group
-from hzero.topology.machine import Device, tiers_of
-from hzero.topology.sources import PRESETS, machine_of, preset
+from hzero.topology.node import Device, tiers_of
+from hzero.topology.sources import PRESETS, preset, read_node
 
 
 @given(st.integers(2, 20_000))
@@ -70,7 +70,7 @@ def test_groups_are_made_unless_the_block_says_otherwise(topology: Any, nodes: i
 def test_a_discovered_machine_prefers_a_part_of_its_switch_group(tmp_path: Path) -> None:
     """72 nodes, found through the description of a node. One of another switch group leaves its size unknown."""
     (tmp_path / "node").write_text("devices: 2\npackages: [[0], [1]]\nswitch_nodes: 12\n")
-    machine = machine_of(str(tmp_path / "node"))
+    machine = read_node(str(tmp_path / "node"))
     for other, group in ((machine, 6), (replace(machine, switch_nodes=None), 8)):
         machines = [machine, *[other] * 143]
         reports = [RankReport.of(r, f"node{r // 2}", machines[r], Device(r % 2)) for r in range(144)]

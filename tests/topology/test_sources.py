@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import tempfile
 from pathlib import Path
@@ -15,11 +14,11 @@ from hypothesis import strategies as st
 from hzero.config import TopologyConfig
 from hzero.errors import ConfigError
 from hzero.topology import sources
-from hzero.topology.machine import Device, Link, Machine, Nic, packages_of, tiers_of
-from hzero.topology.sources import NODES, PRESETS, DeclaredMachine, machine_of, preset, read_sysfs
+from hzero.topology.node import Device, Link, Nic, Node, packages_of, tiers_of
+from hzero.topology.sources import NODES, DeclaredNode, preset, read_node, read_sysfs
 from tests.ranks import ROOT
 from tests.topology import trees
-from tests.topology.hostile import machine_or_error, mutated
+from tests.topology.hostile import mutated, node_or_error
 
 DUMPS = ROOT.parent / "shared" / "topologies"
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -29,10 +28,10 @@ def text(name: str) -> str:
     return (Path(__file__).parent / "texts" / name).read_text()
 
 
-def read(folder: Path, text: str, name: str = "node") -> Machine:
+def read(folder: Path, text: str, name: str = "node") -> Node:
     path = folder / name
     path.write_text(text, encoding="utf-8")
-    return machine_of(str(path))
+    return read_node(str(path))
 
 
 # KFD
@@ -134,7 +133,7 @@ def test_any_change_of_a_tree_gives_a_machine_or_an_error(data: st.DataObject) -
         files += [root / "class/infiniband/mlx5_0/ports/1/rate", root / "bus/pci/devices/0000:03:00.0/numa_node"]
         file = data.draw(st.sampled_from(files))
         file.write_bytes(data.draw(mutated(file.read_text())))
-        machine_or_error(root)
+        node_or_error(root)
 
 
 # Dumps of RCCL and NCCL
@@ -161,7 +160,7 @@ SWITCHED = text("switched.xml")
 def test_recorded_dumps(name: str, devices: int, tiers: dict[str, int], gb_s: dict[str, float]) -> None:
     if not (DUMPS / name).exists():
         pytest.skip("the dumps are not next to this checkout")
-    machine = machine_of(str(DUMPS / name))
+    machine = read_node(str(DUMPS / name))
     found = {tier.name: tier for tier in tiers_of(machine)}
     assert len(machine.devices) == devices
     assert {tier.name: tier.size for tier in found.values() if tier.size > 1} == tiers
@@ -199,8 +198,8 @@ def test_gpus_of_nvidias_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         information = f"Model: \t\t NVIDIA H200\nIRQ:   \t\t 16\nGPU UUID: \t {uuid}\nBus Location: \t {bus}\n"
         (tmp_path / bus / "information").write_text(information)
     monkeypatch.setattr(sources, "_PROCFS", tmp_path)
-    monkeypatch.setattr(sources, "read_sysfs", lambda _: Machine("sysfs", (), nics=(Nic("eth0", "ethernet", 1.25),)))
-    machine = machine_of("auto")
+    monkeypatch.setattr(sources, "read_sysfs", lambda _: Node("sysfs", (), nics=(Nic("eth0", "ethernet", 1.25),)))
+    machine = read_node("auto")
     assert [(d.number, d.bus, d.kind, d.uuid) for d in machine.devices] == [
         (0, "0000:1b:00.0", "NVIDIA H200", "GPU-1"),
         (1, "0000:9d:00.0", "NVIDIA H200", "GPU-2"),
@@ -236,7 +235,7 @@ NODE = text("node.yaml")
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     buses = ("0000:c1:00.0", "0000:c6:00.0", "0000:c9:00.0", "0000:01:00.0")
-    machine = Machine(
+    machine = Node(
         f"{tmp_path / 'node'} (my node)",
         tuple(Device(n, buses[n], "MI250X", numa=int(n < 2)) for n in range(4)),
         (Link(0, 1, "xgmi", 4, 200.0), Link(0, 2, "xgmi"), Link(2, 3, "xgmi", 4, 200.0)),
@@ -282,7 +281,7 @@ def test_a_wrong_file_says_where_and_what_is_possible(tmp_path: Path, text: str,
     assert says in message
 
 
-_NAMES = st.sampled_from([*DeclaredMachine.model_fields, *TopologyConfig.model_fields, "pairs", "count", "0", "x"])
+_NAMES = st.sampled_from([*DeclaredNode.model_fields, *TopologyConfig.model_fields, "pairs", "count", "0", "x"])
 _LEAVES = st.sampled_from([None, True, -1, 0, 1, 3, 0.5, float("nan"), "all", "xgmi", "c1:00.0", "", "a\n", "\x1b[2J"])
 _TREES = _LEAVES | st.lists(_LEAVES, max_size=3) | st.lists(st.lists(_LEAVES, max_size=3), max_size=3)
 _TREES |= st.dictionaries(_NAMES, _TREES, max_size=4) | st.lists(
@@ -300,42 +299,4 @@ _FILES = st.one_of(
 @given(content=_FILES)
 def test_any_file_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    machine_or_error(tmp_path / "file")
-
-
-# Presets
-
-SIZES = {"frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8),
-         "mi355x": (1, 1, 8), "dgx_h200": (1, 1, 8), "nic": (1, 1, 8)}  # fmt: skip
-#: GB/s by tier, which follow from links and NICs.
-RATES = {
-    "frontier": {"intra_package": 200, "intra_node": 50, "inter_node": 12.5},
-    "lumi": {"intra_package": 200, "intra_node": 50, "inter_node": 12.5},
-    "el_capitan": {"intra_node": 128},
-    "mi300x": {"intra_node": 64},
-    "mi355x": {"intra_node": 76.8, "inter_node": 50},
-    "dgx_h200": {"intra_node": 450, "inter_node": 50},
-    "nic": {"inter_node": 12.5 / 8},
-}
-
-
-def test_presets() -> None:
-    folder = importlib.resources.files("hzero.topology") / "presets"
-    assert {Path(entry.name).stem for entry in folder.iterdir()} == set(PRESETS) == {*SIZES, "laptop"}
-    for name, sizes in SIZES.items():
-        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
-        assert yaml.safe_load(text)["name"] == name and (
-            "Source" in text or name == "nic"
-        )  # plain YAML for others, too
-        machine = preset(name)
-        tiers = {tier.name: tier for tier in tiers_of(machine)}
-        assert (machine.source, *(tiers[tier].size for tier in ("intra_package", "intra_hive", "intra_node"))) == (
-            f"preset {name}",
-            *sizes,
-        )
-        assert {tier: found.gb_s for tier, found in tiers.items() if found.gb_s is not None} == RATES[name]
-    frontier = preset("frontier")
-    assert [device.bus[5:7] for device in frontier.devices] == list(trees.FRONTIER_BUSES)
-    assert {(link.a, link.b): link.count for link in frontier.links} == trees.FRONTIER_LINKS
-    assert [device.numa for device in frontier.devices] == [3, 3, 1, 1, 0, 0, 2, 2]
-    assert preset("lumi").links == frontier.links  # the same board
+    node_or_error(tmp_path / "file")

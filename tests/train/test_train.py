@@ -69,6 +69,8 @@ def _main(argv: list[str], mask: int) -> int:
 def train(place: Path, *given: str, mask: int = 0o022) -> Done:
     """Runs ``hzero train`` to its end, in a fork of a process that has imported everything."""
     files = [place / "out.txt", place / "err.txt"]
+    for file in files:
+        file.unlink(missing_ok=True)
     process = fork(_main, ["train", *overrides(*given)], mask, folder=place, env={}, out=files[0], err=files[1])
     join(process, 180)
     return Done(process.exitcode, *(file.read_text() for file in files))
@@ -160,27 +162,21 @@ def _refused(commands: Sequence[list[str]]) -> int:
 
 REFUSED = {
     "zero=[topo,mild]": r"zero: found \[topo,mild\]; expected one option",
-    "zero=tpo": "zero: found 'tpo'; expected .*did you mean 'topo'",
     "train.steps": "train.steps: expected KEY=VALUE",
     "model.config.num_layer=1": "model.config: found key 'num_layer'; expected .*did you mean 'num_hidden_layers'",
-    "model.path=book.txt": "model.path: found '.*book.txt' with model=gpt_neox_1m; expected model=hf",
     "model=hf": "model.path: found neither it nor model_type in model.config; expected one of them",
     "model=hf model.path=nowhere": "model.path: .*nowhere: cannot be read: .*; expected a folder with config.json",
     "model.num_heads=3": "model.config: The hidden size is not divisible by the number of attention heads",
     "model=gpt_neox_20b": "expected at most .*, the memory of this machine",
     "train.dtype=fp16": "train.dtype: found fp16",
     "trainer.report_too=wandb": "trainer: found key 'report_too'; expected .*did you mean 'report_to'",
-    "trainer.max_steps=3": "trainer.max_steps: found 3; expected the groups run, topology, train",
     "trainer.report_to=nosuch": "trainer: nosuch is not supported, only ",
-    "deepspeed.train_batch_size=99": "deepspeed.train_batch_size: found 99; expected None",
     "deepspeed.optimizer.type=adan": "deepspeed.optimizer.type: found 'adan'; expected .*did you mean 'adam'",
     "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: found 2; expected 3",
     "data.path=nowhere": "data.path: found no such file or folder: 'nowhere'",
-    "data.path=short.txt": "data.path: 'short.txt' is too short: found [01] blocks",
     "data.path=binary.txt": "data.path: binary.txt:1: found byte 0xff; expected UTF-8",
     "data.path=chat.jsonl": "data.path: chat.jsonl:1: found '{\"messages.*; expected a JSON object with",
     "resume=nowhere": "resume: found no complete checkpoint in .*nowhere",
-    "deepspeed.zero_optimization.hzero.preset=mild": "deepspeed.zero_optimization.hzero: found",
     # Several keys, since AutoTP follows the plan of an architecture.
     "model=hf model.config={model_type:mixtral,vocab_size:1024,hidden_size:32,intermediate_size:32,num_hidden_layers:1,"
     "num_attention_heads:2,num_key_value_heads:2} topology.devices_per_package=2 deepspeed.tensor_parallel.autotp_size=2": (
@@ -195,11 +191,10 @@ REFUSED = {
 
 
 def test_wrong_input_is_one_line_and_status_2(place: Path) -> None:
-    (place / "short.txt").write_text("short")
     (place / "binary.txt").write_bytes(b"\xff\xfe" * 40_000)
     (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 10)
     commands = [overrides(*ONE, *override.split(" ")) for override in REFUSED]
-    commands[2] += ["--cfg", "job"]
+    commands[1] += ["--cfg", "job"]
     out, err = place / "refused.txt", place / "refused.err"
     process = fork(_refused, commands, folder=place, env={}, out=out, err=err)
     join(process, 180)
@@ -349,12 +344,3 @@ def test_a_models_folder(place: Path) -> None:
     done = train(place, *given)
     assert done.status == 2 and "model.path: cannot load the weights" in done.err and "Traceback" not in done.err
     assert not ran.exists()
-
-
-def test_float16_that_overflows_is_refused_by_name(place: Path) -> None:
-    """One step of Adam moves weights by about the learning rate."""
-    given = ("train.lr=100000", "train.warmup_steps=0", "train.steps=1", "checkpoint.dtype=fp16", "run.name=half")
-    done = train(place, *ONE, *given, "checkpoint.every=0")
-    assert done.status == 2, done.out + done.err
-    assert re.search(r"checkpoint.dtype: found fp16, but weight '[\w.]+' reaches [\d,]+, more than 65,504", done.err)
-    assert not (place / "runs" / "half" / "model").exists() and summary(place / "runs" / "half")["steps"] == 1

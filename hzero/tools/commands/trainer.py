@@ -20,7 +20,7 @@ import hzero
 from hzero.calls import library_errors
 from hzero.comm import blaming
 from hzero.deepspeed.checkpoint import save_together
-from hzero.errors import ConfigError, from_rank_0, one_of, printable, some
+from hzero.errors import ConfigError, one_of, printable, some
 from hzero.files import regular
 from hzero.tools.commands import summary
 from hzero.tools.data.corpus import Corpus
@@ -98,7 +98,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
                 lines.append(f"stopped after a save: to continue, add resume=auto run.dir={folder} to the command")
             print("\n".join(map(printable, lines)), flush=True)
         if not status and experiment["checkpoint"]["model"]:  # last, since it can fail
-            save_whole(trainer, folder / "model", _DTYPES[experiment["checkpoint"]["dtype"] or experiment.dtype])
+            save_whole(trainer, folder / "model")
     return status
 
 
@@ -241,31 +241,11 @@ class ShardTrainer(Trainer):
             save_together(output_dir, save)
 
 
-def save_whole(trainer: ShardTrainer, folder: Path, dtype: torch.dtype) -> None:
-    """Saves the model with its exact weights, for ``from_pretrained``. Collective.
-
-    Raises:
-        ConfigError: A weight is too large for float16.
-    """
+def save_whole(trainer: ShardTrainer, folder: Path) -> None:
+    """Saves the model with its exact weights, for ``from_pretrained``. Collective."""
     with hzero.exact_weights(trainer.model_wrapped):
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    from_rank_0(lambda: _convert(weights, dtype))
-    trainer.model.config.dtype = dtype
     trainer.save_model(str(folder), weights=weights)
-
-
-def _convert(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Converts weights in place, one by one, since a second copy of the model may not fit."""
-    limit = torch.finfo(dtype).max
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            continue
-        if dtype == torch.float16 and not bool((tensor.abs() <= limit).all()):
-            raise ConfigError(
-                f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more than "
-                f"{limit:,.0f}; expected bf16 or fp32"
-            )
-        weights[name] = tensor.to(dtype)
 
 
 class _Meter(TrainerCallback):
