@@ -42,7 +42,9 @@ from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import BLOCK_CODECS, CodecName, RecordFormat, Rows
 from hzero.codecs.reference import DTYPES
 from hzero.config import CodecConfig
-from hzero.validation import ConfigError, positive, validated
+from hzero.errors import ConfigError
+from hzero.schema import validated
+from hzero.tools.terminal import positive
 
 PEERS = 4
 #: Elements by which a shard is shorter where its successors are to start anywhere: an odd number.

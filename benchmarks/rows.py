@@ -12,7 +12,8 @@ from pydantic import AwareDatetime, Field, FiniteFloat
 
 from benchmarks.cluster.shape import Cluster
 from hzero.config import CodecName, Dimension, Role, Tier
-from hzero.validation import ConfigError, Frozen, one_of, validated
+from hzero.errors import ConfigError, one_of
+from hzero.schema import Frozen, validated
 
 #: File of a results folder that holds the rows.
 RESULTS = "results.jsonl"

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from hzero.errors import ConfigError
 from hzero.tools.experiment import Experiment, compose, transformers_config
-from hzero.validation import ConfigError
 
 #: Keys of a model's shape.
 SHAPE = ("name", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "seq_length")

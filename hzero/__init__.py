@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hzero import comm, fsdp
     from hzero.deepspeed import enable, exact_weights, initialize, state
     from hzero.engine.guard import DivergenceError, StaleWeightsError
+    from hzero.errors import ConfigError
     from hzero.manifest import SaveError, newest_checkpoint
     from hzero.stop import StopAndSave
-    from hzero.validation import ConfigError
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ __all__ = [
 
 #: Modules of the names that need no DeepSpeed, which takes seconds to import.
 _LIGHT = {
-    "ConfigError": "hzero.validation",
+    "ConfigError": "hzero.errors",
     "DivergenceError": "hzero.engine.guard",
     "SaveError": "hzero.manifest",
     "StaleWeightsError": "hzero.engine.guard",

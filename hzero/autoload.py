@@ -74,7 +74,7 @@ def _read(stock: Callable[..., Any], config: Any, param_dict: dict[str, Any], *a
 
     DeepSpeed does not see the block. The engine reads the parsed block from the attribute ``hzero_block``.
     """
-    from hzero.validation import on_all_ranks
+    from hzero.errors import on_all_ranks
 
     with on_all_ranks():
         found, rest = block.split(param_dict)
@@ -110,7 +110,7 @@ def _constructing(then: Callable[..., None]) -> Callable[..., None]:
     """A constructor that calls ``then(self, keyword arguments)`` after the stock one."""
 
     def init(stock: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        from hzero.validation import on_all_ranks
+        from hzero.errors import on_all_ranks
 
         stock(self, *args, **kwargs)
         with on_all_ranks():
@@ -121,7 +121,7 @@ def _constructing(then: Callable[..., None]) -> Callable[..., None]:
 
 def _check_as_written(read: Any, _: Any) -> None:
     """Checks a configuration before a model exists. Trainer and Accelerate fill in its ``auto`` values later."""
-    from hzero.validation import ConfigError
+    from hzero.errors import ConfigError
 
     if block.split(read.config)[0] is None:
         return
@@ -157,7 +157,7 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         configs.append(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
     if any(block.split(block.load(config) or {})[0] is not None for config in configs):
-        from hzero.validation import ConfigError
+        from hzero.errors import ConfigError
 
         raise ConfigError(
             f"{block.KEY}: the configuration has the block, but Accelerate does not use DeepSpeed (found "
@@ -184,7 +184,7 @@ def _follow(function: str, client: Any, accelerator: Any) -> None:
     if (written := _key(accelerator, "checkpoint")) is not None:
         from hzero.config import CheckpointConfig
         from hzero.deepspeed import checkpoint
-        from hzero.validation import validated
+        from hzero.schema import validated
 
         getattr(checkpoint, function)(client, validated(CheckpointConfig, written, f"{block.KEY}.checkpoint"))
 

@@ -65,7 +65,7 @@ def split(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str
     Raises:
         ConfigError: The block is not a mapping, its key is misspelt, or both places have one.
     """
-    from hzero.validation import ConfigError
+    from hzero.errors import ConfigError
 
     rest, parent = dict(config), config.get(PARENT)
     places = {KEY: rest}

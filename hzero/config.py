@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, CodecName, RecordFormat, Traits
-from hzero.validation import ConfigError, Frozen, one_of, validated
+from hzero.errors import ConfigError, one_of
+from hzero.schema import Frozen, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
 Tier: TypeAlias = Literal["intra_package", "intra_hive", "intra_node", "inter_node", "inter_group", "inter_cluster"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 #: Maximum size of a file that is read whole, in bytes, unless the caller sets another.
 MAX_BYTES = 1 << 26

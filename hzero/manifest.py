@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from hzero.errors import ConfigError, PlainError
 from hzero.files import read_json, read_text, regular, replacing
-from hzero.validation import ConfigError, PlainError
 
 logger = logging.getLogger("hzero")
 

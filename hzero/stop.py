@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hzero.validation import ConfigError, is_rank_0, seconds_of
+from hzero.errors import ConfigError, is_rank_0
+from hzero.schema import seconds_of
 
 #: A second Ctrl-C ends the process only after this many seconds, since launchers repeat the terminal's Ctrl-C.
 _REPEATED_S = 2.0

@@ -200,7 +200,7 @@ FAULTS = (
           (f"{STAGE} -k bytes_between or bit_identical", "tests/plan/test_shards.py", f"{TIERED} -k differences",
            f"{STAGE} -k difference or audit")),
     # ---- other folders ----------------------------------------------------------------------------------------------
-    Fault("links-that-contradict-each-other-are-accepted", "hzero/topology/machine.py",
+    Fault("links-that-contradict-each-other-are-accepted", "hzero/topology/node.py",
           "if other != ordered:", "if other.kind != ordered.kind:", ("tests/topology",)),
     Fault("edited-text-of-equal-size-goes-unnoticed", "hzero/tools/data/token_files.py",
           "[p.stat().st_size, p.stat().st_mtime_ns]", "[p.stat().st_size, 0]",
@@ -221,7 +221,7 @@ FAULTS = (
     Fault("algorithm-without-a-limit-is-accepted", "hzero/config.py",
           'if self.algorithm != "library" and not self.below_bytes:',
           'if self.algorithm != "library" and self.below_bytes < 0:', ("tests/test_config.py",)),
-    Fault("error-of-the-highest-rank-is-raised", "hzero/validation.py",
+    Fault("error-of-the-highest-rank-is-raised", "hzero/errors.py",
           "next(filter(None, of_every_rank(problem)), None)", "next(filter(None, of_every_rank(problem)[::-1]), None)",
           ("tests/faults/test_refused.py", "tests/topology", f"{STAGE} -k refused or save_that_fails")),
     Fault("file-that-its-group-may-write-is-trusted", "hzero/files.py",

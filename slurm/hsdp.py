@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Trainer, TrainingArguments
 
+from hzero.errors import from_rank_0
 from hzero.tools.commands.train import _prepare_process
 from hzero.tools.data import corpus
 from hzero.tools.experiment import compose
 from hzero.tools.launch import launched, run_launched
-from hzero.validation import from_rank_0
 
 
 def train(arguments: list[str]) -> None:

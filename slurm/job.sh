@@ -45,7 +45,7 @@ prepare_nodes
 if [ "${HZERO_CHECK:-1}" != 0 ]; then
   # A misspelt key, or a data.path that does not exist, is found here in seconds, before all nodes start.
   refused=$(timeout 60 "${python[@]}" -c 'import sys; from hzero.tools.data.token_files import files_of; from hzero.tools.experiment import compose
-from hzero.files import expanded; from hzero.validation import ConfigError
+from hzero.files import expanded; from hzero.errors import ConfigError
 try:
     path = compose(sys.argv[1:])["data"]["path"]
     if path and not expanded(path).exists(): files_of(path)

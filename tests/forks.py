@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hzero import validation
+from hzero import errors
 from hzero.tools.commands.train import IMPORTS
 from hzero.tools.launch import die_with_parent, renew_thread_pool
 
@@ -103,7 +103,7 @@ def run_words(words: list[str]) -> None:
     """Does in this process what Python does with these words: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     renew_thread_pool()
-    validation.WAIT_S = 3.0  # ranks that have imported everything begin together
+    errors.WAIT_S = 3.0  # ranks that have imported everything begin together
     option, sys.argv = words[0], words[1:]
     if option == "-m":
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hzero.errors import ConfigError
 from hzero.tools.launch import rank_variables
-from hzero.validation import ConfigError
 from tests.ranks import run_python
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hzero.errors import ConfigError
 from hzero.files import distrust, expanded, read_json, read_text, read_whole, regular, replacing
-from hzero.validation import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.rows import line_of, read_rows
 from hzero import block
 from hzero.config import PRESETS, parse_config
+from hzero.errors import ConfigError
 from hzero.files import read_json
 from hzero.tools.commands.doctor import check_config
 from hzero.tools.experiment import Experiment, compose
 from hzero.tools.plan.links_file import read_links
 from hzero.topology import resolve_grid
-from hzero.topology.machine import Machine
-from hzero.validation import ConfigError
-from tests.benchmarks.test_report import MAIN
-from tests.commands.test_links_file import links
+from hzero.topology.node import Node
+from tests.commands.measured import links
 from tests.topology.hostile import accepts, mutated
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -119,7 +117,7 @@ def test_configurations_of_deepspeed(content: bytes, tmp_path: Path) -> None:
 
     def examine() -> None:
         found.extend(
-            text for _, text in check_config(path, read_json(path, block.read_text), Machine("none", ()), 2, None)
+            text for _, text in check_config(path, read_json(path, block.read_text), Node("none", ()), 2, None)
         )
 
     accepts(examine, str(path))
@@ -152,12 +150,3 @@ def test_links_files(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     path.write_bytes(content)
     accepts(lambda: read_links(path), str(path))
-
-
-@quick
-@given(content=damaged(json.loads(line_of(MAIN[0]))))
-def test_rows_of_benchmarks(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_bytes(line_of(MAIN[1]).encode() + content)
-    if accepts(lambda: read_rows(path), str(path)):
-        assert len(read_rows(path)[0]) >= 1

@@ -179,12 +179,6 @@ def test_wheel_holds_configuration_types_and_kernels(wheel: Path) -> None:
 
 
 @LONG
-def test_source_distribution_and_checkout_build_the_same_wheel(wheel: Path, wheel_without_compiler: Path) -> None:
-    compiled = {name for name in _names(wheel) if name.endswith((".so", ".hsaco"))}
-    assert _names(wheel) - compiled == _names(wheel_without_compiler)
-
-
-@LONG
 def test_without_a_compiler_the_wheel_has_the_reference_alone(wheel_without_compiler: Path, tmp_path: Path) -> None:
     names = _names(wheel_without_compiler)
     assert not any(name.endswith((".so", ".hsaco")) for name in names) and "hzero/native/kernels/encode.hip" in names

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from benchmarks.cluster.network import Network, clear_left
 from benchmarks.cluster.ranks import run_command
 from benchmarks.cluster.shape import Cluster
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 PROGRAM = "python -m benchmarks.cluster"
 #: Frontier's 200, 75 (50 or 100) and 12.5 GB/s a GCD at 1 Mbit/s for 1 GB/s; four ranks share a node's 50.

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.cluster.layout import CLASSES, INTERFACE, SPINE, TRUNK, node_namespace
 from benchmarks.cluster.shape import Cluster
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 TOOL_TIMEOUT_S = 30.0
 

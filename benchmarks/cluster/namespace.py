@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 #: Where `ip netns` keeps names.
 NAMES = Path("/var/run/netns")

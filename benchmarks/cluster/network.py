@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from benchmarks.cluster import layout
 from benchmarks.cluster.namespace import NAMES, end_occupants, inside
 from benchmarks.cluster.shape import PREFIX, Cluster
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,8 +12,8 @@ from pathlib import Path
 from benchmarks.cluster import namespace
 from benchmarks.cluster.layout import INTERFACE
 from benchmarks.cluster.shape import Cluster
+from hzero.errors import ConfigError
 from hzero.tools import launch
-from hzero.validation import ConfigError
 
 
 def environment_on(cluster: Cluster, rank: int) -> dict[str, str]:

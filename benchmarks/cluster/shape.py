@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from hzero.config import BASE_TIERS, Tier
+from hzero.errors import ConfigError
+from hzero.schema import Frozen, validated
 from hzero.topology import Grid
-from hzero.validation import ConfigError, Frozen, validated
 
 if TYPE_CHECKING:
     from typing_extensions import Self

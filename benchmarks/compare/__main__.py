@@ -14,8 +14,8 @@ from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.compare.suite import CONF, read
 from benchmarks.compare.take import take_measurement
+from hzero.errors import ConfigError
 from hzero.tools.launch import INTERRUPTED
-from hzero.validation import ConfigError
 
 _HELP = """make bench: step time, bytes by tier, memory and loss of hzero and of other schemes on an emulated cluster. Needs root.
 

@@ -16,7 +16,8 @@ from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import MeasurementConfig
 from benchmarks.training import check_model, numels
 from hzero.config import Tier
-from hzero.validation import ConfigError, one_of, validated
+from hzero.errors import ConfigError, one_of
+from hzero.schema import validated
 
 #: Blocks and keys of the configuration that define a measurement.
 PARTS = tuple(MeasurementConfig.model_fields)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import model_validator
 
 from hzero.config import SCOPES, Scope
-from hzero.validation import ConfigError, Frozen, one_of, validated
+from hzero.errors import ConfigError, one_of
+from hzero.schema import Frozen, validated
 
 if TYPE_CHECKING:  # both import torch and transformers
     from benchmarks.compare.scheme import Job, Scheme

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.rows import RESULTS, Row, line_of, read_rows
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 
 class Store:

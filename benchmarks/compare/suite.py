@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.compare.measurement import Measurement, check
 from benchmarks.training import MODELS
-from hzero.validation import ConfigError, one_of
+from hzero.errors import ConfigError, one_of
 
 CONF = Path(__file__).parents[1] / "conf"
 #: Keys that do not become part of a measurement's name: where results go, how long to measure.

@@ -29,8 +29,8 @@ from benchmarks.compare.store import Store
 from benchmarks.report import write_report
 from benchmarks.rows import LayoutRow, Sent
 from benchmarks.training import MODELS, prepare, tokens
+from hzero.errors import ConfigError, one_of
 from hzero.tools import launch
-from hzero.validation import ConfigError, one_of
 
 SUITE = "hybrid"
 #: How the 8 ranks are divided: ranks of a tensor group, pipeline stages, micro-batches of a step. Pipelines need several.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.report.results import Comparison, read
 from benchmarks.rows import line_of
+from hzero.errors import ConfigError
 from hzero.files import replacing
-from hzero.validation import ConfigError
 
 NAME = "comparison"
 _TEMPLATE = Path(__file__).with_name("template.md")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.report import NAME, first_run, write_report
 from benchmarks.report.results import Comparison
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 _EXAMPLES = """files, each name beginning with DATE-NAME:
   .md                        tables and text; sections without measurements are left out

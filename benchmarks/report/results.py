@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rows import RESULTS, LayoutRow, MeasurementConfig, Row, StepsRow, read_rows
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 #: DeepSpeed's ZeRO-3, to which ratios are taken.
 STOCK = "zero3-deepspeed"

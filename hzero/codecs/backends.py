@@ -23,7 +23,7 @@ from hzero.codecs.blocks import noise_key
 from hzero.codecs.formats import RecordFormat, Rows, layout_of
 from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
 from hzero.codecs.reference import NAMES, Adds, Run
-from hzero.validation import ConfigError, is_rank_0, one_of
+from hzero.errors import ConfigError, is_rank_0, one_of
 
 #: Environment variable that forces a backend for its devices (``reference`` is for all). Without it, and for other devices, the
 #: fastest working backend is used.

@@ -16,7 +16,7 @@ from hzero.codecs.codec import checksums
 from hzero.codecs.formats import PAYLOAD_FORMAT
 from hzero.codecs.reference import trailers
 from hzero.comm.watchdog import HopError
-from hzero.validation import some
+from hzero.errors import some
 
 _MASK = 2**64 - 1
 #: Maximum number of senders that an error lists.

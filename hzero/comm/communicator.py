@@ -39,11 +39,12 @@ from hzero.config import (
     codecs_by_tier,
     parse_config,
 )
+from hzero.errors import ConfigError, one_of
 from hzero.program import program as programs
 from hzero.program.program import Program
 from hzero.program.shards import ShardPlan
+from hzero.schema import Frozen, validated
 from hzero.topology import Grid, resolve_grid, sub_grid
-from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: Uses with separate wires: sums and copies on every tier, messages from rank to rank once for the whole group.
 Use: TypeAlias = Literal["sums", "copies", "messages"]

@@ -49,7 +49,7 @@ from hzero.comm.checksum import Comparison
 from hzero.comm.watchdog import stop_watchdog
 from hzero.comm.wires import Lane, Work, messages_dropped
 from hzero.config import CollectiveOrder, Tier, TransportName
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 T = TypeVar("T")
 #: Maximum wait for hops in flight after an exception, and for each thread at exit, in seconds: peers may never arrive.

@@ -21,9 +21,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from hzero.calls import NoAnswer, in_time
 from hzero.comm.watchdog import MissingPeerError
 from hzero.comm.wires import DisagreementError, Lane
-from hzero.validation import ConfigError, NoAnswer, in_time, some
+from hzero.errors import ConfigError, some
 
 #: Function that starts one message, and the bytes to receive; None for a sent message.
 _Post: TypeAlias = tuple[Callable[[], Any], int | None]

@@ -16,8 +16,8 @@ from hzero.comm.lanes import Lanes
 from hzero.comm.watchdog import LaneHops, MissingPeerError, shared_watchdog
 from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
 from hzero.config import TransportName
+from hzero.errors import ConfigError, of_every_rank, some
 from hzero.program.shards import ShardPlan
-from hzero.validation import ConfigError, of_every_rank, some
 
 #: Key of the payload format among the settings that ranks compare.
 _FORMAT = "payload format"

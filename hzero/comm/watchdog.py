@@ -23,8 +23,9 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from hzero.calls import NoAnswer, in_time
 from hzero.comm.wires import connection_to_store
-from hzero.validation import NoAnswer, PeerError, PlainError, hook_errors, in_time, some
+from hzero.errors import PeerError, PlainError, hook_errors, some
 
 #: Minimum seconds between two records of a rank, and maximum records per second of all ranks together.
 PERIOD_S, WRITES_PER_S = 1.0, 2000

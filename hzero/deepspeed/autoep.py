@@ -15,14 +15,15 @@ import torch.distributed as dist
 from deepspeed.comm import comm
 
 from hzero.block import KEY
+from hzero.calls import attributes
 from hzero.comm import Communicator, for_dimension
 from hzero.comm.activations import exchange_rows
 from hzero.comm.lanes import Lanes
 from hzero.config import HZeroConfig
 from hzero.engine.engine import Owners, ranks_of
+from hzero.errors import ConfigError, agreed
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
-from hzero.validation import ConfigError, agreed, attributes
 
 
 def is_expert(param: Any) -> bool:

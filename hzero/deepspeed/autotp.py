@@ -16,8 +16,8 @@ from hzero.comm.activations import copy_to, reduce_from
 from hzero.config import HZeroConfig, tiers_inside
 from hzero.deepspeed.refusals import check_tensor_group
 from hzero.engine.engine import Owners
+from hzero.errors import ConfigError, is_rank_0, some
 from hzero.topology import Grid
-from hzero.validation import ConfigError, is_rank_0, some
 
 logger = logging.getLogger("hzero")
 

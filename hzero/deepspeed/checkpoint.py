@@ -39,12 +39,13 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from hzero import manifest
 from hzero.block import KEY
+from hzero.calls import attributes
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import blaming
 from hzero.config import CheckpointConfig
+from hzero.errors import ConfigError, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
 from hzero.files import read_text, regular, replacing
 from hzero.manifest import HashedFile, IncompleteError, Manifest, SaveError
-from hzero.validation import ConfigError, attributes, first_of_ranks, from_rank_0, of_all_ranks, on_all_ranks, some
 
 logger = logging.getLogger("hzero")
 #: Suffixes of the names of a rank's two files.

@@ -22,14 +22,15 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import nvtx, set_z3_leaf_module
 
 from hzero.block import KEY
+from hzero.calls import attributes
 from hzero.deepspeed import autotp
 from hzero.deepspeed.refusals import check_engine, check_mpu
 from hzero.deepspeed.stage import HZeroOffload, HZeroStage3
 from hzero.deepspeed.stage_state import gather_exactly, order_request, partition, release_all, step_stock
 from hzero.deepspeed.versions import check_deepspeed
+from hzero.errors import ConfigError, from_rank_0, on_all_ranks
 from hzero.sequence import attach
 from hzero.topology import resolve_grid
-from hzero.validation import ConfigError, attributes, from_rank_0, on_all_ranks
 
 
 @functools.cache

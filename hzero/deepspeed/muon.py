@@ -15,7 +15,7 @@ import torch
 from hzero.comm import Communicator, for_dimension
 from hzero.config import HZeroConfig
 from hzero.engine.engine import Owners
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 
 class Matrix(NamedTuple):

@@ -28,10 +28,10 @@ from hzero.config import HZeroConfig
 from hzero.deepspeed.stage_state import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Owners, Traffic, ranks_of, undeclared
+from hzero.errors import ConfigError, first_of_ranks, is_rank_0, of_every_rank, on_all_ranks
 from hzero.program.shards import lossy_crossings
 from hzero.sequence.host import one_ahead
 from hzero.topology import Grid
-from hzero.validation import ConfigError, first_of_ranks, is_rank_0, of_every_rank, on_all_ranks
 
 logger = logging.getLogger("hzero")
 

@@ -20,8 +20,8 @@ from hzero.block import KEY, PARENT
 from hzero.deepspeed import versions
 from hzero.deepspeed.autoep import is_expert
 from hzero.engine.engine import ranks_of
+from hzero.errors import ConfigError, agreed, one_of, some
 from hzero.topology import Grid, declared_grid
-from hzero.validation import ConfigError, agreed, one_of, some
 
 #: Supported values of DeepSpeed's keys, besides null. A hint follows the semicolon.
 _SUPPORTED = {

@@ -13,13 +13,14 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeed
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY
+from hzero.calls import attributes
 from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import versions
 from hzero.deepspeed.stage_state import InFlight, Managed, StageState, ZeroParameter, current_device
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter
-from hzero.validation import ConfigError, attributes, on_all_ranks, some
+from hzero.errors import ConfigError, on_all_ranks, some
 
 #: DeepSpeed's default of ``stage3_prefetch_bucket_size``.
 BUCKET_NUMEL = 50_000_000

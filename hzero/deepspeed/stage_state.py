@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from deepspeed.utils import z3_leaf_module
 
+from hzero.calls import attributes
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import owned_numel
 from hzero.comm import lasting, shared_lanes
@@ -34,9 +35,9 @@ from hzero.deepspeed.refusals import check_partition
 from hzero.engine.engine import PASS, Engine, Owners, Traffic
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.engine.weights import Unsharded
+from hzero.errors import is_rank_0
 from hzero.program.shards import ShardPlan
 from hzero.sequence import detacher
-from hzero.validation import attributes, is_rank_0
 
 #: A message with this many elements gets no further unit. Its transfer then takes longer than the latency of a hop.
 _MESSAGE_NUMEL = 1 << 20

@@ -23,7 +23,7 @@ from typing import Any
 
 import deepspeed
 
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 #: The first supported version, and the first version after it that is not supported.
 VERSIONS = ((0, 18, 6), (0, 20))

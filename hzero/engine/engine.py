@@ -23,9 +23,9 @@ from hzero.engine.gradients import Gradients
 from hzero.engine.guard import GradientOf, Guard, speaks
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
+from hzero.errors import ConfigError, is_rank_0
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid, resolve_grid
-from hzero.validation import ConfigError, is_rank_0
 
 logger = logging.getLogger("hzero")
 

@@ -15,8 +15,8 @@ from hzero.comm import Bucket, blaming
 from hzero.config import GuardConfig, Role, Tier
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
+from hzero.errors import PlainError, is_rank_0, of_all_ranks, some
 from hzero.program.shards import Hop
-from hzero.validation import PlainError, is_rank_0, of_all_ranks, some
 
 logger = logging.getLogger("hzero")
 

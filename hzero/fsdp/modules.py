@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from hzero.calls import attributes
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.engine.parameter import plain_name
-from hzero.validation import ConfigError, attributes
+from hzero.errors import ConfigError
 
 _divide_factors: Any = None
 with contextlib.suppress(ImportError):  # otherwise `torch_support` raises

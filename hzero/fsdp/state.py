@@ -23,6 +23,7 @@ from hzero.config import Block, HZeroConfig, parse_config
 from hzero.engine.engine import STEP, USE, Engine, Owners, ranks_of
 from hzero.engine.guard import StaleWeightsError, speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
+from hzero.errors import ConfigError, of_all_ranks, on_all_ranks, one_of, some
 from hzero.fsdp.modules import (
     ShardedModule,
     at_end_of_backward,
@@ -35,7 +36,6 @@ from hzero.fsdp.modules import (
 )
 from hzero.program.shards import ShardPlan
 from hzero.sequence import attach, detacher
-from hzero.validation import ConfigError, of_all_ranks, on_all_ranks, one_of, some
 
 logger = logging.getLogger("hzero")
 

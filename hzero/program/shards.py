@@ -12,8 +12,8 @@ from typing import Any
 
 from hzero import config
 from hzero.config import PLAIN, ROLES, SCOPES, TIERS, CodecConfig, Role, Scope, Tier, tiers_inside, tiers_outside
+from hzero.errors import ConfigError, some
 from hzero.topology import Grid
-from hzero.validation import ConfigError, some
 
 #: Keys that a plan copies from the block.
 _AS_WRITTEN = ("error_feedback", "refresh_message_bytes", "checksum", "transport", "order")

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Module
 
+from hzero.calls import attributes
 from hzero.comm import for_dimension
 from hzero.config import HZeroConfig
-from hzero.validation import attributes
 
 
 def attach(model: Module, config: HZeroConfig, mark: Callable[..., Any] = lambda *_: None) -> None:

@@ -27,11 +27,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hzero.calls import attributes
 from hzero.comm.communicator import Communicator
 from hzero.config import SequenceConfig
+from hzero.errors import ConfigError, of_all_ranks, of_every_rank
 from hzero.sequence.attention import Attention, in_chunks
 from hzero.sequence.host import HostMemory
-from hzero.validation import ConfigError, attributes, of_all_ranks, of_every_rank
 
 #: The label of a token that does not count, as in transformers.
 NO_LABEL = -100

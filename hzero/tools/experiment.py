@@ -22,12 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, model_validator
 
 import hzero
+from hzero.calls import library_errors
 from hzero.config import Tier, TopologyConfig, parse_config
+from hzero.errors import ConfigError, one_of
 from hzero.files import expanded, read_json
 from hzero.program.shards import ShardPlan
+from hzero.schema import Frozen, Quantity, seconds_of, validated
 from hzero.topology import Grid, resolve_grid
 from hzero.topology.resolve import foreseen_grid, ranks_here
-from hzero.validation import ConfigError, Frozen, Quantity, library_errors, one_of, seconds_of, validated
 
 #: Short names of keys.
 SHORT = {
@@ -138,12 +140,11 @@ class TrainBlock(Frozen):
 
 
 class CheckpointBlock(Frozen):
-    """Checkpoints, and the model at the end; ``dtype`` null keeps the type of training."""
+    """Checkpoints, and the model at the end."""
 
     every: Count
     keep: Positive
     model: bool
-    dtype: Literal["fp32", "bf16", "fp16"] | None
 
 
 class ZeroGroup(BaseModel, extra="allow"):

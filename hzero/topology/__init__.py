@@ -2,7 +2,7 @@
 
 The engine uses only the names below. `resolve_grid` turns the configuration's ``topology`` into a `Grid`. A declared grid needs
 only arithmetic. Otherwise every rank reads its node (``sources``), identifies its device, and sends a report to rank 0. Rank 0
-merges the reports of each host (``discovery``), derives the packages from the links (``machine``), and forms the grid.
+merges the reports of each host (``discovery``), derives the packages from the links (``node``), and forms the grid.
 """
 
 from hzero.topology.grid import Grid

@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from hzero.calls import NoAnswer, in_time
+from hzero.errors import ConfigError, some
 from hzero.topology.grid import Grid
-from hzero.topology.machine import Device, Link, Machine, bus_id, merge_links, positions
-from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError, NoAnswer, in_time, some
+from hzero.topology.node import Device, Link, Node, bus_id, merge_links, positions
+from hzero.topology.sources import read_node
 
 logger = logging.getLogger("hzero")
 
@@ -60,16 +61,16 @@ class RankReport:
     subnets: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, rank: int, host: str, machine: Machine, device: Device | None) -> RankReport:
+    def of(cls, rank: int, host: str, node: Node, device: Device | None) -> RankReport:
         """The report of a rank on a device of its node."""
         own = device.number if device is not None else -1
-        ends = [(link, link.b if link.a == own else link.a) for link in machine.links if own in (link.a, link.b)]
-        links = [(machine.device(peer).identity, link.kind, link.count, link.gb_s) for link, peer in ends]
-        package = next((members for members in machine.packages or () if own in members), ())
-        identities = tuple(machine.device(number).identity for number in package)
-        fabric = "+".join(sorted({nic.kind for nic in machine.nics if nic.kind}))
-        subnets = {one for nic in machine.nics for one in (nic.subnets or (nic.kind,)) if one}
-        return cls(rank, host, device, tuple(links), identities, fabric, machine.switch_nodes, tuple(sorted(subnets)))
+        ends = [(link, link.b if link.a == own else link.a) for link in node.links if own in (link.a, link.b)]
+        links = [(node.device(peer).identity, link.kind, link.count, link.gb_s) for link, peer in ends]
+        package = next((members for members in node.packages or () if own in members), ())
+        identities = tuple(node.device(number).identity for number in package)
+        fabric = "+".join(sorted({nic.kind for nic in node.nics if nic.kind}))
+        subnets = {one for nic in node.nics for one in (nic.subnets or (nic.kind,)) if one}
+        return cls(rank, host, device, tuple(links), identities, fabric, node.switch_nodes, tuple(sorted(subnets)))
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ def discover(
     found: list[Discovery] = []
 
     def own() -> dict[str, Any]:
-        machine = machine_of(source, environ)
-        report = RankReport.of(exchange.rank, host_identity(environ), machine, own_device(machine, environ))
+        node = read_node(source, environ)
+        report = RankReport.of(exchange.rank, host_identity(environ), node, own_device(node, environ))
         return dataclasses.asdict(report)
 
     def combine(reports: list[Any]) -> dict[str, Any]:
@@ -243,14 +244,14 @@ def places_of(reports: Sequence[RankReport]) -> list[Place]:
         return [Place(report.rank, host, index, 0) for index, report in enumerate(reports)]
     if without:
         raise ConfigError(f"topology: found no device on ranks {without} of node {host}; expected one on all or none")
-    machine = node_of(reports)
-    found = positions(machine, of_ranks=True)
-    named = {device.identity: found[device.number] for device in machine.devices}
+    node = merged_node(reports)
+    found = positions(node, of_ranks=True)
+    named = {device.identity: found[device.number] for device in node.devices}
     placed = [(report.rank, named[report.device.identity]) for report in reports if report.device is not None]
     return [Place(rank, host, position.package, position.device) for rank, position in placed]
 
 
-def node_of(reports: Sequence[RankReport]) -> Machine:
+def merged_node(reports: Sequence[RankReport]) -> Node:
     """Merges the reports of a node's ranks into the node.
 
     A rank may see only a part of the node: under task cgroups it can read its own device only, and numbers the others. So
@@ -276,7 +277,7 @@ def node_of(reports: Sequence[RankReport]) -> Machine:
         packages |= {(name,) for name in {*names} - {*itertools.chain(*packages)}}
     declared = tuple(tuple(number[name] for name in package) for package in packages) or None
     source = f"topology: node {reports[0].host}"
-    return Machine(source, tuple(devices), merge_links(source, links), packages=declared)
+    return Node(source, tuple(devices), merge_links(source, links), packages=declared)
 
 
 # ---- the device of a rank ---------------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def node_of(reports: Sequence[RankReport]) -> Machine:
 _ROCR, _HIP, _CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
 
-def own_device(machine: Machine, environ: Mapping[str, str]) -> Device | None:
+def own_device(node: Node, environ: Mapping[str, str]) -> Device | None:
     """The device of this rank; None on a node without devices.
 
     It is identified by the PCI bus id from torch, since sources number devices in different orders. Without a GPU in torch,
@@ -300,11 +301,11 @@ def own_device(machine: Machine, environ: Mapping[str, str]) -> Device | None:
     """
     import torch
 
-    if not machine.devices:
+    if not node.devices:
         return None
     if (bus := runtime_bus_id(_index(environ, torch.cuda.device_count()))) is not None:
-        return with_bus(machine.devices, bus)
-    readable = [device for device in machine.devices if not device.hidden]  # runtimes do not count hidden devices
+        return with_bus(node.devices, bus)
+    readable = [device for device in node.devices if not device.hidden]  # runtimes do not count hidden devices
     seen = visible_devices(environ, readable)
     index = _index(environ, len(seen))
     if not 0 <= index < len(seen):

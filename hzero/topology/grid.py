@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hzero.config import AUTOMATIC, BASE_TIERS, SCOPES, TIERS, Scope, Tier, tiers_inside
-from hzero.validation import ConfigError, some
+from hzero.errors import ConfigError, some
 
 #: Minimum number of nodes for which groups are chosen. With fewer nodes, groups save no time.
 GROUPED_NODES = 64

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 
 from hzero.config import HERE, TopologyConfig
+from hzero.errors import ConfigError
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
 
 
 def resolve_grid(topology: TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:
@@ -84,13 +84,13 @@ def declared_grid(topology: TopologyConfig, where: str) -> TopologyConfig | None
     if topology.packages_per_node is None:
         if topology.source in HERE:
             return None
-        from hzero.topology.machine import Machine, grid_of_nodes
+        from hzero.topology.node import Node, grid_of_nodes
         from hzero.topology.sources import PRESETS, read_source
 
         found = read_source(topology.source, where)
-        if isinstance(found, Machine) and topology.source not in PRESETS:
+        if isinstance(found, Node) and topology.source not in PRESETS:
             return None
-        declared = grid_of_nodes(found, where) if isinstance(found, Machine) else found
+        declared = grid_of_nodes(found, where) if isinstance(found, Node) else found
         if "nodes_per_group" in topology.model_fields_set:
             declared = declared.model_copy(update={"nodes_per_group": topology.nodes_per_group})
     if declared.nodes is not None:
@@ -102,9 +102,9 @@ def ranks_here(topology: TopologyConfig, where: str) -> int:
     """The number of ranks of a topology if all run on this machine; 0 if the topology does not determine it."""
     declared = declared_grid(topology, where)
     if declared is None:
-        from hzero.topology.sources import machine_of
+        from hzero.topology.sources import read_node
 
-        return len(machine_of(topology.source).devices)
+        return len(read_node(topology.source).devices)
     return (declared.nodes or 0) * (declared.packages_per_node or 0) * declared.devices_per_package
 
 
@@ -113,9 +113,9 @@ def foreseen_grid(topology: TopologyConfig, ranks: int, where: str) -> Grid:
     if declared_grid(topology, where) is not None:
         return resolve_grid(topology, ranks, where)
     from hzero.topology.discovery import RankReport, assemble, own_device
-    from hzero.topology.sources import machine_of
+    from hzero.topology.sources import read_node
 
-    machine = machine_of(topology.source)
-    devices = [own_device(machine, {**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-    reports = [RankReport.of(rank, "of this machine", machine, device) for rank, device in enumerate(devices)]
+    node = read_node(topology.source)
+    devices = [own_device(node, {**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    reports = [RankReport.of(rank, "of this machine", node, device) for rank, device in enumerate(devices)]
     return assemble(reports).required_grid().grouped(topology.nodes_per_group)

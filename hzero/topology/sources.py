@@ -2,8 +2,8 @@
 
 - KFD's sysfs describes a live AMD node. It needs no job and no tool. It counts parallel links by their bandwidth, and shows the
   devices that a task's cgroup hides. rocm-smi and amdsmi read the same files.
-- nvidia-smi describes a live NVIDIA node, which has no KFD. A dump of NCCL needs a running job.
-- A dump of RCCL or NCCL also contains NVLinks and NVSwitches, and may come from another machine.
+- NVIDIA's driver lists the GPUs of a live node in procfs, without their NVLinks.
+- A dump of RCCL or NCCL also contains NVLinks and NVSwitches, and may come from another machine. It needs a running job.
 - A declared file states packages that the links leave ambiguous, or describes another machine, as the presets do. It may also
   declare the grid of all ranks.
 """
@@ -15,9 +15,6 @@ import functools
 import itertools
 import os
 import re
-import shutil
-import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,23 +26,26 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from hzero.config import HERE, TopologyConfig
+from hzero.errors import ConfigError, did_you_mean, nearest
 from hzero.files import read_text, read_whole
-from hzero.topology.machine import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Machine, Nic, bus_id, merge_links
-from hzero.validation import ConfigError, Frozen, Quantity, did_you_mean, nearest, validated
+from hzero.schema import Frozen, Quantity, validated
+from hzero.topology.node import LINK_GB_S, MAX_DEVICES, PRODUCTS, Device, Link, Nic, Node, bus_id, merge_links
 
 #: Variable with the path of sysfs, for containers that mount the host's elsewhere.
 SYSFS = "HZERO_SYSFS"
+#: NVIDIA's driver describes each GPU in a folder that is named after its PCI bus id (its README, chapter "The /proc Interface").
+_PROCFS = Path("/proc/driver/nvidia/gpus")
 
 #: Nodes of known machines. Their declared files cite the public source of every figure.
 PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "mi355x", "dgx_h200", "nic", "laptop")
 
 
-#: Maximum bytes of a dump or matrix, and of a declared file. A dump of a node with 16 devices has 18 kB. PyYAML is slow, so a
+#: Maximum bytes of a dump, and of a declared file. A dump of a node with 16 devices has 18 kB. PyYAML is slow, so a
 #: declared file may have only as much as 1,024 devices need.
 _MAX_BYTES, _MAX_DECLARED = 8 * 2**20, 131_072
 
 
-def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str = "topology") -> Machine:
+def read_node(source: str, environ: Mapping[str, str] = os.environ, where: str = "topology") -> Node:
     """Reads the node of a source: ``discover`` or ``auto``, one of `PRESETS`, or a file or folder.
 
     Args:
@@ -56,25 +56,41 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str 
     Raises:
         ConfigError: The file does not exist, is invalid, or declares a grid.
     """
-    found = this_machine(environ) if source in HERE else read_source(source, where)
+    found = this_node(environ) if source in HERE else read_source(source, where)
     if isinstance(found, TopologyConfig):
         raise ConfigError(f"{source}: declares a grid (packages_per_node); expected a node (devices or packages)")
     return found
 
 
-def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+def this_node(environ: Mapping[str, str] = os.environ) -> Node:
     """The node on which this process runs. Without GPUs, it has no devices.
 
     Raises:
         ConfigError: There are GPUs, but their description cannot be read.
     """
-    machine = read_sysfs(Path(environ.get(SYSFS) or "/sys"))
-    if machine.devices or environ.get(SYSFS) or not shutil.which("nvidia-smi"):
-        return machine
-    return replace(query_nvidia(), nics=machine.nics)
+    node = read_sysfs(Path(environ.get(SYSFS) or "/sys"))
+    if node.devices or environ.get(SYSFS) or not _PROCFS.is_dir():
+        return node
+    remark = "NVLinks are unknown: a dump of NCCL (NCCL_TOPO_DUMP_FILE) lists them"
+    return replace(node, source=str(_PROCFS), devices=tuple(_nvidia_devices()), remarks=(remark,))
 
 
-def read_source(source: str, where: str) -> Machine | TopologyConfig:
+def _nvidia_devices() -> Iterator[Device]:
+    """The GPUs of NVIDIA's driver, numbered by PCI bus id as nvidia-smi does."""
+    for number, folder in enumerate(_entries(_PROCFS)):
+        lines = read_text(folder / "information", _MAX_PAGE).splitlines()
+        said = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        numa = _number(Path("/sys/bus/pci/devices") / folder.name / "numa_node")
+        yield Device(
+            number,
+            bus_id(folder.name, str(_PROCFS)),
+            said.get("Model", "")[:80],
+            numa=None if numa is None or numa < 0 else int(numa),
+            uuid=said.get("GPU UUID", "")[:80],
+        )
+
+
+def read_source(source: str, where: str) -> Node | TopologyConfig:
     """Reads the node of a preset, file or folder, or the grid that a file declares. The content decides the kind of a file.
 
     Raises:
@@ -92,18 +108,16 @@ def read_source(source: str, where: str) -> Machine | TopologyConfig:
     text = read_text(source, _MAX_BYTES)
     if text.lstrip().startswith("<"):
         return read_dump(text, source)
-    if re.search(r"^\s*GPU[0-9]+\s", _ESCAPE.sub("", text), re.MULTILINE):
-        return read_matrix(text, source)
     return read_declared(text, source)
 
 
 @functools.cache
-def preset(name: str) -> Machine:
+def preset(name: str) -> Node:
     """One node of a known machine, by its name in `PRESETS`."""
     path = Path(__file__).resolve().parent / "presets" / f"{name}.yaml"
-    machine = read_declared(read_text(path), str(path), f"preset {name}")
-    assert isinstance(machine, Machine)
-    return machine
+    node = read_declared(read_text(path), str(path), f"preset {name}")
+    assert isinstance(node, Node)
+    return node
 
 
 # ---- KFD's sysfs, /sys/class/kfd/kfd/topology/nodes -------------------------------------------------------------------------
@@ -128,7 +142,7 @@ _ACTIVE = 4  # of the file `state` of an RDMA port: "4: ACTIVE"
 _LINE = re.compile(r"([a-z0-9_]{1,40}) ([0-9]{1,20})")
 
 
-def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
+def read_sysfs(sysfs: Path = Path("/sys")) -> Node:
     """The GPUs of this node, their links and its NICs.
 
     Devices that the process may use are numbered in the order of their KFD nodes. ROCr uses this order, and so does HIP if no
@@ -148,7 +162,7 @@ def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
         raise ConfigError(f"{sysfs}: is no folder; expected /sys or a copy of it")
     if not root.is_dir():
         remark = "no KFD topology: no AMD GPU, or its driver is not loaded"
-        return Machine(str(root), (), nics=_nics(sysfs), remarks=(remark,))
+        return Node(str(root), (), nics=_nics(sysfs), remarks=(remark,))
     nodes = {int(path.name): _properties(path / "properties") for path in _numbered(root)}
     gpus = {number: values for number, values in nodes.items() if values is not None and values.get("simd_count", 0)}
     hidden = [number for number, values in nodes.items() if values is None]
@@ -167,7 +181,7 @@ def read_sysfs(sysfs: Path = Path("/sys")) -> Machine:
     devices = [_device(index[number], number, values, sysfs, partitioned) for number, values in gpus.items()]
     devices += [Device(index[number], node=f"kfd{number}", hidden=True) for number in hidden]
     remarks = tuple(f"KFD node {number} cannot be read by this process" for number in hidden)
-    return Machine(str(root), tuple(devices), merge_links(str(root), links), _nics(sysfs), remarks=remarks)
+    return Node(str(root), tuple(devices), merge_links(str(root), links), _nics(sysfs), remarks=remarks)
 
 
 def _link(start: int, end: int, values: dict[str, int]) -> Link | None:
@@ -289,7 +303,7 @@ _MAX_COUNT = 64
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942"}
 
 
-def read_dump(text: str, path: str) -> Machine:
+def read_dump(text: str, path: str) -> Node:
     """Reads the node in a dump. Devices keep the numbers of the dump.
 
     Args:
@@ -330,7 +344,7 @@ def read_dump(text: str, path: str) -> Machine:
     if (hosts := len({cpu.get("host_hash", "") for cpu in root.iter("cpu")})) > 1:
         raise ConfigError(f"{path}: found {hosts} hosts; expected a dump of one node")
     merged = merge_links(path, _links(links, devices, rates, path))
-    return Machine(path, tuple(devices.values()), merged, tuple(nics.values()))
+    return Node(path, tuple(devices.values()), merged, tuple(nics.values()))
 
 
 def _architecture(gpu: Element) -> str:
@@ -374,88 +388,6 @@ def _nic_kind(name: str, pci: Element) -> str:
     return "ib" if pci.get("class", "").startswith(_INFINIBAND) else "ethernet"
 
 
-# ---- nvidia-smi topo -m -----------------------------------------------------------------------------------------------------
-
-# Source of the format: the legend that nvidia-smi prints below the matrix. NV# means # NVLinks between two GPUs, directly or
-# through switches. The other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets). NICs come from sysfs, since
-# nvidia-smi has no rates for them.
-
-_MATRIX = ("nvidia-smi", "topo", "-m")
-_DEVICES = ("nvidia-smi", "--query-gpu=index,pci.bus_id,name,uuid", "--format=csv,noheader")
-_TIMEOUT_S = 30.0
-
-_ESCAPE = re.compile(r"\x1b\[[0-9;]{0,16}m")
-_GPU = re.compile(r"GPU[0-9]{1,4}")
-_CELL = re.compile(r"X|N/A|PIX|PXB|PHB|NODE|SYS|SOC|NV[1-9][0-9]?")
-_DEVICE = re.compile(
-    r"\s*([0-9]{1,4}), ?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f:.]{7}), ?([^,]{1,80}), ?(GPU-[0-9a-fA-F-]{1,60})\s*"
-)
-
-
-def query_nvidia() -> Machine:
-    """Runs nvidia-smi and reads the node. Raises `ConfigError` if it fails, or does not answer in time."""
-    return read_matrix(f"{_run(_MATRIX)}\n{_run(_DEVICES)}", "nvidia-smi")
-
-
-def read_matrix(text: str, name: str) -> Machine:
-    """Reads the node in a matrix.
-
-    Args:
-        text: Output of ``nvidia-smi topo -m``. For bus ids, append the output of ``nvidia-smi
-            --query-gpu=index,pci.bus_id,name,uuid --format=csv``.
-        name: Name of the file, for messages.
-
-    Raises:
-        ConfigError: The text is not such output, or contradicts itself.
-    """
-    columns: list[str] = []
-    rows: dict[str, list[str]] = {}
-    known: dict[int, tuple[str, str, str]] = {}  # bus id, product, UUID
-    for line in _ESCAPE.sub("", text).split("\n"):
-        words = line.split()
-        if not columns and words and _GPU.fullmatch(words[0]):
-            columns = list(itertools.takewhile(_GPU.fullmatch, words))  # columns of NICs follow
-            if len(set(columns)) < len(columns) or len(columns) > MAX_DEVICES:
-                raise ConfigError(f"{name}: found {len(columns)} GPUs; expected at most {MAX_DEVICES}, each once")
-        elif words and words[0] in columns and words[0] not in rows:
-            rows[words[0]] = words[1 : 1 + len(columns)]
-        elif found := _DEVICE.fullmatch(line[:400]):
-            known[int(found[1])] = (bus_id(found[2], name), found[3].strip(), found[4])
-    devices, links = [], []
-    for gpu in columns:
-        cells = rows.get(gpu, [])
-        if len(cells) < len(columns) or not all(map(_CELL.fullmatch, cells)):
-            raise ConfigError(f"{name}: row of {gpu}: found other cells; expected {len(columns)} of X, NV# or a path")
-        number = int(gpu[3:])
-        bus, kind, uuid = known.get(number, ("", "", ""))
-        rate = next((rate for name, rate in LINK_GB_S.items() if name in kind), None)
-        devices.append(Device(number, bus, kind, uuid=uuid))
-        for other, cell in zip(columns, cells):
-            if cell.startswith("NV"):
-                links.append(Link(number, int(other[3:]), "nvlink", int(cell[2:]), rate and rate * int(cell[2:])))
-    if not devices:
-        raise ConfigError(f"{name}: found no row of a GPU; expected the output of nvidia-smi topo -m")
-    return Machine(name, tuple(devices), merge_links(name, links))
-
-
-def _run(command: Sequence[str]) -> str:
-    name = " ".join(command)
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=both, start_new_session=True)
-        output = process.communicate(timeout=_TIMEOUT_S)[0].decode(errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot be run: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # without a wait: a tool that hangs in the driver never ends
-        raise ConfigError(f"{name}: no answer within {_TIMEOUT_S:g} s") from None
-    if process.returncode:
-        reason = output.strip().rpartition("\n")[2][:200] or "no message"
-        raise ConfigError(f"{name}: failed with exit status {process.returncode}: {reason}")
-    return output
-
-
 # ---- declared files, YAML or JSON -------------------------------------------------------------------------------------------
 
 Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
@@ -481,7 +413,7 @@ class DeclaredNic(Frozen):
     gb_s: Rate | None = None
 
 
-class DeclaredMachine(Frozen):
+class DeclaredNode(Frozen):
     """The file of a node. The file of a grid has the keys of `hzero.config.TopologyConfig`.
 
     Only ``devices`` is required. ``packages`` or ``buses`` can give the number instead. ``null`` is an unknown value::
@@ -511,7 +443,7 @@ class DeclaredMachine(Frozen):
     switch_nodes: Annotated[int, Field(ge=1)] | None = None
 
 
-def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyConfig:
+def read_declared(text: str, path: str, source: str = "") -> Node | TopologyConfig:
     """Reads the node or the grid that a file declares.
 
     Args:
@@ -523,13 +455,13 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
         ConfigError: A value is wrong, or a key is unknown, for example a key of a node in a grid.
     """
     content = _load(text, path)
-    if set(content) & (set(TopologyConfig.model_fields) - set(DeclaredMachine.model_fields)):
+    if set(content) & (set(TopologyConfig.model_fields) - set(DeclaredNode.model_fields)):
         content.pop("bandwidth_gb_s", None)  # files of conf/topology have it, for plans
         grid = validated(TopologyConfig, content, f"{path}:")
         if grid.packages_per_node is None:
             raise ConfigError(f"{path}: packages_per_node: missing")
         return grid
-    declared = validated(DeclaredMachine, content, f"{path}:")
+    declared = validated(DeclaredNode, content, f"{path}:")
     counts = [len(declared.buses or []), sum(map(len, declared.packages or [])), len(declared.numa or [])]
     count = max(counts) if declared.devices is None else declared.devices
     if declared.devices is None and not 0 < count <= MAX_DEVICES:
@@ -540,12 +472,12 @@ def read_declared(text: str, path: str, source: str = "") -> Machine | TopologyC
     links: list[Link] = []
     for group in declared.links:
         if len(links) > count**2:
-            break  # enough: `Machine` refuses pairs that occur twice
+            break  # enough: `Node` refuses pairs that occur twice
         pairs = itertools.combinations(range(count), 2) if group.pairs is None else map(tuple, group.pairs)
         links += [Link(a, b, group.kind, group.count, group.gb_s) for a, b in pairs]
     buses = declared.buses or [""] * count
     numa: Sequence[int | None] = declared.numa or [None] * count
-    return Machine(
+    return Node(
         source or (f"{path} ({declared.name})" if declared.name else path),
         tuple(Device(number, buses[number], declared.kind, numa=numa[number]) for number in range(count)),
         tuple(links),
@@ -573,11 +505,11 @@ def _load(text: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {line}is neither YAML nor JSON that can be used: {problem!s:.200}") from None
     if isinstance(content, dict) and set(content) == {"topology"}:
         content = content["topology"]
-    known = {*DeclaredMachine.model_fields, *TopologyConfig.model_fields}
+    known = {*DeclaredNode.model_fields, *TopologyConfig.model_fields}
     if not isinstance(content, dict) or not any(nearest(key, known, 0.45) for key in content):
         raise ConfigError(
-            f"{path}: found no known kind of file; expected an XML dump of RCCL or NCCL (NCCL_TOPO_DUMP_FILE), the output of "
-            "nvidia-smi topo -m, a declared machine (YAML or JSON), or a folder with class/kfd (/sys or a copy of it)"
+            f"{path}: found no known kind of file; expected an XML dump of RCCL or NCCL (NCCL_TOPO_DUMP_FILE), a declared "
+            "machine (YAML or JSON), or a folder with class/kfd (/sys or a copy of it)"
         )
     return content
 

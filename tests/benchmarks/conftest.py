@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster.network import check_kernel, check_tools, clear, locked
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 
 @pytest.fixture

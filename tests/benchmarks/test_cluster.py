@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,35 +17,9 @@ from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.network import Network, clear, ours
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 from tests.forks import alive
-from tests.ranks import ROOT, run_python
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("run --shape 2x2 -- true", "--shape: found '2x2', expected nodes x GPUs x GCDs"),
-        ("run --shape 0x2x2 -- true", "--shape.nodes: found 0"),
-        ("run --shape 9x9x9 -- true", "--shape: found 9x9x9, 729 ranks"),
-        ("run --rates 1,2 -- true", "--rates: found '1,2'"),
-        ("run --rates 1,2,fast -- true", "--rates.inter_node: found 'fast'"),
-        ("run --rates nan,1,1 -- true", "--rates.intra_package: found nan"),
-        ("run --rates 1,0,1 -- true", "--rates.intra_node: found 0.0; expected greater than or equal to 0.1"),
-        ("run --rates 1,1,1e6 -- true", "--rates.inter_node: found 1000000.0"),
-        ("run", "run: no COMMAND"),
-        ("down -- true", "down takes no --"),
-        ("start", "invalid choice: 'start'"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status: Any = main(arguments.split())
-    except SystemExit as left:  # argparse's own refusal
-        status = left.code
-    error = capsys.readouterr().err
-    assert status == 2 and says in error and "Traceback" not in error
-
+from tests.ranks import ROOT
 
 # --- with a real network ---
 
@@ -142,30 +114,3 @@ def test_what_a_killed_process_leaves_is_cleared(capsys: pytest.CaptureFixture[s
     assert "hzero-r1" in ours()
     assert main(["down"]) == 0
     assert ours() == [] and not alive(left) and f"removed: process {left} in hzero-r1" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("emulated_network")
-def test_run_starts_every_rank_in_its_namespace_and_ends_all_with_one(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, socket, sys, time\n"
-        "rank = int(os.environ['RANK'])\n"
-        "where = ('198.18.0.1', int(os.environ['MASTER_PORT']))\n"
-        "if rank == 0:\n"
-        "    server = socket.create_server(where)\n"
-        "    server.settimeout(20)\n"
-        "    print('rank 0 hears', server.accept()[1][0], flush=True)\n"
-        "    time.sleep(60)\n"
-        "for _ in range(200):\n"
-        "    try:\n"
-        "        socket.create_connection(where, timeout=5)\n"
-        "        break\n"
-        "    except OSError:\n"
-        "        time.sleep(0.05)\n"
-        "time.sleep(0.3)\n"
-        "sys.exit(7)\n"
-    )
-    command = ["-m", "benchmarks.cluster", "run", "--shape", "1x1x2", "--rates", "none", "--", sys.executable]
-    done = run_python(*command, str(script), timeout=60, TMPDIR=str(tmp_path))
-    assert done.returncode == 1 and "rank 1 died: exit status 7" in done.stderr
-    assert done.stdout == "rank 0 hears 198.18.0.2\n" and ours() == []

@@ -2,106 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks.cluster.shape import Cluster, Rates
+from benchmarks.cluster.shape import Cluster
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.machine import commit
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import RESULTS, line_of, read_rows
-from hzero.tools.launch import INTERRUPTED
-from tests.benchmarks.test_report import MAIN, changed
+from tests.benchmarks.rows import MAIN, changed
 from tests.ranks import LONG, ROOT, run_python
 
 CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog.yaml").read_text())
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The measurements of the command, which are not run."""
-    found: list[Any] = []
-    monkeypatch.setattr(compare, "take", lambda wanted, store, *, again: found.extend(wanted) or 0)
-    return found
-
-
-def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
-    assert compare.main([f"results={tmp_path}"]) == 0
-    titles = [item.title for item in asked]
-    assert len(set(titles)) == len(titles) and len({item.id for item in asked}) == len(titles)
-    suites = {title.partition("/")[0] for title in titles}
-    assert suites >= {"main", "accumulation", "sweep", "codecs", "shards", "convergence"}
-    main = next(item for item in asked if item.title == "main/main")
-    assert main.config.train.accumulation == 2
-    assert main.config.cluster.rates_mbit == Rates(intra_package=200, intra_node=75, inter_node=50)
-    assert [item.config.train.accumulation for item in asked if item.title.startswith("accumulation/")] == [1, 2, 4, 8]
-    assert {item.config.train.seed for item in asked if item.suite == "convergence"} == {0, 1, 2}
-    assert all(item.estimated_s() > 0 for item in asked)
-
-
-def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) -> None:
-    arguments = ["suite=main,sweep", "rounds=1", "schemes=[ddp,topo]", "train.seed=4", f"results={tmp_path}"]
-    assert compare.main(arguments) == 0
-    assert [item.title for item in asked] == [
-        f"{name},train.seed=4" for name in ("main/main", "sweep/node-16", "sweep/node-160", "sweep/node-unlimited")
-    ]
-    for item in asked:
-        assert item.config.rounds == 1 and item.config.schemes == ["ddp", "topo"] and item.config.train.seed == 4
-        assert re.fullmatch(r"[\w.,=+-]+", item.folder)
-
-
-def test_schemes_of_another_checkout_follow_those_of_hzero(asked: list[Any], tmp_path: Path) -> None:
-    arguments = ["suite=one", "schemes=[ddp,topo,lossless]", f"results={tmp_path}"]
-    assert compare.main(arguments) == compare.main([*arguments, f"against={ROOT}"]) == 0
-    alone, both = asked
-    its = commit(ROOT)
-    assert both.config.schemes == ["ddp", "topo", f"topo@{its}", "lossless", f"lossless@{its}"]
-    assert both.catalog[f"topo@{its}"] == {**alone.catalog["topo"], "label": f"hzero topo at {its}"}
-    assert (alone.against, both.against) == (None, ROOT) and alone.id != both.id
-
-
-def test_a_signal_that_has_ended_the_ranks_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not start the ranks of the next measurement; a measurement that failed by itself does."""
-    monkeypatch.setattr(compare, "check_tools", lambda: None)
-    for statuses, ends in (([INTERRUPTED], INTERRUPTED), ([1, INTERRUPTED], INTERRUPTED), ([1, 1, 1], 1)):
-        left = list(statuses)
-        monkeypatch.setattr(compare, "take_measurement", lambda *_, left=left: left.pop(0))
-        assert compare.main(["suite=sweep", f"results={tmp_path}"]) == ends and not left
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("suite=mian", "suite: found 'mian'; expected"),
-        ("suite=one schemes=[topo,tpoo]", "schemes: found 'tpoo'; expected"),
-        ("suite=one schemes=[topo,topo]", "schemes: topo is named 2 times"),
-        ("suite=one rounds=0", "rounds: found 0; expected greater than or equal to 1"),
-        ("suite=one model=gpt_neox_4mm", "model: found 'gpt_neox_4mm'; expected"),
-        ("suite=one model.num_heads=3", "model.config: The hidden size is not divisible"),
-        ("suite=one model.foo=1", "model: found key 'foo'"),
-        ("suite=one catalog.topo.block.preset=mlid", "did you mean 'mild'"),
-        ("suite=one catalog.topo.engine=hzreo", "catalog.topo.engine: found 'hzreo'; expected"),
-        ("suite=one catlog.ddp.hpz=node", "configuration: found key 'catlog'; expected"),
-        ("suite=one speed", "speed: expected KEY=VALUE"),
-        ("suite=accumulation train.accumulation=2", "suite accumulation varies it"),
-        ("suite=one results=/dev/null/x", "results: cannot write"),
-        ("suite=one against=/usr", "against: found '/usr'; expected a checkout of hzero"),
-    ],
-)
-def test_wrong_input_is_one_line(
-    arguments: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compare, "check_tools", lambda: None)
-    results = [] if "results=" in arguments else [f"results={tmp_path / 'results'}"]
-    assert compare.main([*arguments.split(), *results]) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1, error
-    assert not list(tmp_path.rglob("*.jsonl")) or (tmp_path / "results" / "results.jsonl").read_text() == ""
 
 
 # --- bytes ---

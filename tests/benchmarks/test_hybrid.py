@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.hybrid.__main__ import LAYOUTS, NAIVE, SCHEMES, config_of
 from benchmarks.rows import RESULTS, LayoutRow, read_rows
-from hzero.config import TIERS, parse_config
 from tests.forks import run_forked
 from tests.ranks import LONG
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_schemes_have_their_codecs(layout: str) -> None:
-    for scheme in SCHEMES:
-        config = config_of(layout, scheme, 1, Namespace(layers=4, steps=20, sequences=16, eval_batches=8))
-        train, readers = config["train"], 8 // config["tensor"] // config["pipeline"]
-        assert readers * train["micro_batch"] * train["grad_accumulation"] == 16, "both layouts train on as many"
-        codecs = parse_config(config["block"]).codecs
-        for role in NAIVE[layout]:
-            found = {(codecs[role][tier].codec, codecs[role][tier].rate) for tier in TIERS}  # type: ignore[index]
-            if scheme in ("baseline", "lossless"):
-                assert found == {("none", None)}
-            if scheme == "naive":
-                assert found == {("zfp", 8)} and codecs.gradients.inter_node.rate == 8
-            if scheme == "zhybrid":
-                assert found == {("zfp", 16)}
 
 
 @LONG

@@ -17,8 +17,8 @@ from hzero.codecs.codec import Codec, Encoder
 from hzero.comm import Communicator, HopError, communicator, peers, runtime
 from hzero.comm.activations import reduce_from
 from hzero.config import TIERS, CodecConfig
+from hzero.errors import ConfigError
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
 from tests.comm.tiered_checks import GRIDS, WORLD
 from tests.rank_main import TRANSPORT, same_on_all_ranks
 

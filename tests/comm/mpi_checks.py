@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from hzero.comm import Communicator, HopError, communicator, mpi_wires
 from hzero.comm.mpi_wires import MpiWires, communicator_of
+from hzero.errors import ConfigError
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
 from tests.rank_main import begin_anew
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))

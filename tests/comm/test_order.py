@@ -25,9 +25,9 @@ from hzero.comm import lanes as module
 from hzero.comm.lanes import Call, Chain, Lanes, ThreadLanes, shared_lanes
 from hzero.comm.wires import STAGE
 from hzero.config import CollectiveOrder, parse_config
+from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
-from hzero.validation import ConfigError
 
 GRID = Grid(2, 2, 2)
 #: Of each preset and order; ``HZERO_SCHEDULES=1000`` for a long run.

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hzero.comm.watchdog import WRITES_PER_S, LaneHops, Watchdog, _judged
-from hzero.validation import PeerError
+from hzero.errors import PeerError
 from tests.ranks import on_ranks
 
 test_on_ranks = on_ranks({4: ("tests.comm.watchdog_checks",)}, timeout=120)

@@ -19,9 +19,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from hzero.comm import HopError, WireLog, blaming, peers_of, shared_watchdog, watchdog
 from hzero.config import Tier, parse_config
+from hzero.errors import PeerError
 from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
-from hzero.validation import PeerError
 from tests.comm.faulty import FaultyRuntime
 from tests.rank_main import TRANSPORT, begin_anew
 

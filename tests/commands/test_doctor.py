@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
 import re
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -24,14 +22,11 @@ from hzero.tools.commands.doctor import (
     check_config,
     check_deepspeed,
     check_environment,
-    check_node,
     check_rccl,
-    differences,
 )
 from hzero.tools.launch import free_port
-from hzero.topology.discovery import RankReport, node_of
-from hzero.topology.machine import Link, Machine
-from hzero.topology.sources import preset, read_sysfs
+from hzero.topology.node import Node
+from hzero.topology.sources import preset
 from tests.forks import Command
 from tests.ranks import ROOT
 from tests.topology import trees
@@ -61,11 +56,7 @@ def test_a_whole_node_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_missing_gcd_and_a_slow_link_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     less = trees.frontier(tmp_path / "less", missing={3})
     status, found = _run(capsys, "--topology", str(less), "--expect", "frontier")
-    said = {
-        f"degraded: less: {what}"
-        for what in ("found 7 devices, expected 8 of preset frontier", "missing: device 0000:ce:00.0")
-    }
-    assert status == DEGRADED and said <= set(found["remarks"])
+    assert status == DEGRADED and "degraded: less: found 7 devices, expected 8 of preset frontier" in found["remarks"]
     slow = trees.frontier(tmp_path / "slow")
     for device in (4, 10):  # KFD nodes of GCDs 0 and 6, and their links to each other
         for path in (slow / f"class/kfd/kfd/topology/nodes/{device}/io_links").glob("*/properties"):
@@ -73,8 +64,8 @@ def test_a_missing_gcd_and_a_slow_link_are_named(tmp_path: Path, capsys: pytest.
             if f"node_to {14 - device}\n" in text:
                 path.write_text(text.replace("max_bandwidth 100000", "max_bandwidth 50000"))
     status, found = _run(capsys, "--topology", str(slow), "--expect", "frontier")
-    said = "degraded: slow: 0-6: expected 2 xgmi links of 100 GB/s together, found 1 xgmi link of 50 GB/s together"
-    assert (status, found["remarks"]) == (DEGRADED, [said])
+    said = "degraded: slow: 1 of 12 linked pairs: expected 2 xgmi links of 100 GB/s together, found 1 xgmi link of 50"
+    assert status == DEGRADED and found["remarks"] == [f"{said} GB/s together"]
 
 
 def test_an_ambiguous_node_is_unusable_and_says_what_to_declare(
@@ -111,7 +102,7 @@ def test_a_machine_that_is_not_there_is_never_good(
         ("{name: hsn2, kind: cxi, gb_s: 25}", "{name: hsn2, kind: cxi, gb_s: 12}", "found 4 NICs, expected 4 of 25 GB/s"),
         ("kind: MI250X", "kind: MI300X", "device 7: found MI300X, expected MI250X"),
         ("kind: MI250X", "kind: gfx90a", ""),
-        ("kind: xgmi, count: 2, gb_s: 100", "kind: xgmi", "0-6: expected 2 xgmi links of 100 GB/s together, found xgmi links"),
+        ("kind: xgmi, count: 2, gb_s: 100", "kind: xgmi", "expected 2 xgmi links of 100 GB/s together, found"),
         ("kind: xgmi, count: 2, gb_s: 100", "kind: pcie, gb_s: 100", "of 100 GB/s together, found pcie"),
     ],
 )  # fmt: skip
@@ -125,34 +116,6 @@ def test_what_is_expected_and_missing_or_not_known_is_named(
     assert (status != 0) == bool(says) and any(says in remark for remark in found["remarks"] or [""]), found["remarks"]
 
 
-def test_links_are_compared_by_strength_where_devices_cannot_be_told_apart() -> None:
-    """Without bus ids the numbers may be others, so a pair cannot be named."""
-    whole = preset("mi300x")
-    order = (4, 5, 2, 3, 6, 7, 0, 1)
-
-    def renumbered(link: Link) -> Link:
-        a, b = sorted((order[link.a], order[link.b]))
-        return replace(link, a=a, b=b)
-
-    links = tuple(map(renumbered, whole.links))
-    assert whole.devices[0].bus == "" and not differences(Machine("node", whole.devices, links), whole)
-    weak = replace(links[0], gb_s=(links[0].gb_s or 0) / 2)
-    for changed, says in (((weak, *links[1:]), "found 1 xgmi link of 32 GB/s"), (links[1:], "found none (routed)")):
-        (line,) = differences(Machine("node", whole.devices, changed), whole)
-        assert line.startswith(f"1 of {len(links)} linked pairs: expected ") and says in line
-
-
-def test_ranks_on_part_of_an_expected_node_are_not_good(tmp_path: Path) -> None:
-    """With ``--expect``, links of devices that have no rank are not known."""
-    node, statuses = read_sysfs(trees.frontier(tmp_path)), []
-    for used in ((0, 1, 6), range(8)):
-        reports = [RankReport.of(rank, "n", node, node.device(device)) for rank, device in enumerate(used)]
-        for expected in (None, preset("frontier")):
-            findings = check_node(node_of(reports), expected, of_ranks=True)
-            statuses.append(max((status for status, _ in findings), default=GOOD))
-    assert statuses == [GOOD, DEGRADED, GOOD, GOOD]
-
-
 def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(bytes(range(256)))
     twice = tmp_path / "twice.json"
@@ -161,7 +124,6 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--topology", str(tmp_path / "noise")], "noise"),
         (["--expect", "lumii"], "--expect: found no file 'lumii'"),
         (["--timeout", "nan"], "--timeout: found 'nan'"),
-        (["--nodes", "0"], "--nodes: found '0'"),
         (["/dev/zero"], "/dev/zero: cannot be read: not a regular file"),
         ([str(tmp_path / "noise")], "noise: byte 128 is not UTF-8"),
         ([str(twice)], "the key 'preset' is given twice"),
@@ -208,16 +170,6 @@ def _software(monkeypatch: pytest.MonkeyPatch, rocm: str | None, hip: str | None
     monkeypatch.setattr(torch.version, "rocm", rocm, raising=False)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-
-
-def test_this_machine_is_read_from_the_tree_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _judged(monkeypatch, "other", {"HZERO_SYSFS": str(trees.frontier(tmp_path)), **dict.fromkeys(GOOD_ENVIRONMENT)})
-    assert cli.main(["doctor", "--expect", "frontier"]) == DEGRADED
-    shown = capsys.readouterr().out
-    for text in ("0000:c1:00.0", "no differences from preset frontier", "memhooks deadlocks", "verdict: degraded"):
-        assert text in shown, text
 
 
 @pytest.mark.parametrize(
@@ -278,7 +230,6 @@ def test_the_script_of_a_site_sets_what_is_expected_there(
 
 #: Environments as jobs have them: what torch says of ROCm, HIP and RCCL, nodes, changed variables, findings by status.
 RECORDED: dict[str, Any] = {
-    "OLCF's stack, in July 2026": ((None, "7.1.25424-4179531dcd", (2, 27, 7)), 2, {}, {}),
     "without the setting, before ROCm 7.13": (
         *((None, "7.1.25424-4179531dcd", (2, 27, 7)), 2, {"HSA_NO_SCRATCH_RECLAIM": None}),
         {DEGRADED: ["HSA_NO_SCRATCH_RECLAIM is not set, expected 1"]},
@@ -291,8 +242,6 @@ RECORDED: dict[str, Any] = {
         *(("7.14.0", "7.14.60850", (2, 30, 4)), 2, {}),
         {UNUSABLE: ["RCCL 2.30.4 as packaged for ROCm 7.14.0 injects faults"]},
     ),
-    "the same on one node": (("7.14.0", "7.14.60850", (2, 30, 4)), 1, {}, {}),
-    "the release after it": (("7.14.1", "7.14.60851", (2, 30, 4)), 2, {}, {}),
     "an RCCL with hierarchical all-gathers": (
         *(("10.0.0", "10.0.1", (2, 30, 4)), 8, {}),
         {GOOD: ["RCCL 2.30.4: all-gathers over 8 nodes or more are hierarchical"]},
@@ -331,25 +280,6 @@ def test_recorded_environments(
     for status in range(3):
         texts, starts = [text for found, text in findings if found == status], expected.get(status, [])
         assert len(texts) == len(starts) and all(map(str.startswith, texts, starts)), (status, texts)
-
-
-def test_gfx90a_is_judged_on_any_network_and_other_devices_are_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only what is known of the architecture, where the network is not Slingshot."""
-    monkeypatch.delenv("HSA_NO_SCRATCH_RECLAIM", raising=False)
-    for target, judged in ((90010, True), (90402, False)):
-        tree = trees.write_kfd(tmp_path / str(target), [trees.Gpu("c1", target=target, device=0)], nics={"mlx5_0": 1})
-        monkeypatch.setenv("HZERO_SYSFS", str(tree))
-        found = _run(capsys)[1]
-        named = [text for text in found["remarks"] if "is not set, expected" in text or "plug-in" in text]
-        assert [text.split()[1] for text in named] == ["HSA_NO_SCRATCH_RECLAIM"] * judged
-
-
-def test_every_variable_has_a_source_with_its_date_and_every_script_for_gfx90a_the_setting() -> None:
-    assert all(re.search(r"20\d\d", one.source) for one in doctor.VARIABLES)
-    for site in ("frontier", "lumi"):
-        assert "\nexport HSA_NO_SCRATCH_RECLAIM=1\n" in (ROOT / f"slurm/{site}.env").read_text()
 
 
 @pytest.mark.parametrize("order", ["strict", "lanes"])
@@ -427,15 +357,9 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
     # Topologies.
     ({"topology": "broken.yaml"}, {}, UNUSABLE, "broken.yaml: line 2: is neither YAML nor JSON"),
-    ({"topology": "pipe"}, {}, UNUSABLE, "pipe: cannot be read: not a regular file"),
     ({"topology": "ambiguous.yaml"}, {}, UNUSABLE, "ambiguous"),
     ({"topology": {**EIGHT, "nodes_per_group": 3}}, {}, UNUSABLE, "nodes_per_group: found 3"),
-    ({"topology": "empty"}, {}, UNUSABLE, "found no class/kfd/kfd/topology/nodes in 'empty'"),
     ({"topology": "none.yaml"}, {}, UNUSABLE, "found no devices in 'none.yaml'"),
-    # Values that DeepSpeed keeps as they are.
-    ({}, {"data_types": {"grad_accum_dtype": "foo"}}, UNUSABLE, "data_types.grad_accum_dtype: found 'foo'"),
-    ({}, {"gradient_clipping": "x"}, UNUSABLE, "gradient_clipping: found 'x'; expected a number"),
-    ({}, {"prescale_gradients": "yes"}, UNUSABLE, "prescale_gradients: found 'yes'; expected true or false"),
     # Batch sizes: on 8 ranks, and on an unknown number of ranks.
     ({"topology": EIGHT}, {"train_batch_size": 12}, UNUSABLE, "12 != 1 * 1 * 8"),
     ({"topology": EIGHT}, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3}, UNUSABLE, "accumulation steps: 0"),
@@ -445,7 +369,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     # Names.
     ({}, {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": -1}}}, UNUSABLE, "Invalid learning rate: -1"),
     ({}, {"optimizer": {"type": "AdamW", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
-    ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: found 'AdamWW'; expected"),
     ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}, GOOD, ""),
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: found 'WarmupRL'; expected"),
     # AutoTP.
@@ -462,8 +385,6 @@ def test_what_is_wrong_with_a_configuration_is_named(
 ) -> None:
     Path("broken.yaml").write_text("devices: [8\n")
     Path("ambiguous.yaml").write_text("devices: 4\nlinks: [{kind: xgmi, count: 2, pairs: [[0, 1], [2, 3]]}]\n")
-    os.mkfifo("pipe")
-    Path("empty").mkdir()
     Path("none.yaml").write_text("devices: 0\n")
     path = _write(folder, block, **config)
     worst, findings = _worst(path)
@@ -474,7 +395,7 @@ def test_what_is_wrong_with_a_configuration_is_named(
 
 def _worst(path: Path) -> tuple[int, list[str]]:
     """The verdict on a configuration, and the findings."""
-    findings = [one for one in check_config(path, read_json(path), Machine("none", ()), None, None) if one[0]]
+    findings = [one for one in check_config(path, read_json(path), Node("none", ()), None, None) if one[0]]
     return max((found for found, _ in findings), default=GOOD), [text for _, text in findings]
 
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from hzero.config import TopologyConfig
 from hzero.tools.cli import main
-from hzero.tools.commands.links import parts_of
 from hzero.tools.plan.links_file import read_links
-from hzero.topology.resolve import ranks_here
 from tests.forks import Command
-from tests.ranks import LONG, environment, mpiexec
-from tests.topology import trees
 
 WRONG = {
     "--max-bytes 1K": "--max-bytes: found 1,024; expected at least 4,096",
@@ -54,19 +47,6 @@ def test_wrong_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[s
     error = capsys.readouterr().err
     assert WRONG[arguments] in error and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"here.json", "folder.json"}
-
-
-def test_a_topology_says_how_many_ranks_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "machine.yaml"
-    file.write_text("{nodes: 3, packages_per_node: 2, devices_per_package: 1}")
-    monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path / "sys")))
-    for source, ranks in ((str(file), 6), ("frontier", 0), ("auto", 8)):
-        assert ranks_here(TopologyConfig(source=source), "--topology") == ranks
-
-
-def test_parts_are_equal_and_aligned() -> None:
-    """Parts have whole 16 bytes; a size of less than a part per rank is the least that there is."""
-    assert parts_of((1024, 8192), 3) == [336, 2720] and parts_of((1024, 8192), 4096) == [16]
 
 
 def start(folder: Path, topology: str, *arguments: str, **env: str) -> Command:
@@ -109,21 +89,3 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     assert output.startswith("# hzero links: 2 ranks, 1 node x 1 package x 2 devices")
     assert status == 130 and "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["output"]  # neither results nor logs
-
-
-@LONG
-def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
-    """mpiexec ends all ranks with the first that leaves."""
-    arguments = "--topology 1x1x2 --device cpu --max-bytes 4K --iterations 1 --out links.json"
-    done = subprocess.run(
-        [mpiexec(), "-n", "2", sys.executable, "-m", "hzero", "links", *arguments.split()],
-        env=environment(HZERO_BACKEND="reference"),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "written: links.json" in done.stdout
-    assert read_links(tmp_path / "links.json").grid == {"intra_package": 2, "intra_node": 1, "inter_node": 1}

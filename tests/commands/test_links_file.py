@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,36 +11,11 @@ from hzero.config import NodeAllGather
 from hzero.tools.cli import main
 from hzero.tools.commands.links import summary
 from hzero.tools.plan.links_file import (
-    LinkRow,
-    LinksFile,
     node_all_gather,
-    read_links,
     write_links,
 )
 from hzero.tools.plan.scenario import read_scenario
-from hzero.validation import ConfigError
-
-
-def row(
-    algorithm: Any = "library", size: int = 4096, us: float = 10.0, tier: Any = "intra_package", ranks: int = 2
-) -> LinkRow:
-    times = {"median_us": us, "min_us": us / 2, "max_us": us * 2}
-    return LinkRow(tier=tier, ranks=ranks, algorithm=algorithm, size_bytes=size, **times)
-
-
-def links(**changes: Any) -> LinksFile:
-    rows = [row(size=1 << 20, us=100.0), row(), row(tier="inter_node", us=40.0)]
-    values: dict[str, Any] = {
-        "schema": "hzero-links-1",
-        "date": "2025-11-21T14:00:00+00:00",
-        "machine": {"host": "n1"},
-        "versions": {"torch": "2.10"},
-        "backend": "gloo",
-        "device": "cpu",
-        "grid": {"intra_package": 2, "intra_node": 1, "inter_node": 2},
-        "rows": rows,
-    }
-    return LinksFile(**{**values, **changes})
+from tests.commands.measured import links, row
 
 
 def test_rates_are_those_of_rccl_tests() -> None:
@@ -79,42 +53,6 @@ def test_the_algorithm_between_nodes_is_the_one_that_gains_most(
     shown = summary(links(rows=[*links().rows, *rows])).partition('"hzero" block')[2]
     assert shown.endswith(f'"node_all_gather": {{"algorithm": "{algorithm}", "below_bytes": {below}}}' if below else "")
     assert bool(shown) == bool(below)
-
-
-def test_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "links.json"
-    write_links(path, links())
-    assert read_links(path) == links()
-    with pytest.raises(ConfigError, match="cannot write"):
-        write_links(tmp_path / "missing" / "links.json", links())
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
-        ("rows.0.median_us", float("nan"), "rows.0.median_us: found nan"),
-        ("rows.0.median_us", 1e-300, "rows.0.median_us: found 1e-300; expected"),
-        ("rows.0.max_us", 1e300, "rows.0.max_us: found 1e+300; expected"),
-        ("date", "a\0", "date: found 'a\\x00'; expected a text without NUL"),
-        ("rows.0.min_us", 10**400, "rows.0.min_us"),
-        ("grid.inter_node", 4, "rows.2.ranks: found 2, but tier inter_node has 4"),
-        ("rows.1.algorithm", "broadcast", "rows.1.algorithm: found 'broadcast'"),
-        ("extra\nline", 1, "found key"),
-    ],
-)
-def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: Any, message: str) -> None:
-    path = tmp_path / "bad.json"
-    content = inner = links().model_dump(by_alias=True)
-    *blocks, last = key.split(".")
-    for block in blocks:
-        inner = inner[int(block)] if block.isdigit() else inner[block]
-    inner[last] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError) as error:
-        read_links(path)
-    assert str(error.value).startswith(f"{path}: {message}"), error.value
-    assert "\n" not in str(error.value)
 
 
 def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

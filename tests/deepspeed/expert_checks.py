@@ -16,10 +16,10 @@ from transformers.utils import output_capturing
 
 import hzero
 from hzero.deepspeed.autoep import is_expert
+from hzero.errors import ConfigError
 from hzero.tools.plan.collectives import step_traffic
 from hzero.tools.plan.command import plan_dict
 from hzero.tools.plan.scenario import read_scenario
-from hzero.validation import ConfigError
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.scope_checks import NOTHING_KEPT
 from tests.deepspeed.training import VOCAB, assert_losses, batch, block_of, ds_config, engine_of, shared_folder, train

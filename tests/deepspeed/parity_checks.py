@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator
 
 import hzero
 from hzero.deepspeed import versions
+from hzero.errors import ConfigError
 from hzero.tools.plan.collectives import muon_traffic
-from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     LR,
     OFFLOAD,

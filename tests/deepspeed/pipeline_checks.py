@@ -31,9 +31,9 @@ from hzero.comm.wires import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
 from hzero.deepspeed import pipeline
 from hzero.deepspeed.pipeline import HZeroStage1, StageMessages
+from hzero.errors import ConfigError
 from hzero.manifest import Manifest
 from hzero.topology import discovery, resolve_grid
-from hzero.validation import ConfigError
 from tests.deepspeed.training import LR, TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
 from tests.topology import trees
 

@@ -22,7 +22,7 @@ from hzero.comm.wires import process_group, world_timeout
 from hzero.config import TopologyConfig
 from hzero.deepspeed.stage_state import GatherHandle
 from hzero.engine.engine import Owners
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 from tests.deepspeed.training import (
     OFFLOAD,
     AwkwardNet,

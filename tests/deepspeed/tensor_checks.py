@@ -19,8 +19,8 @@ from benchmarks.hybrid.model import ColumnParallel, Layout, Mpu, RowParallel
 from hzero.codecs.codec import Codec
 from hzero.comm import Communicator, activations, for_dimension
 from hzero.config import TopologyConfig
+from hzero.errors import ConfigError
 from hzero.topology import resolve_grid
-from hzero.validation import ConfigError
 from tests.deepspeed.delay_checks import _Late, _late
 from tests.deepspeed.training import (
     TOPOLOGY,

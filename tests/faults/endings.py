@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch.distributed import destroy_process_group  # before hzero can replace it
 
 import hzero.deepspeed  # noqa: F401  # or each rank would import it
-from hzero import validation
+from hzero import errors
 from hzero.comm import Communicator, watchdog
 from hzero.comm.wires import process_group
+from hzero.errors import ConfigError, of_all_ranks
 from hzero.tools.launch import free_port
-from hzero.validation import ConfigError, of_all_ranks
 from tests.deepspeed import training
 
 #: Weak references to messages, whose callbacks gloo's threads call.
@@ -102,7 +102,7 @@ def train(way: str) -> None:
         dist.destroy_process_group()
 
 
-watchdog.PERIOD_S, validation.WAIT_S = 0.2, 3.0
+watchdog.PERIOD_S, errors.WAIT_S = 0.2, 3.0
 torch.set_num_threads(1)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 gc.freeze()

@@ -34,7 +34,7 @@ from hzero.codecs import reference
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import BLOCK_CODECS, RecordFormat, Rows
-from hzero.validation import positive
+from hzero.tools.terminal import positive
 from tests.kernels.gfx90a import Simulated
 
 #: A shard of 4096 * 4096 elements on 384 ranks, and the next one of which all start at multiples of 16 bytes.

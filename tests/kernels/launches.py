@@ -26,10 +26,11 @@ from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Runtime, WireLog
 from hzero.comm.wires import STAGE
 from hzero.config import PRESETS, parse_config
+from hzero.errors import one_of
 from hzero.program.program import Program, StagePrograms
 from hzero.program.shards import ShardPlan
+from hzero.tools.terminal import positive
 from hzero.topology import Grid
-from hzero.validation import one_of, positive
 from tests.comm.simulated import AtOnce, peers
 
 GRID = Grid(2, 4, 2)

@@ -13,10 +13,11 @@ import math
 
 from hzero.codecs.formats import chunk_numel
 from hzero.config import NET_TIERS, PRESETS, parse_config
+from hzero.errors import one_of
 from hzero.program.program import StagePrograms
 from hzero.program.shards import ShardPlan
+from hzero.tools.terminal import positive
 from hzero.topology import Grid
-from hzero.validation import one_of, positive
 from tests.kernels.launches import numels_of
 
 #: Nodes of a switch group of Frontier (hzero/topology/presets/frontier.yaml).

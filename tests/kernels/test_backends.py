@@ -24,8 +24,8 @@ from hzero.codecs.codec import Codec
 from hzero.codecs.formats import Rows
 from hzero.codecs.launchers import BUCKET, VERSION
 from hzero.config import CodecConfig
+from hzero.errors import ConfigError
 from hzero.tools.commands.doctor import check_codecs, check_runtimes
-from hzero.validation import ConfigError
 from tests.kernels.cases import REFERENCE, Calls
 from tests.kernels.emulated import FAMILIES, KERNELS
 from tests.kernels.gpu import WRONG_DEVICE, Gpu, copied, package

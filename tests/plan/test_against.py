@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.model import checks
-from hzero.config import PLAIN, parse_config
+from hzero.config import PLAIN
 from hzero.program.program import Cross
 from hzero.tools.cli import main
-from hzero.tools.experiment import compose
 from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, of_rank, price
 from hzero.tools.plan.collectives import OTHERS
 from hzero.tools.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
-from hzero.tools.plan.memory import activations, footprint
+from hzero.tools.plan.memory import activations
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
 from hzero.tools.plan.step import predict
 from hzero.topology import Grid
-from tests.ranks import ROOT
 
 FRONTIER = load_profile("frontier-2026")
 ZERO1, FSDP2 = OTHERS["ZeRO-1"], OTHERS["FSDP2"]
@@ -49,13 +46,6 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
 # ---- prices -------------------------------------------------------------------------------------------------------------
 
 
-def test_without_model_parallelism_a_price_is_the_prediction() -> None:
-    grid, job = Grid(8, 4, 2), _job()
-    for scheme in (ZERO1, FSDP2):
-        found, plain = price(scheme, job, grid, FRONTIER, Degrees()), predict(scheme, job, Machine(grid, FRONTIER))
-        assert found == plain
-
-
 def test_a_pipeline_waits_for_its_bubble() -> None:
     """(m + (p - 1) / v) / m as long as without one: arXiv 2104.04473, section 2.2."""
     job, profile, grid = _job(), _free(), Grid(8, 4, 2)
@@ -67,16 +57,6 @@ def test_a_pipeline_waits_for_its_bubble() -> None:
         step = price(ZERO1, job, grid, profile, Degrees(1, stages, chunks)).step_s
         micro = 3 * job.tokens * (layers / stages + head) / Machine(grid, profile).rate(job.tokens)
         assert step == pytest.approx(micro * (m + (stages - 1) / chunks), rel=2e-3), (stages, chunks)
-
-
-def test_messages_of_a_pipeline_wait_on_their_tier() -> None:
-    job, grid = _job(), Grid(8, 4, 2)
-    slow = FRONTIER.with_values(Source(what="slow", date="2026-11", stack="test", kind="assumed"), net_rails_gb_s=9.08)
-    steps = [price(ZERO1, job, grid, profile, Degrees(2, 4, 2)) for profile in (FRONTIER, slow)]
-    message = job.tokens * job.model.hidden * job.itemsize / 2 * 8  # of all devices of a node
-    waits = 2 * 2 * (job.accumulation + 3 / 2) * message * (1 / 9.08e9 - 1 / 90.8e9)
-    assert steps[1].step_s - steps[0].step_s >= waits
-    assert steps[1].exposed_s["inter_node"] - steps[0].exposed_s["inter_node"] >= waits
 
 
 def test_a_tensor_group_divides_work_and_memory_and_adds_up_activations() -> None:
@@ -100,16 +80,6 @@ def test_a_tensor_group_divides_work_and_memory_and_adds_up_activations() -> Non
     assert node[1] == pytest.approx(node[0], rel=0.05)
 
 
-def test_a_stage_keeps_the_activations_of_its_micro_batches() -> None:
-    job = _job()
-    kept = activations(job)["activations"].bytes
-    for stages, chunks, times in ((4, 1, 1.0), (4, 2, 1 + 3 / 8), (8, 1, 1.0)):
-        found = activations(of_rank(job, Degrees(1, stages, chunks)))["activations"].bytes
-        assert found == pytest.approx(kept * times, rel=0.15)
-    few = of_rank(replace(job, accumulation=2), Degrees(1, 8))
-    assert few.stored == 2
-
-
 def test_schemes_are_priced_for_one_batch() -> None:
     scenario = read_scenario(["model=gpt_neox_1b", "topology=frontier", "topology.nodes=8", "train.micro_batch=2"])
     for batch in (None, 32):
@@ -122,14 +92,6 @@ def test_schemes_are_priced_for_one_batch() -> None:
         # 64 devices cannot share 32 sequences without model parallelism.
         assert ("hzero topo" in prices) == (batch != 32)
         assert ("ZeRO-3, RCCL 2.30" in prices) == ("ZeRO-3" in prices)
-
-
-def test_hzero_under_fsdp2_gathers_layers() -> None:
-    scenario = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48", "train.micro_batch=1"])
-    under, machine = scenario.job.in_fsdp(), scenario.machine
-    assert under.prefetch == under.reduce == under.layer and under.reuse == 0
-    own, stock = predict(scenario.shard_plan("topo"), under, machine), predict(FSDP2, scenario.job, machine)
-    assert own.step_s < 1.02 * stock.step_s and own.memory_bytes > stock.memory_bytes
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
@@ -160,12 +122,6 @@ def test_against_says_which_is_the_fastest_where(
     assert "global_batch: found '7.5'" in capsys.readouterr().err
 
 
-def test_the_experiment_chooses_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = _json(capsys, "experiment=paper_20b", "nodes=48")
-    assert plan["predicted"]["profile"] == "frontier-2026" and plan["itemsize"] == 2
-    assert plan["schemes"]["topo"]["step_s"] < plan["schemes"]["ZeRO-3"]["step_s"]
-
-
 # ---- hierarchical all-gathers -------------------------------------------------------------------------------------------
 
 
@@ -180,21 +136,6 @@ def test_hierarchical_gathers_save_latency_up_to_their_buffer() -> None:
             assert saved > 0 if size <= limit else flat == two, (nodes, size)
             summed = replace(crossing, kind="reduce_scatter")
             assert machine.transfer(summed, size, "hierarchical") == machine.transfer(summed, size)
-
-
-def test_buffers_of_hierarchical_gathers_count() -> None:
-    job = _job()
-
-    def size(scheme: Any, nodes: int, **keys: Any) -> int:
-        return footprint(scheme, Grid(nodes, 4, 2), replace(job, **keys)).states["communicators"].bytes
-
-    stock, both = OTHERS["ZeRO-3"], OTHERS["ZeRO-3, RCCL 2.30"]
-    assert [size(both, nodes) - size(stock, nodes) for nodes in (4, 8, 16)] == [0, 64 << 20, 128 << 20]
-    plan = read_scenario(["model=gpt_neox_1b", "topology=frontier", "topology.nodes=16"]).shard_plan("topo")
-    # The communicator of the world, and the one between nodes.
-    assert size(plan, 16, hierarchical=True) - size(plan, 16) == 2 * (128 << 20)
-    scenario = read_scenario(["model=gpt_neox_1b", "topology=frontier", "nodes=16", "profile=frontier-rccl-2.30"])
-    assert scenario.job.hierarchical and not read_scenario(["topology=frontier", "nodes=16"]).job.hierarchical
 
 
 # ---- ordinary clusters --------------------------------------------------------------------------------------------------
@@ -212,28 +153,3 @@ def test_nics_set_the_rates_between_nodes() -> None:
     assert all(topo < zero3 for topo, zero3 in steps.values())
     four = read_scenario([*keys, "packages_per_node=4"])
     assert four.grid == Grid(4, 4, 1) and four.machine.profile.value("net_ring_gb_s") == 12.5
-
-
-def test_the_error_of_a_profile_is_that_of_its_nics() -> None:
-    keys = ["model=gpt_neox_1m", "topology=frontier", "nodes=2"]
-    errors = [read_scenario([*keys, *more]).machine.profile.error for more in ([], ["topology.nic_gbit=100"])]
-    assert errors == [0.1, None]
-
-
-def test_nics_reach_neither_the_block_nor_the_trainer() -> None:
-    experiment = compose(["topology=nic", "nodes=2", "topology.nic_gbit=25"])
-    assert experiment.block is not None and not {"nic_gbit", "profile"} & set(experiment.block["topology"])
-    assert parse_config(experiment.block).topology.packages_per_node == 8 and experiment.world_size == 16
-    assert parse_config({"preset": "topo", "topology": "nic"}).topology.source == "nic"
-
-
-def test_documentation_has_the_published_rows() -> None:
-    """The errors that docs/model.md shows are those of the command."""
-    page = (ROOT / "docs" / "model.md").read_text()
-    training = [check for check in checks() if not check.size]
-    assert {check.use for check in training} == {"C", "K", "seen"}
-    for check in training:
-        cells = f"| {check.what} | {check.measured:.1f} |"
-        if check.predicted is not None:
-            cells += f" {check.predicted:.1f} | {check.error:+.0%} |"
-        assert cells in page, cells

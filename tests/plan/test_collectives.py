@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import pytest
@@ -20,13 +19,10 @@ from hzero.tools.plan.collectives import (
     Scheme,
     chains_of,
     ring_links,
-    schemes_node_bytes,
     step_traffic,
 )
-from hzero.tools.plan.memory import footprint
-from hzero.tools.plan.scenario import read_scenario
 from hzero.topology.grid import Grid
-from tests.plan.test_shards import GRIDS
+from tests.plan.grids import GRIDS
 
 ZERO3 = Scheme("deepspeed")
 GRID = Grid(48, 4, 2)
@@ -106,15 +102,6 @@ def test_traffic_with_exceptions_is_the_sum_of_its_parts(
         assert row.wire_bytes == walked[row.role, row.tier], row
 
 
-def test_schemes_cross_nodes_with_what_their_papers_say() -> None:
-    for nodes, accumulation in itertools.product((2, 3, 48), (1, 4, 64)):
-        schemes = schemes_node_bytes(Grid(nodes, 4, 2), [1 << 20], accumulation=accumulation)
-        crossing = 2 * (1 << 20) * (nodes - 1) / nodes
-        assert schemes["ZeRO-3"] == pytest.approx(3 * accumulation * crossing)
-        assert schemes["ZeRO++"] == pytest.approx((0.5 + 0.25 * accumulation) * crossing)
-        assert schemes["FSDP2"] == schemes["ZeRO-3"] and schemes["HSDP, node"] == pytest.approx(2 * crossing)
-
-
 @pytest.mark.parametrize("shape", [(2, 2, 2), (48, 4, 2), (1, 4, 2), (3, 1, 4), (1, 1, 5), (2, 3, 1)])
 def test_a_ring_has_the_links_that_a_walk_over_its_ranks_finds(shape: tuple[int, int, int]) -> None:
     grid = Grid(*shape)
@@ -147,39 +134,6 @@ def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> N
         4 * rows["weights", "inter_node"].wire_bytes == 6 * link
     )  # a node's four ranks together: one link of the ring
     assert not any(row.used for row in step_traffic(ZERO3, Grid(1, 1, 1), [100]))
-
-
-def test_link_times_of_zero3_on_frontier() -> None:
-    """20.55 x 10^9 weights of 2 bytes, three collectives, NICs of 100 GB/s per node: 41.1 GB x 3 x 383 / 384 / 100 GB/s."""
-    grid, rates = Grid(48, 4, 2), {"intra_package": 200.0, "intra_node": 50.0, "inter_node": 12.5}
-    numels = read_scenario(["model=gpt_neox_20b"]).job.model.numels
-    seconds = dict.fromkeys(rates, 0.0)
-    for row in step_traffic(ZERO3, grid, numels):
-        seconds[row.tier] += row.wire_bytes / rates[row.tier] / 1e9
-    m = 2 * 20_554_567_680
-    assert seconds["inter_node"] == pytest.approx(3 * m * 383 / 384 / 100e9, rel=1e-3) == pytest.approx(1.23, abs=0.01)
-    # A node's ring has 4 links inside packages and 3 between them; 8 devices share what these carry.
-    assert seconds["intra_package"] == pytest.approx(4 * 3 * m * 383 / 384 / (8 * 200e9), rel=1e-3)
-    assert seconds["intra_node"] == pytest.approx(3 * 3 * m * 383 / 384 / (8 * 50e9), rel=1e-3)
-    # What enters a node is within a hundredth or two of the minimum that a node has to receive.
-    into_node = 8 * sum(row.wire_bytes for row in step_traffic(ZERO3, grid, numels) if row.tier == "inter_node")
-    minimum = schemes_node_bytes(grid, numels)["ZeRO-3"]
-    assert into_node / minimum == pytest.approx((383 / 384) / (47 / 48), rel=1e-3)
-
-
-def test_states_and_communicators_of_zero3_and_the_stage() -> None:
-    """A shard of each state, DeepSpeed's buffer of gradients; communicators of each tier, and of DeepSpeed's world."""
-    job, p = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48"]).job, 20_554_567_680
-
-    def states(scheme: Scheme | ShardPlan, grid: Grid) -> dict[str, int]:
-        return {name: state.bytes for name, state in footprint(scheme, grid, job).states.items()}
-
-    zero3 = states(ZERO3, GRID)
-    held = sum(zero3[name] for name in ("primary weights", "gradient shard", "optimizer", "gradient buffer"))
-    assert held == pytest.approx(16 * p / 384 + 2 * 500_000_000, rel=0.01)
-    for shape, count in (((48, 4, 2), 4), ((2, 4, 1), 3), ((1, 8, 1), 2)):
-        plan = ShardPlan.from_config(parse_config({"preset": "topo"}), Grid(*shape), 0)
-        assert states(plan, plan.grid)["communicators"] == count * zero3["communicators"] == count * 16 * 2 * 2**22
 
 
 def test_buffers_of_programs_are_what_a_step_takes_and_leaves() -> None:

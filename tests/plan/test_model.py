@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,14 @@ from hypothesis import strategies as st
 
 from benchmarks.model import LONG, checks
 from hzero.config import parse_config
+from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.collectives import OTHERS, Scheme, step_traffic
 from hzero.tools.plan.machine import Machine, Phase, Profile, Source, load_profile, profile_names
 from hzero.tools.plan.memory import activations, footprint
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
-from hzero.tools.plan.step import COMPUTE, Prediction, Task, predict, simulate, speeds, tasks_of
+from hzero.tools.plan.step import COMPUTE, Task, predict, simulate, speeds, tasks_of
 from hzero.topology import Grid
-from hzero.validation import ConfigError
 from tests.ranks import ROOT
 
 FRONTIER = load_profile("frontier-2026")
@@ -42,12 +40,6 @@ def _machine(nodes: int, profile: Profile = FRONTIER) -> Machine:
 
 def _preset(name: str, grid: Grid, **block: Any) -> ShardPlan:
     return ShardPlan.from_config(parse_config({"preset": name, **block}), grid, 0)
-
-
-def _predicted(scheme: str | Scheme, nodes: int, **keys: Any) -> Prediction:
-    machine = _machine(nodes)
-    made = _preset(scheme, machine.grid) if isinstance(scheme, str) else scheme
-    return predict(made, replace(_model("gpt_neox_20b"), **keys), machine)
 
 
 def _with(**values: float) -> Profile:
@@ -188,14 +180,6 @@ def test_layers_and_micro_steps_are_alike(name: str, scheme: str | Scheme, nodes
     assert sum(short.exposed_s.values()) == pytest.approx(waits, rel=0.05, abs=0.01)
 
 
-def test_the_whole_machine_takes_less_than_a_second() -> None:
-    keys = {"micro_batch": 2, "accumulation": 4}
-    few = _predicted("topo", 48, **keys)
-    start = time.process_time()
-    assert _predicted("topo", 9408, **keys).step_s > few.step_s
-    assert time.process_time() - start < 1
-
-
 @pytest.mark.parametrize("preset", ["hpz", "lossless"])
 def test_a_micro_step_does_not_wait_for_reductions_of_the_last(preset: str) -> None:
     machine = _machine(2, _with(net_ring_gb_s=0.5, net_rails_gb_s=0.5, intra_node_pairs_gb_s=0.5))
@@ -221,15 +205,6 @@ def test_collectives_of_a_device_have_one_order_where_the_library_needs_it(order
     assert machine.profile.order == "strict" and load_profile("dgx_h200").order == "lanes"
 
 
-def test_topo_keeps_its_rate_on_many_nodes_with_one_micro_batch() -> None:
-    """1,999 nodes are prime, so they form no groups."""
-    job, rates = replace(_model("gpt_neox_20b"), accumulation=1), {}
-    for nodes in (16, 1999, 9408):
-        grid = Grid(nodes, 4, 2, automatic=True, switch_nodes=128)
-        rates[nodes] = predict(_preset("topo", grid), job, Machine(grid, FRONTIER)).tflops
-    assert rates[9408] > 0.95 * rates[16] and rates[1999] > 0.9 * rates[16], rates
-
-
 def test_buckets_with_small_parts_share_a_message_of_the_outermost_tier() -> None:
     grid, job = Grid(9408, 4, 2, automatic=True, switch_nodes=128), replace(_model("gpt_neox_20b"), accumulation=1)
     machine, count, states, sent = Machine(grid, FRONTIER), [], [], []
@@ -248,39 +223,6 @@ def test_buckets_with_small_parts_share_a_message_of_the_outermost_tier() -> Non
     assert "the sums of" in states[1].what
     accumulated = footprint(_preset("topo", grid), grid, replace(job, accumulation=2)).states["transient reduce"]
     assert accumulated.bytes < states[1].bytes, "accumulators have the sums"
-
-
-def test_compression_and_tiers_win_where_tokens_are_few() -> None:
-    steps = {name: _predicted(name, 48).step_s for name in ("topo", "lossless", "zeropp", "zero3")}
-    steps["flat"] = _predicted(Scheme("deepspeed"), 48).step_s
-    assert min(steps, key=steps.__getitem__) == "topo"
-    # Under srun --gpus-per-task=1 ZeRO++ reduces in one all-to-all over all ranks.
-    one, node = (_predicted(Scheme("deepspeed", hpz="node", quantized=True, visible=v), 512).step_s for v in (1, None))
-    assert one > node
-
-
-def test_checksums_cost_little_but_are_not_free() -> None:
-    machine, job = _machine(48), _model("gpt_neox_20b")
-    steps = [predict(_preset("topo", machine.grid, checksum=on), job, machine).step_s for on in (False, True)]
-    assert steps[0] < steps[1] < 1.2 * steps[0]
-
-
-def test_a_checksum_is_a_pass_of_its_own_only_where_a_hop_reads_again() -> None:
-    """Reductions sum the bytes as they encode and decode them; a gather sends what is resident, so it reads that once more."""
-    machine, job = _machine(2), _model("gpt_neox_1b")
-    passes = []
-    for on in (False, True):
-        tasks = tasks_of(_preset("topo", machine.grid, checksum=on), job, machine)
-        passes.append(
-            Counter(task.name.split()[0] for task in tasks for phase in task.phases if set(phase.work) == {"memory"})
-        )
-    assert passes[0]["reduce"] == passes[1]["reduce"] and passes[0]["forward"] < passes[1]["forward"]
-
-
-def test_a_step_with_everything_else_free_is_its_compute() -> None:
-    found = _predicted("topo", 1, micro_batch=8, checkpointing=True)
-    assert max(found.busy, key=lambda name: found.busy[name]) == "compute"
-    assert 0.95 < found.busy["compute"] <= 1
 
 
 # ---- profiles -----------------------------------------------------------------------------------------------------------
@@ -305,16 +247,11 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (b"name: \xff", "byte 6 is not UTF-8"),
-        (b"[" * 5000, "is not YAML"),
         (b"extends: frontier-2027", "did you mean 'frontier-2026'"),
         (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 1, source: hearsay}}", r"source: found 'hearsay'; expected "),
         (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 0, source: olcf}}", r"_gb_s\.value: found 0; expected at"),
-        (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 1.0e-320, source: olcf}}", r"_gb_s\.value: found .*; expected at"),
-        (b"extends: lumi\nconstants: {flat_ring_gb_s: {value: 1.0e+300, source: olcf}}", r"_gb_s\.value: found 1e\+300"),
         (b"extends: lumi\nconstants: {intra_package_gbs: {value: 1, source: olcf}}", "did you mean 'intra_package_gb_s'"),
         (b"extends: lumi\nconstants: {ll_share: {value: 2, source: olcf}}", r"ll_share\.value: found 2; expected a share"),
-        (b"extends: lumi\nvisible: 3", "visible: found 3"),
-        (b"- 3", "expected a block with keys name"),
     ],
 )  # fmt: skip
 def test_profiles_that_cannot_be_used_are_one_line(content: bytes, says: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +49,6 @@ def test_a_plan_shows_bytes_memory_times_and_a_step(capsys: pytest.CaptureFixtur
     assert all(one["step_s"] > 0 for one in result["schemes"].values())
     unknown = _json(capsys, "topology=mi300x", "nodes=2")
     assert unknown["predicted"] is None and unknown["schemes"]["topo"].keys().isdisjoint({"step_s", "tflops"})
-
-
-def test_all_presets_have_the_figures_of_their_own_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = [*FRONTIER, "nodes=48", "accumulation=8"]
-    presets = _json(capsys, *keys)["schemes"]
-    for name in ("replica", "mild"):
-        plan = _json(capsys, *keys, f"preset={name}")
-        assert presets[name]["memory_bytes"] == plan["memory_bytes"]
-        assert presets[name] == plan["schemes"][name]
-    changed = _json(capsys, *keys, "zero.codecs.weights.inter_node=int4")
-    assert changed["schemes"]["topo"]["weights"] == "package, int8/int4", "what is written counts"
-    assert changed["schemes"]["topo"]["node_bytes"] < presets["topo"]["node_bytes"]
 
 
 def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,13 +245,6 @@ def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureF
     assert len({(one["step_s"], one["memory_bytes"]) for one in ranked}) == len(ranked)
 
 
-def test_tune_shows_what_loses_less(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["--tune", "model=gpt_neox_1b", "topology=frontier", "nodes=4"]
-    text = _text(capsys, *keys)
-    assert "│ lossless " in text and "│ weights " in text
-    assert "prefer the one that loses less" in text and '"hzero": {"preset": ' in text and "hzero train" in text
-
-
 def test_fit_finds_the_largest_that_plans_say_fits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,43 +269,10 @@ def test_fit_finds_the_largest_that_plans_say_fits(
     assert result["command"] in text and "too much" in text
 
 
-# ---- over the nodes -----------------------------------------------------------------------------------------------------
-
-
-def test_against_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "scaling.png"
-    curves = _json(capsys, "--against", "nodes=2,6", *FRONTIER, "--out", str(out))["curves"]
-    assert out.read_bytes().startswith(b"\x89PNG")
-    others = {"DDP", "FSDP2", "HSDP, node", "HSDP, package", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ", "ZeRO++"}
-    others |= {"FSDP2, RCCL 2.30", "ZeRO-3, RCCL 2.30", "FSDP2, hzero topo", "FSDP2, hzero lossless"}
-    others |= {"FSDP2 x TP", "TP x PP x ZeRO-1"}
-    assert set(curves) == {f"hzero {preset}" for preset in PRESETS} | others
-    assert [point["nodes"] for point in curves["hzero topo"]] == [2, 6]
-    assert not curves["DDP"][0]["fits"]
+def test_numbers_of_nodes() -> None:
     counts = node_counts("1..9408")
     assert node_counts("nodes=1..9408") == counts and node_counts("48") == [48]
     assert counts[:3] == [1, 2, 4] and counts[-2:] == [8192, 9408]
-    text = _text(capsys, "--against", "64,254", "model=gpt_neox_1m", "topology=frontier")
-    assert "254 nodes form no groups" in text and "64 nodes form" not in text
-
-
-@pytest.mark.parametrize(
-    ("model", "accumulation", "order", "least"),
-    [("gpt_neox_10b", 8, "lanes", 1.0), ("gpt_neox_20b", 1, "lanes", 1.0), ("gpt_neox_20b", 1, "strict", 0.95)],
-)
-def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order: Any, least: float) -> None:
-    step = ["train.micro_batch=1", f"train.grad_accumulation={accumulation}"]
-    scenario = read_scenario([f"model={model}", "topology=frontier", "topology.nodes=9408", *step])
-    places = [scenario.on(nodes) for nodes in (16, 128, 9408)]
-    topo = [predict(replace(one.shard_plan("topo"), order=order), one.job, one.machine) for one in places]
-    assert (
-        all(scenario.holds(step.memory_bytes) for step in topo)
-        and min(step.tflops for step in topo) >= 0.93 * topo[0].tflops
-    )
-    for other in ("HSDP, node", "FSDP2", "ZeRO-3"):
-        found = [predict(one.others()[other], one.job, one.machine) for one in places]
-        rates = [(own.tflops, step.tflops) for own, step in zip(topo, found) if scenario.holds(step.memory_bytes)]
-        assert all(own >= least * rate for own, rate in rates), other
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------
@@ -341,28 +288,16 @@ def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order:
         ([*FRONTIER, "nodes=48", "profile=dgx_h200"], "profile dgx_h200: found nodes of 4 x 2 devices; expected 8 x 1"),
         (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for this topology"),
         (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2'; expected nodes, as in 48"),
-        (["--against", "", *FRONTIER], "--against: found ''; expected nodes, as in 48"),
         (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; expected at most the 9,408 of frontier-2026"),
         (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "found with --against, which sets it itself; expected the nodes"),
-        (["--against", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: found 'no/where.png'; expected a file"),
         (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; expected a valid number"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
         ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
-        ([*FRONTIER, "nodes=2", "--out", "x"], "--out: found without --against"),
-        ([*NICS, "topology.nic_gbit=100000000000"], "topology.nic_gbit: found 100000000000"),
         ([*NICS, "topology.nics_gbit=25"], "topology: found key 'nics_gbit'; expected"),
         ([*FRONTIER, "nodes=2", "topology.nics_per_node=4"], "topology.nics_per_node: found 4 without topology.nic_gbit"),
         (["zero=stock"], "zero.preset: found none; expected one"),
-        (["preset=tpoo"], "did you mean 'topo'"),
         (["zero.codecs.weights.inter_node=exp"], "codecs.weights.inter_node.codec: found 'exp'; expected none, bf16, int8,"),
-        (["model.num_layers=1000000000"], "model.num_layers: found 1000000000"),
-        (["topology=frontier", "nodes=1000000000000"], "topology.nodes: found 1000000000000"),
         ([*FRONTIER, "nodes=2", f"memory={'9' * 400}"], "memory: found '999999999999...9999999999999'; expected GB as in"),
-        ([*NICS, "topology.nic_gbit=1e-320"], "topology.nic_gbit: found 1e-320; expected"),
-        ([*NICS, "topology.bandwidth_gb_s.inter_node=1e-320"], "topology.bandwidth_gb_s.inter_node: found 1e-320; expected"),
-        (["--against", "2", *FRONTIER, "--out", "a\0"], "--out: found 'a\\x00'; expected a text without NUL"),
-        ([*FRONTIER, "nodes=2", "--links", "a\0"], "--links: found 'a\\x00'; expected a text without NUL"),
-        (["model=hf", "model.path=a\0"], "model.path: found 'a\\x00'; expected a text without NUL"),
     ],
 )  # fmt: skip
 def test_input_that_cannot_be_used_is_one_line(
@@ -411,16 +346,7 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 16}"]) == 2
     assert "autoep_size: found 16 for a model with 8 experts in a layer" in capsys.readouterr().err
     refused = {
-        "deepspeed.expert_parallel.autoepsize=2": "found key 'autoepsize'; expected async_split_plan",
-        "deepspeed.expert_parallel.comm_backend=deepep": "expert_parallel.comm_backend: found deepep",
-        "deepspeed.expert_parallel.preset_model=mixtrall": "expert_parallel.preset_model: found 'mixtrall'; expected",
-        "deepspeed.bf16.bf16_master_weights_and_grads=true": "bf16.bf16_optimizer_states: found None with bf16.bf16_master",
-        "deepspeed.optimizer={type: Muoon}": "deepspeed.optimizer.type: found 'Muoon'; expected adagrad, adam, adamw",
-        "deepspeed.optimizer={type: Muon}": "expert_parallel.enabled: found True; expected false with Muon",
         "zero.codecs.expert.intra_package=mpc": "hzero.codecs.expert.intra_package: found 'mpc' with coded tokens",
-        "zero.checksum=true": "hzero.checksum: found True with coded tokens",
-        "zero.codecs.expert={intra_node: none, inter_node: int8}": "found none on the tiers that groups of 8 ranks cross "
-        "(intra_package, intra_node)",
         "model=gpt_neox_1m": "autoep_size: found 8 for a model with 0 experts in a layer",
     }
     for key, message in refused.items():  # as a run refuses them

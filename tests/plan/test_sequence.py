@@ -14,7 +14,6 @@ from hzero.sequence.host import HostMemory
 from hzero.sequence.models import ChunkedModel
 from hzero.tools import cli
 from hzero.tools.plan.sequence import chunked
-from hzero.validation import ConfigError
 from tests.sequence.planned import job
 
 SHAPE = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "vocab_size": 31, "num_attention_heads": 4}
@@ -78,29 +77,3 @@ def test_a_plan_counts_long_sequences(capsys: pytest.CaptureFixture[str]) -> Non
     assert [one["copy_s"], eight["copy_s"]] == pytest.approx(list(map(max, seconds, shared)))
     kept = _plan(capsys, "zero.sequence.offload=false")["sequences"]
     assert kept["host_token"] == kept["to_host"] == 0 and kept["device_token"] > one["device_token"]
-
-
-def test_a_global_batch_counts_a_group_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="global_batch: found 40; expected a multiple of the 48 devices"):
-        from hzero.tools.plan.scenario import read_scenario
-
-        overrides = [one for one in MACHINE[2:]] + ["zero.sequence.parallel=8", "global_batch=40"]
-        _ = read_scenario(["topology.nodes=48" if one == "nodes=48" else one for one in overrides]).sequences
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        (("zero.sequence.parallel=5",), "zero.sequence.parallel: found 5; expected a divisor of the 384 ranks"),
-        (
-            ("zero.sequence.parallel=128",),
-            "zero.sequence.parallel: found 128; expected a divisor of the 64 attention heads",
-        ),
-        (("zero.sequence.chunks=5",), "zero.sequence: found key 'chunks'; expected"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(
-    given: tuple[str, ...], found: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*MACHINE, *given]) != 0
-    assert found in capsys.readouterr().err

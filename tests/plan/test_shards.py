@@ -5,39 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import tracemalloc
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import BASE_TIERS, SCOPES, TIERS, parse_config, tiers_inside
+from hzero.config import SCOPES, TIERS, parse_config, tiers_inside
+from hzero.errors import ConfigError
 from hzero.program.program import Order
 from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
+from tests.plan.grids import GRIDS
 
-ORDERS = st.permutations(BASE_TIERS).map(tuple) | st.permutations(TIERS).map(tuple)
-#: Sizes of the tiers: three, or all.
-SIZES = st.tuples(
-    st.integers(1, 3), st.just(1), st.integers(1, 4), st.integers(1, 4), st.just(1), st.just(1)
-) | st.tuples(*(st.integers(1, most) for most in (2, 2, 2, 3, 2, 2)))
-
-
-def grid_of(sizes: tuple[int, ...], **how: Any) -> Grid:
-    """A grid by the sizes of all tiers, innermost first."""
-    gcd, hive, gpu, node, group, cluster = sizes
-    declared = {"packages_per_hive": hive, "nodes_per_group": node if group > 1 else None, "clusters": cluster}
-    return Grid(node * group * cluster, gpu * hive, gcd, **declared, **how)
-
-
-REGULAR = st.builds(lambda sizes, order: grid_of(sizes, order=order), SIZES, ORDERS)
-#: Ranks in no order at all, as visible-device lists can number them.
-IRREGULAR = SIZES.flatmap(
-    lambda sizes: st.permutations(range(math.prod(sizes))).map(lambda ranks: grid_of(sizes, ranks=tuple(ranks)))
-)
-GRIDS = REGULAR | IRREGULAR
 NAMED = [(1, 1, 8), (1, 4, 2), (2, 2, 2), (3, 1, 2), (8, 1, 1)]
 
 
@@ -79,19 +58,6 @@ def test_scopes_reach_ever_more_of_the_machines_tiers(grid: Grid) -> None:
     reached = [tuple(tier for tier in tiers_inside(scope) if tier in grid.tiers) for scope in grid.scopes]
     assert reached == [grid.tiers[:count] for count in range(len(grid.tiers) + 1)]
     assert {"device", "package", "node", "world"} <= set(grid.scopes)
-
-
-def test_a_ring_between_many_nodes_becomes_two_short_ones() -> None:
-    """The whole of Frontier in 98 groups of 96: 9,407 steps become 95 and 97."""
-    grid = Grid(9408, 4, 2, nodes_per_group=96)
-    plan = plan_of(grid, rank=75_263)
-    assert [(hop.tier, hop.size) for hop in plan.boundary_hops()] == [("inter_node", 96), ("inter_group", 98)]
-    assert [(hop.tier, hop.size) for hop in plan.refresh_hops()] == [
-        ("inter_group", 98),
-        ("inter_node", 96),
-        ("intra_node", 4),
-    ]
-    assert list(plan.tier_group("inter_group"))[:2] == [767, 1535]
 
 
 def test_a_scope_that_the_machine_lacks_is_refused_with_what_declares_it() -> None:
@@ -155,21 +121,6 @@ def test_parts_of_the_outermost_tier_are_large_where_many_ranks_wait_for_them() 
     assert not ShardPlan.from_config(parse_config({"preset": "zero3"}), Grid(16, 4, 2), 0).boundary_message_bytes
     with pytest.raises(ConfigError, match="boundary_message_bytes"):
         parse_config({"boundary_message_bytes": (1 << 24) + 1})
-
-
-def test_a_plan_for_the_whole_machine_is_cheap() -> None:
-    grid = Grid(9408, 4, 2)
-    config = parse_config({"preset": "topo"})
-    ShardPlan.from_config(config, grid, 1)
-    tracemalloc.start()
-    plan = ShardPlan.from_config(config, grid, 75_263)
-    groups = [plan.tier_group(tier) for tier in TIERS]
-    hops = plan.gather_hops() + plan.reduce_hops()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert [len(group) for group in groups] == [2, 1, 4, 9408, 1, 1]
-    assert len(hops) == 6
-    assert peak < 16_000, "and so no loop over ranks"
 
 
 @pytest.mark.parametrize("layout", NAMED)

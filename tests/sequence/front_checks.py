@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hzero.fsdp
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 VOCAB, LENGTH = 61, 23
 TOPOLOGY = {"nodes": 2, "packages_per_node": 1, "devices_per_package": 2}

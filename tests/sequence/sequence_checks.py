@@ -13,10 +13,10 @@ from deepspeed.accelerator import get_accelerator
 
 from hzero.comm import Communicator, for_dimension, shared_lanes
 from hzero.config import SequenceConfig, parse_config
+from hzero.errors import ConfigError
 from hzero.sequence.models import ChunkedModel
 from hzero.tools.plan.sequence import exchanged
 from hzero.topology import resolve_grid
-from hzero.validation import ConfigError
 from tests.deepspeed.race_detector import Event, Trace, _Work, recording
 from tests.sequence.planned import job
 from tests.sequence.training import (

@@ -32,12 +32,12 @@ from transformers import (
 )
 
 from hzero.config import SequenceConfig, parse_config
+from hzero.errors import ConfigError
 from hzero.sequence import attach, detacher
 from hzero.sequence.attention import Attention
 from hzero.sequence.host import HostMemory, one_ahead
 from hzero.sequence.models import ChunkedModel
 from hzero.tools.plan.sequence import chunked
-from hzero.validation import ConfigError
 from tests.ranks import on_ranks
 from tests.sequence.live import Live, counting
 from tests.sequence.planned import job

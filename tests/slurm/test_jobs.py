@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report.first_run import write
 from hzero import newest_checkpoint
 from tests.forks import Command
 from tests.ranks import LONG, ROOT
@@ -319,18 +318,3 @@ def test_a_first_run_measures_everything_and_makes_its_page(jobs: _Jobs, tmp_pat
         assert f"| {what} | **confirmed** |" in page
     assert "| FSDP2, HSDP over the node | 8 |" in page and (out / "hsdp/steps.jsonl").read_text()
     assert (out / "topo/trace.json.gz").stat().st_size and (out / "zero3/trace.json.gz").stat().st_size
-
-
-@LONG
-def test_a_part_that_hangs_costs_its_limit(jobs: _Jobs, tmp_path: Path) -> None:
-    """All of them hang here, and the page, made afterwards, says so."""
-    ranks = (
-        "case $* in *report* | *plan* | *prepare* | *--log*) ;; *) trap '' TERM ;; esac"  # as ranks that save upon it
-    )
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{ranks}\necho begun\nsleep 600 & wait\nsleep 600\n")
-    (tmp_path / "python").chmod(0o755)
-    out = _first_run(jobs, tmp_path, HZERO_PYTHON=str(tmp_path / "python"), HZERO_PATIENCE="1")
-    assert {row[1] for row in _parts(out)} <= {"124", "137"}
-    assert "slurm_local, 2 nodes" in (out / "environment.txt").read_text() and (out / "keys.txt").read_text()
-    page = write(out).read_text()
-    assert all(f"| {part} | **killed** by its limit |" in page for part in PARTS)

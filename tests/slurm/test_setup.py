@@ -108,17 +108,6 @@ def test_on_lumi_packages_go_over_the_container(tmp_path: Path) -> None:
     assert install in calls and calls[-1] == "python -m hzero --version"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["summit", "X"], "MACHINE: found 'summit'; expected frontier or lumi"),
-        (["lumi"], "PROJECT: found none; expected the account that jobs are charged to"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
-    assert _setup(tmp_path, *arguments) == (2, f"setup_env: {says}\n", [])
-
-
 def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
     """Here a module is missing, and then an installation fails."""
     broken = {"BASH_FUNC_module%%": '() { echo "no such module" >&2; return 1; }'}

@@ -9,21 +9,21 @@ import pytest
 
 from hzero.tools import cli
 from hzero.tools.commands.topology import text_of
-from hzero.topology.machine import Device, Link, Machine, Nic, tiers_of
-from hzero.topology.sources import PRESETS, machine_of, preset
+from hzero.topology.node import Device, Link, Nic, Node, tiers_of
+from hzero.topology.sources import PRESETS, preset, read_node
 from tests.topology import trees
 
 
-def _gcds(count: int) -> Machine:
+def _gcds(count: int) -> Node:
     """A made-up node of MI250X: modules in a ring."""
     links = [Link(a, a + 1, "xgmi", 4, 200.0) for a in range(0, count, 2)]
     links += [Link(*sorted((a, (a + 2) % count)), "xgmi", 1, 50.0) for a in range(0, count, 2)]
     devices = [Device(n, f"0000:{16 + n:02x}:00.0", "MI250X", numa=n // 4) for n in range(count)]
     nics = [Nic(f"mlx5_{n}", "ib", 25.0) for n in range(count // 4)]
-    return Machine(f"{count} GCDs", tuple(devices), tuple(links), tuple(nics), remarks=("made\nup",))
+    return Node(f"{count} GCDs", tuple(devices), tuple(links), tuple(nics), remarks=("made\nup",))
 
 
-AMBIGUOUS = Machine("pairs", tuple(Device(n) for n in range(4)), (Link(0, 1, "xgmi", 2), Link(2, 3, "xgmi", 2)))
+AMBIGUOUS = Node("pairs", tuple(Device(n) for n in range(4)), (Link(0, 1, "xgmi", 2), Link(2, 3, "xgmi", 2)))
 
 
 def test_frontier(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,11 +48,11 @@ def test_frontier(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert [line for line in found if line[:8] in ("devices:", "packages")] == lines[2:4]
 
 
-@pytest.mark.parametrize("machine", [*map(preset, PRESETS), _gcds(16), _gcds(64), AMBIGUOUS, Machine("none", ())])
-def test_what_is_printed_declares_the_same_node(machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("machine", [*map(preset, PRESETS), _gcds(16), _gcds(64), AMBIGUOUS, Node("none", ())])
+def test_what_is_printed_declares_the_same_node(machine: Node, tmp_path: Path) -> None:
     path = tmp_path / "node.yaml"
     path.write_text(text_of(machine))
-    read = machine_of(str(path))
+    read = read_node(str(path))
     if machine is AMBIGUOUS:
         assert read.packages is None and read.links == machine.links
         return

@@ -9,8 +9,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,14 +19,14 @@ from typing import Any
 import pytest
 
 from hzero.config import UNCODED
+from hzero.errors import ConfigError
 from hzero.tools import cli
 from hzero.tools.experiment import compose
 from hzero.tools.plan.collectives import step_traffic
 from hzero.tools.plan.scenario import Job
 from hzero.tools.plan.sequence import exchanged
-from hzero.validation import ConfigError
 from tests.forks import Command, fork, join, torchrun
-from tests.ranks import LONG, ROOT, environment, mpiexec
+from tests.ranks import ROOT
 
 if find_spec("datasets") is None:  # to import it takes a second of every process that collects tests
     pytest.skip("datasets is not installed", allow_module_level=True)
@@ -68,16 +66,14 @@ def _main(argv: list[str], mask: int) -> int:
     return cli.main(argv)
 
 
-def train(place: Path, *given: str, out: Path | None = None, mask: int = 0o022, timeout: float = 180) -> Done:
+def train(place: Path, *given: str, mask: int = 0o022) -> Done:
     """Runs ``hzero train`` to its end, in a fork of a process that has imported everything."""
-    files = [out or place / "out.txt", place / "err.txt"]
+    files = [place / "out.txt", place / "err.txt"]
     for file in files:
-        if not file.is_char_device():
-            file.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     process = fork(_main, ["train", *overrides(*given)], mask, folder=place, env={}, out=files[0], err=files[1])
-    join(process, timeout)
-    text = "" if files[0].is_char_device() else files[0].read_text()
-    return Done(process.exitcode, text, files[1].read_text())
+    join(process, 180)
+    return Done(process.exitcode, *(file.read_text() for file in files))
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -148,10 +144,8 @@ def test_files_follow_the_umask(first: Done, place: Path) -> None:
 
 
 def test_a_resumed_run_equals_the_first_bit_by_bit(first: Done, place: Path) -> None:
-    """Its output goes to a full disk, which does not end it."""
-    done = train(place, *FOUR, "resume=runs/default/checkpoint-3", out=Path("/dev/full"))
+    done = train(place, *FOUR, "resume=runs/default/checkpoint-3")
     assert done.status == 0, done.err
-    assert "output is lost" in done.err
     assert summary(place / "runs" / "default-2")["losses"] == summary(place / "runs" / "default")["losses"]
 
 
@@ -168,47 +162,21 @@ def _refused(commands: Sequence[list[str]]) -> int:
 
 REFUSED = {
     "zero=[topo,mild]": r"zero: found \[topo,mild\]; expected one option",
-    "zero=tpo": "zero: found 'tpo'; expected .*did you mean 'topo'",
-    "train.stepz=3": "train: found key 'stepz'; expected .*did you mean 'steps'",
-    "train.steps=many": "train.steps: found 'many'",
     "train.steps": "train.steps: expected KEY=VALUE",
-    "model.num_layers=1000000000": "model.num_layers: found 1000000000",
     "model.config.num_layer=1": "model.config: found key 'num_layer'; expected .*did you mean 'num_hidden_layers'",
-    "model.path=book.txt": "model.path: found '.*book.txt' with model=gpt_neox_1m; expected model=hf",
     "model=hf": "model.path: found neither it nor model_type in model.config; expected one of them",
     "model=hf model.path=nowhere": "model.path: .*nowhere: cannot be read: .*; expected a folder with config.json",
     "model.num_heads=3": "model.config: The hidden size is not divisible by the number of attention heads",
     "model=gpt_neox_20b": "expected at most .*, the memory of this machine",
     "train.dtype=fp16": "train.dtype: found fp16",
     "trainer.report_too=wandb": "trainer: found key 'report_too'; expected .*did you mean 'report_to'",
-    "trainer.max_steps=3": "trainer.max_steps: found 3; expected the groups run, topology, train",
     "trainer.report_to=nosuch": "trainer: nosuch is not supported, only ",
-    "trainer.dataloader_num_workers=-1": "trainer: num_workers option should be non-negative",
-    "trainer.auto_find_batch_size=true": "trainer.auto_find_batch_size: found True; expected the groups",
-    "trainer.fsdp=full_shard": "trainer.fsdp: found 'full_shard'; expected the groups",
-    "deepspeed.train_batch_size=99": "deepspeed.train_batch_size: found 99; expected None",
     "deepspeed.optimizer.type=adan": "deepspeed.optimizer.type: found 'adan'; expected .*did you mean 'adam'",
-    "deepspeed.stepz_per_print=3": "deepspeed: found key 'stepz_per_print'; expected .*did you mean 'steps_per_print'",
-    "deepspeed.zero_optimization.nosuch=3": "deepspeed.zero_optimization: found key 'nosuch'; expected",
     "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: found 2; expected 3",
     "data.path=nowhere": "data.path: found no such file or folder: 'nowhere'",
-    "data.path=pipe": "data.path: found no regular file in 'pipe'",
-    "data.path=short.txt": "data.path: 'short.txt' is too short: found [01] blocks",
     "data.path=binary.txt": "data.path: binary.txt:1: found byte 0xff; expected UTF-8",
-    "data.path=.": "data.path: found json and text in '.'",
     "data.path=chat.jsonl": "data.path: chat.jsonl:1: found '{\"messages.*; expected a JSON object with",
-    "data.cache_dir=book.txt": "data.cache_dir: cannot write .*book.txt",
-    "run.dir=book.txt/run": "run.dir: cannot write .*book.txt",
-    'run.dir="~nobody-here/run"': "~nobody-here/run: found no home for '~nobody-here'",
     "resume=nowhere": "resume: found no complete checkpoint in .*nowhere",
-    "data.path=numbers.jsonl": 'data.path: numbers.jsonl:2: found \'{"text": 3}.*; expected a JSON object',
-    "trainer.num_train_epochs=3": "trainer.num_train_epochs: found 3; expected the groups run, topology, train",
-    "nodes=1000": "topology: found 1,000 ranks for this machine; expected at most 256",
-    "trainer.output_dir=runs": "trainer.output_dir: found 'runs'; expected the groups run",
-    "zero.topology=auto": "zero.topology: found 'auto'; expected None",
-    "deepspeed.zero_optimization.hzero.preset=mild": "deepspeed.zero_optimization.hzero: found",
-    "topology=null": "Config group override must be a string or a list",
-    "~launcher": "launcher: missing",
     # Several keys, since AutoTP follows the plan of an architecture.
     "model=hf model.config={model_type:mixtral,vocab_size:1024,hidden_size:32,intermediate_size:32,num_hidden_layers:1,"
     "num_attention_heads:2,num_key_value_heads:2} topology.devices_per_package=2 deepspeed.tensor_parallel.autotp_size=2": (
@@ -223,13 +191,10 @@ REFUSED = {
 
 
 def test_wrong_input_is_one_line_and_status_2(place: Path) -> None:
-    os.mkfifo(place / "pipe")
-    (place / "short.txt").write_text("short")
     (place / "binary.txt").write_bytes(b"\xff\xfe" * 40_000)
-    (place / "numbers.jsonl").write_text('{"text": null}\n{"text": 3}\n')
     (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 10)
     commands = [overrides(*ONE, *override.split(" ")) for override in REFUSED]
-    commands[3] += ["--cfg", "job"]
+    commands[1] += ["--cfg", "job"]
     out, err = place / "refused.txt", place / "refused.err"
     process = fork(_refused, commands, folder=place, env={}, out=out, err=err)
     join(process, 180)
@@ -328,29 +293,6 @@ def test_ranks_of_torchrun(place: Path) -> None:
     _check_of_launcher("torchrun", place, *(file.read_text() for file in files))
 
 
-@LONG
-def test_ranks_of_mpiexec(place: Path) -> None:
-    done = subprocess.run(
-        [
-            mpiexec(),
-            "-n",
-            "2",
-            sys.executable,
-            "-m",
-            "hzero",
-            *_of_launcher("mpiexec", *ONE[:1], "topology.devices_per_package=2"),
-        ],
-        cwd=place,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    _check_of_launcher("mpiexec", place, done.stdout, done.stderr)
-
-
 class _Marker:
     """A pickle that makes a file when it is loaded."""
 
@@ -402,12 +344,3 @@ def test_a_models_folder(place: Path) -> None:
     done = train(place, *given)
     assert done.status == 2 and "model.path: cannot load the weights" in done.err and "Traceback" not in done.err
     assert not ran.exists()
-
-
-def test_float16_that_overflows_is_refused_by_name(place: Path) -> None:
-    """One step of Adam moves weights by about the learning rate."""
-    given = ("train.lr=100000", "train.warmup_steps=0", "train.steps=1", "checkpoint.dtype=fp16", "run.name=half")
-    done = train(place, *ONE, *given, "checkpoint.every=0")
-    assert done.status == 2, done.out + done.err
-    assert re.search(r"checkpoint.dtype: found fp16, but weight '[\w.]+' reaches [\d,]+, more than 65,504", done.err)
-    assert not (place / "runs" / "half" / "model").exists() and summary(place / "runs" / "half")["steps"] == 1

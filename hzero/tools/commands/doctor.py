@@ -32,15 +32,18 @@ import yaml
 from hzero import __version__, autoload
 from hzero.block import KEY, PARENT, split
 from hzero.block import read_text as parse_text
+from hzero.calls import library_errors, quiet
 from hzero.config import HERE, TopologyConfig, parse_config
+from hzero.errors import ConfigError, one_of, printable, some
 from hzero.files import read_json
+from hzero.schema import Frozen
 from hzero.tools.commands.logs import DEGRADED, GOOD, UNUSABLE, Finding, check_logs
 from hzero.tools.launch import rank_variables
+from hzero.tools.terminal import Parser, positive
 from hzero.topology import Grid, declared_grid, resolve_grid
-from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, node_of
-from hzero.topology.machine import Device, Link, Machine, grid_of_nodes, packages_of, product
-from hzero.topology.sources import PRESETS, machine_of
-from hzero.validation import ConfigError, Frozen, Parser, library_errors, one_of, positive, printable, quiet, some
+from hzero.topology.discovery import TIMEOUT_S, Exchange, by_host, discover, host_identity, merged_node
+from hzero.topology.node import Device, Link, Node, grid_of_nodes, packages_of, product
+from hzero.topology.sources import PRESETS, read_node
 
 STATES = ("good", "degraded", "unusable")
 WHERE = f"{KEY}.topology"
@@ -61,8 +64,8 @@ def run_doctor(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("config", nargs="?", type=Path, metavar="CONFIG", help="a DeepSpeed configuration (JSON) to check")
     add("--topology", metavar="SOURCE", help="a file, a copy of /sys or a preset to check instead of this machine")
-    machine = f"the machine whose devices, links and NICs the node should have; presets: {', '.join(PRESETS)}"
-    add("--expect", metavar="PRESET|FILE", help=machine)
+    expected = f"the machine whose devices, links and NICs the node should have; presets: {', '.join(PRESETS)}"
+    add("--expect", metavar="PRESET|FILE", help=expected)
     add("--nodes", type=positive(int, 1e6), metavar="N", help="nodes of the run for which CONFIG is meant")
     wait = "longest wait for other ranks (%(default)g)"
     add("--timeout", type=positive(float, 1e6), default=TIMEOUT_S, metavar="S", help=wait)
@@ -90,12 +93,12 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     Raises:
         ConfigError: A file cannot be read.
     """
-    expected = machine_of(parsed.expect, where="--expect") if parsed.expect is not None else None
+    expected = read_node(parsed.expect, where="--expect") if parsed.expect is not None else None
     config = read_json(parsed.config, parse_text) if parsed.config is not None else {}
     variables = rank_variables(visible=0)
     rank, together = int(variables.get("RANK", 0)), bool(variables) and parsed.topology is None
     findings: list[Finding] = []
-    nodes: dict[str, Machine] = {}
+    nodes: dict[str, Node] = {}
     ranks: list[dict[str, Any]] = []
     grid, fabric = None, ""
     try:
@@ -108,14 +111,14 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
             findings += [(GOOD, note) for note in found.notes] + [(UNUSABLE, found.refusal)] * (grid is None)
             for one, place in zip(found.reports, found.places):
                 ranks.append({"rank": one.rank, "host": one.host, "package": place.package, **_row(one.device)})
-            nodes = {host: node_of(reports) for host, reports in by_host(found.reports).items()}
+            nodes = {host: merged_node(reports) for host, reports in by_host(found.reports).items()}
         else:
-            machine = machine_of(parsed.topology or "auto")
-            nodes = {host_identity() if parsed.topology is None else Path(parsed.topology).name: machine}
-            fabric, ranks = "+".join(nic.kind for nic in machine.nics), [_row(device) for device in machine.devices]
-            findings += [(GOOD, remark) for remark in machine.remarks]
-            if parsed.topology is not None and not machine.devices:
-                findings.append((UNUSABLE, f"{machine.source}: no devices found"))
+            node = read_node(parsed.topology or "auto")
+            nodes = {host_identity() if parsed.topology is None else Path(parsed.topology).name: node}
+            fabric, ranks = "+".join(nic.kind for nic in node.nics), [_row(device) for device in node.devices]
+            findings += [(GOOD, remark) for remark in node.remarks]
+            if parsed.topology is not None and not node.devices:
+                findings.append((UNUSABLE, f"{node.source}: no devices found"))
     except ConfigError as error:
         if parsed.topology is not None or rank:
             raise
@@ -136,7 +139,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         findings += [*check_codecs(), *check_deepspeed(), *check_fsdp2(), *check_rccl(len(nodes)), *check_runtimes()]
         sections["versions"] = ", ".join(releases())
     if parsed.config is not None:
-        node = next(iter(nodes.values()), Machine("no node", ()))
+        node = next(iter(nodes.values()), Node("no node", ()))
         findings += check_config(parsed.config, config, node, parsed.nodes, grid)
     return judged(sections, findings)
 
@@ -159,7 +162,7 @@ def _row(device: Device | None) -> dict[str, Any]:
 # ---- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def check_node(node: Machine, expected: Machine | None, of_ranks: bool) -> Iterator[Finding]:
+def check_node(node: Node, expected: Node | None, of_ranks: bool) -> Iterator[Finding]:
     """Checks the packages of a node, and compares its devices, links and NICs with an expected machine.
 
     Args:
@@ -185,11 +188,10 @@ def check_node(node: Machine, expected: Machine | None, of_ranks: bool) -> Itera
         yield GOOD, f"no differences from {expected.source}"
 
 
-def differences(node: Machine, expected: Machine) -> list[str]:
+def differences(node: Node, expected: Node) -> list[str]:
     """Lines about devices and links that are missing, of another kind, weaker than expected, or unknown.
 
-    If the expected machine has the PCI bus ids of the devices, links are compared pair by pair. Otherwise numbers may differ,
-    and links are compared by bandwidth, fastest first.
+    Numbers of devices may differ, so links are compared by bandwidth, fastest first.
     """
     lines = []
     if len(node.devices) != len(expected.devices):
@@ -201,21 +203,14 @@ def differences(node: Machine, expected: Machine) -> list[str]:
         elif not {product(device.kind), *_PRODUCTS.get(product(device.kind), ())} & wanted:
             kinds = f"found {device.kind or 'no kind'}, expected {' or '.join(sorted(wanted))}"
             lines.append(f"device {device.number}: {kinds}")
-    numbers = {device.bus: device.number for device in node.devices}
-    places = {device.number: numbers.get(device.bus) for device in expected.devices if device.bus}
-    if not node.devices:
+    # NVIDIA's driver lists no NVLinks, so their absence is no finding.
+    known = node.links or not any(link.kind.startswith("nv") for link in expected.links)
+    if not node.devices or not known:
         return lines
-    if not set(numbers) <= {device.bus for device in expected.devices if device.bus}:
-        ordered = (sorted(one.links, key=lambda n: (-(n.gb_s or 0), -(n.count or 0))) for one in (node, expected))
-        pairs = itertools.zip_longest(*ordered)
-        weak = Counter(_text(link, want) for link, want in pairs if want is not None and _weaker(link, want))
-        return lines + [f"{count} of {len(expected.links)} linked pairs: {text}" for text, count in weak.items()]
-    lines += [f"missing: device {device.bus}" for device in expected.devices if places[device.number] is None]
-    for want in expected.links:
-        a, b = places[want.a], places[want.b]
-        if a is not None and b is not None and _weaker(node.link(a, b), want):
-            lines.append(f"{min(a, b)}-{max(a, b)}: {_text(node.link(a, b), want)}")
-    return lines
+    ordered = (sorted(one.links, key=lambda n: (-(n.gb_s or 0), -(n.count or 0))) for one in (node, expected))
+    pairs = itertools.zip_longest(*ordered)
+    weak = Counter(_text(link, want) for link, want in pairs if want is not None and _weaker(link, want))
+    return lines + [f"{count} of {len(expected.links)} linked pairs: {text}" for text, count in weak.items()]
 
 
 def _text(found: Link | None, expected: Link) -> str:
@@ -272,7 +267,7 @@ _PLUGIN_NAMES = ("OFI", "Libfabric", "AWS Libfabric")
 _PLUGINS = ("librccl-net.so", "libnccl-net.so", "librccl-net-ofi.so", "libnccl-net-ofi.so")
 
 
-def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
+def site_of(environ: Mapping[str, str], expected: Node | None) -> str:
     """One of `SITES`: the expected preset, or the name of the cluster from Slurm or the modules.
 
     Links cannot distinguish LUMI's nodes from Frontier's.
@@ -476,12 +471,12 @@ def source_of(config: Mapping[str, Any]) -> str:
     return "auto"
 
 
-def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, discovered: Grid | None) -> Grid | None:
+def grid_of(topology: TopologyConfig, node: Node, nodes: int | None, discovered: Grid | None) -> Grid | None:
     """The grid of a run; None if the number of ranks is unknown.
 
     Args:
         topology: The block's topology.
-        machine: The node that a discovery would find.
+        node: The node that a discovery would find.
         nodes: The number of such nodes; None if unknown.
         discovered: The grid of the ranks that a launcher has started; None for one process.
 
@@ -493,26 +488,26 @@ def grid_of(topology: TopologyConfig, machine: Machine, nodes: int | None, disco
         if discovered is not None:
             return discovered.grouped(topology.nodes_per_group)
         if topology.source not in HERE:
-            machine = machine_of(topology.source, where=WHERE)
-            if not machine.devices:
+            node = read_node(topology.source, where=WHERE)
+            if not node.devices:
                 raise ConfigError(f"{WHERE}: found no devices in {topology.source!r}; expected a node with some")
-        if not machine.devices:
+        if not node.devices:
             return None
-        declared = grid_of_nodes(machine, WHERE, nodes_per_group=topology.nodes_per_group)
+        declared = grid_of_nodes(node, WHERE, nodes_per_group=topology.nodes_per_group)
     ranks = (declared.packages_per_node or 0) * declared.devices_per_package * (nodes or declared.nodes or 0)
     ranks = discovered.world_size if discovered is not None else ranks
     return resolve_grid(declared, ranks, WHERE) if ranks else None
 
 
 def check_config(
-    path: Path, config: Mapping[str, Any], machine: Machine, nodes: int | None, discovered: Grid | None
+    path: Path, config: Mapping[str, Any], node: Node, nodes: int | None, discovered: Grid | None
 ) -> list[Finding]:
     """Findings for a configuration: its effect, and all faults that prevent it.
 
     Args:
         path: The file, for messages.
         config: Its content.
-        machine: See `grid_of`.
+        node: See `grid_of`.
         nodes: See `grid_of`.
         discovered: See `grid_of`.
     """
@@ -527,7 +522,7 @@ def check_config(
         block, rest = split(config)
         parsed = parse_config(block) if block is not None else None
     with _reported(path, findings):
-        grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), machine, nodes, discovered)
+        grid = grid_of(parsed.topology if parsed is not None else TopologyConfig(), node, nodes, discovered)
     if block is not None and parsed is None:  # so that an error in the block hides no other fault
         config = rest
     with _reported(path, findings):
@@ -590,31 +585,18 @@ _OF_KERNELS = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "se
 
 
 def build(config: Any) -> None:
-    """Builds the optimizer and the scheduler around one weight, and checks types, so that wrong values raise here.
+    """Builds the optimizer and the scheduler of a ``DeepSpeedConfig`` around one weight, so that wrong values raise here.
 
     Trainer fills in values that are ``auto``. Optimizers that torch lacks are not built, since they need DeepSpeed's kernels.
 
-    Args:
-        config: A ``DeepSpeedConfig``.
-
     Raises:
-        ConfigError: DeepSpeed has no such optimizer or scheduler, or a value has a wrong type.
+        ConfigError: DeepSpeed has no such optimizer or scheduler.
     """
     from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.config import DtypeEnum
     from torch import optim, zeros
 
     from hzero.deepspeed.refusals import classes_of, optimizer_class
 
-    # DeepSpeed accepts any value of these keys, and fails when it uses one.
-    for key, default in vars(type(config)({"train_micro_batch_size_per_gpu": 1})).items():
-        if isinstance(default, (int, float)) and isinstance(found := getattr(config, key), (str, list, dict)):
-            expected = "true or false" if isinstance(default, bool) else "a number"
-            raise ConfigError(f"{key}: found {found!r}; expected {expected}")
-    types = [name for name in DtypeEnum._value2member_map_ if isinstance(name, str)]
-    for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
-        if (found := getattr(config, key, None)) not in (None, *types):
-            raise one_of(f"data_types.{key}", found, types)
     kind = optimizer_class(config)
     schedulers = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
     schedulers |= classes_of(optim.lr_scheduler)

@@ -39,12 +39,14 @@ from hzero.comm import Runtime, WireLog, peers_of
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE
 from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, TopologyConfig, parse_config
+from hzero.errors import ConfigError, from_rank_0, printable
 from hzero.program.shards import ShardPlan
+from hzero.schema import validated
 from hzero.tools.launch import MAX_RANKS, launched, run_launched, run_ranks
 from hzero.tools.plan.links_file import LinkRow, LinksFile, node_all_gather, write_links
+from hzero.tools.terminal import Parser, positive
 from hzero.topology import resolve_grid
 from hzero.topology.resolve import ranks_here
-from hzero.validation import ConfigError, Parser, from_rank_0, positive, printable, validated
 
 #: Maximum seconds until all ranks have joined. Collectives use --timeout.
 START_TIMEOUT_S = 300.0

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from hzero.validation import ConfigError, Frozen, of_file
+from hzero.errors import ConfigError, of_file
+from hzero.schema import Frozen
 
 #: Verdicts of the doctor; its exit status is the worst one.
 GOOD, DEGRADED, UNUSABLE = range(3)

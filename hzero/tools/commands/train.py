@@ -23,7 +23,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import hzero
+from hzero.errors import ConfigError, from_rank_0, of_file, printable, report
 from hzero.files import expanded, read_json, refusing, replacing
+from hzero.schema import validated
 from hzero.tools.data import corpus
 from hzero.tools.experiment import (
     Configuration,
@@ -37,7 +39,6 @@ from hzero.tools.experiment import (
     transformers_config,
 )
 from hzero.tools.launch import INTERRUPTED, MAX_RANKS, REFUSED, UNFINISHED, launched, run_launched, run_ranks
-from hzero.validation import ConfigError, from_rank_0, of_file, printable, report, validated
 
 #: Modules that are slow to import. The first engine imports torch's compiler, and Muon's module starts the compiler.
 IMPORTS = ("torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer", "hzero.tools.commands.trainer")

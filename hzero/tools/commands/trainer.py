@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,23 +14,20 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations import deepspeed as integration
 
 import hzero
+from hzero.calls import library_errors
 from hzero.comm import blaming
 from hzero.deepspeed.checkpoint import save_together
-from hzero.deepspeed.refusals import check_written
+from hzero.errors import ConfigError, one_of, printable, some
 from hzero.files import regular
 from hzero.tools.commands import summary
-from hzero.tools.commands.doctor import build
 from hzero.tools.data.corpus import Corpus
 from hzero.tools.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.tools.launch import UNFINISHED
 from hzero.tools.plan.scenario import check_as_run
 from hzero.tools.terminal import size_text
-from hzero.validation import ConfigError, from_rank_0, library_errors, one_of, printable, some
 
 #: From this many parameters on, each layer is partitioned when it is built, so that no rank needs memory for the model.
 ZERO_INIT_FROM = 500_000_000
@@ -72,14 +67,16 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     stop = hzero.StopAndSave(experiment["train"]["time_limit"])
     # Once TrainingArguments exist, transformers builds and loads each layer under zero.Init.
     whole = build_model(experiment, corpus.tokenizer) if sum(experiment.architecture.numels) < ZERO_INIT_FROM else None
-    arguments = TrainingArguments(**arguments_of(experiment, folder), **experiment["trainer"])
+    with library_errors("trainer"):
+        arguments = TrainingArguments(**arguments_of(experiment, folder), **experiment["trainer"])
     model = build_model(experiment, corpus.tokenizer) if whole is None else whole
     text = {"train_dataset": corpus.train, "eval_dataset": corpus.evaluation}
-    trainer = ShardTrainer(model, arguments, batch_of, **text, processing_class=corpus.tokenizer)
+    with library_errors("trainer"):
+        trainer = ShardTrainer(model, arguments, batch_of, **text, processing_class=corpus.tokenizer)
     trainer.remove_callback(PrinterCallback)
     meter = _Meter(trainer)
     trace = _Trace(experiment["train"]["trace_step"], folder)
-    for callback in (meter, _Progress(folder), trace, stop):
+    for callback in (meter, _Losses(folder), trace, stop):
         trainer.add_callback(callback)
     status = 0
     with blaming():
@@ -101,15 +98,15 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
                 lines.append(f"stopped after a save: to continue, add resume=auto run.dir={folder} to the command")
             print("\n".join(map(printable, lines)), flush=True)
         if not status and experiment["checkpoint"]["model"]:  # last, since it can fail
-            save_whole(trainer, folder / "model", _DTYPES[experiment["checkpoint"]["dtype"] or experiment.dtype])
+            save_whole(trainer, folder / "model")
     return status
 
 
 def check(experiment: Experiment) -> None:
-    """Builds Trainer and DeepSpeed's optimizer around one weight, to check their values before ranks start.
+    """Checks the model, the keys of Trainer and the configuration of DeepSpeed, before ranks start.
 
     Raises:
-        ConfigError: This machine cannot train the model, Trainer or DeepSpeed refuses a value, or another group sets it.
+        ConfigError: This machine cannot train the model, DeepSpeed refuses a value, or another group sets a key of Trainer.
     """
     if not torch.cuda.is_available():
         if experiment.dtype == "fp16":
@@ -122,38 +119,18 @@ def check(experiment: Experiment) -> None:
                 f"model: found states of {size_text(needed)} for {experiment['model']['name']}; expected at most "
                 f"{size_text(there)}, the memory of this machine (`hzero plan` shows what needs it)"
             )
-    model, written = torch.nn.Linear(1, 1), experiment["trainer"]
-    model.config = transformers_config(experiment["model"])
-    with tempfile.TemporaryDirectory() as folder:
-        owned, fields = arguments_of(experiment, Path(folder)), TrainingArguments.__dataclass_fields__
-        for key, value in written.items():
-            if key in owned or key in _NOT_TAKEN:
-                raise ConfigError(
-                    f"trainer.{key}: found {value!r}; expected the groups run, topology, train, checkpoint"
-                )
-            if key not in fields:
-                raise one_of("trainer", key, fields, "key")
-        # A JIT checkpoint would handle this process's signals, and a Linear uses no column of the text.
-        changes = {"deepspeed": None, "use_cpu": True, "fp16": False}
-        changes |= {"enable_jit_checkpoint": False, "remove_unused_columns": False}
-        with library_errors("trainer"):
-            arguments = TrainingArguments(**{**owned, **written, **changes})
-            text = [{"input_ids": [0]}]
-            trainer = Trainer(model, arguments, batch_of, train_dataset=text, eval_dataset=text)
-            trainer.get_train_dataloader()
-            trainer.create_optimizer_and_scheduler(arguments.max_steps)
-    check_as_run(experiment, experiment.itemsize)
-    with library_errors("deepspeed"):
-        filled = integration.HfTrainerDeepSpeedConfig(experiment.deepspeed_config())
-        filled.trainer_config_process(arguments)
-        filled.trainer_config_finalize(arguments, model, arguments.max_steps)
-        read = check_written(filled.config, experiment.data_parallel.world_size, "deepspeed")
-        build(read)
+    owned, fields = arguments_of(experiment, Path("run")), TrainingArguments.__dataclass_fields__
+    for key, value in experiment["trainer"].items():
+        if key in owned or key in _NOT_TAKEN:
+            raise ConfigError(f"trainer.{key}: found {value!r}; expected the groups run, topology, train, checkpoint")
+        if key not in fields:
+            raise one_of("trainer", key, fields, "key")
+    read = check_as_run(experiment, experiment.itemsize)
     if experiment.tensor > 1 and read.tensor_parallel_config.get_partition_config_object() is None:
         from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
         with library_errors("deepspeed.tensor_parallel.partition_config"):
-            TPPlanConverter.convert(getattr(model.config, "base_model_tp_plan", None))
+            TPPlanConverter.convert(getattr(transformers_config(experiment["model"]), "base_model_tp_plan", None))
 
 
 def arguments_of(experiment: Experiment, folder: Path) -> dict[str, Any]:
@@ -264,31 +241,11 @@ class ShardTrainer(Trainer):
             save_together(output_dir, save)
 
 
-def save_whole(trainer: ShardTrainer, folder: Path, dtype: torch.dtype) -> None:
-    """Saves the model with its exact weights, for ``from_pretrained``. Collective.
-
-    Raises:
-        ConfigError: A weight is too large for float16.
-    """
+def save_whole(trainer: ShardTrainer, folder: Path) -> None:
+    """Saves the model with its exact weights, for ``from_pretrained``. Collective."""
     with hzero.exact_weights(trainer.model_wrapped):
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    from_rank_0(lambda: _convert(weights, dtype))
-    trainer.model.config.dtype = dtype
     trainer.save_model(str(folder), weights=weights)
-
-
-def _convert(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Converts weights in place, one by one, since a second copy of the model may not fit."""
-    limit = torch.finfo(dtype).max
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            continue
-        if dtype == torch.float16 and not bool((tensor.abs() <= limit).all()):
-            raise ConfigError(
-                f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more than "
-                f"{limit:,.0f}; expected bf16 or fp32"
-            )
-        weights[name] = tensor.to(dtype)
 
 
 class _Meter(TrainerCallback):
@@ -327,16 +284,14 @@ class _Meter(TrainerCallback):
             self.memory = stage.memory(self._trainer.model_wrapped.optimizer)
 
 
-class _Progress(TrainerCallback):
-    """Writes ``steps.jsonl`` on rank 0, with a progress bar on a terminal, and a line for every tenth of the run."""
+class _Losses(TrainerCallback):
+    """Writes ``steps.jsonl`` on rank 0, and prints a line for every tenth of the run."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "steps.jsonl"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
-        hidden = None if state.is_world_process_zero else True  # None: hidden unless stderr is a terminal
-        self._bar = tqdm(total=state.max_steps, initial=state.global_step, disable=hidden, dynamic_ncols=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or "loss" not in (logs or {}):
@@ -346,15 +301,9 @@ class _Progress(TrainerCallback):
         row = {"step": step, "loss": logs["loss"], "seconds": round(self._began - began, 6)}
         with open(self._file, "a", opener=regular) as file:  # flushed at once, since a run may be killed
             print(json.dumps(row), file=file)
-        self._bar.set_postfix_str(f"loss {logs['loss']:.3f}", refresh=False)
-        self._bar.update(step - self._bar.n)
         if step in (1, last) or step % max(last // 10, 1) == 0:
             line = f"step {step}/{last}  loss {logs['loss']:.4f}  gradient norm {logs.get('grad_norm', 0):.3f}"
-            tqdm.write(line, file=sys.stdout)  # above the progress bar
-            sys.stdout.flush()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._bar.close()
+            print(line, flush=True)
 
 
 class _Trace(TrainerCallback):

@@ -3,11 +3,7 @@
 import contextlib
 import logging
 import multiprocessing
-import os
 import signal
-import socket
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
@@ -16,8 +12,8 @@ import dask
 from dask.system import CPU_COUNT
 from distributed import Client, Scheduler, SchedulerPlugin, Status
 
+from hzero.errors import ConfigError, of_all_ranks
 from hzero.tools.launch import die_with_parent, rank_variables
-from hzero.validation import ConfigError, of_all_ranks
 
 
 @contextlib.contextmanager
@@ -71,8 +67,6 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
     """
     variables = rank_variables()
     ranks = int(variables.get("WORLD_SIZE", 1))
-    if "mpi4py.MPI" not in sys.modules:  # MPI would not survive a fork
-        _go_on_in_a_child(f"rank {variables.get('RANK')} on {socket.gethostname()}")
     from dask_mpi import initialize
 
     from hzero.tools.data.mpi import HOST, WORLD
@@ -97,17 +91,6 @@ def cluster(workers: int | None = None) -> Iterator[Client]:
             yield client
         finally:
             client.shutdown()
-
-
-def _go_on_in_a_child(name: str) -> None:
-    """Leaves the work to a child, whose death this process can name before the launcher ends the other ranks."""
-    if child := os.fork():
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code < 0 and code != -signal.SIGTERM:  # which launchers send
-            print(f"hzero: {name} was ended by signal {-code}", file=sys.stderr, flush=True)
-            time.sleep(1.0)  # until the launcher has the message
-        os._exit(code % 256)
-    die_with_parent()
 
 
 class _Deaths(SchedulerPlugin):

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hzero.calls import library_errors
+from hzero.errors import ConfigError
 from hzero.files import cache_folder, expanded, read_json, refusing
 from hzero.tools.data import token_files
 from hzero.tools.experiment import Experiment, checkpoint_folder
-from hzero.validation import ConfigError, library_errors
 
 #: Ends a text where the tokenizer is trained here.
 END = "<|endoftext|>"

@@ -41,7 +41,7 @@ from mpi4py import MPI
 from tornado.ioloop import PeriodicCallback
 from tornado.iostream import IOStream, StreamClosedError
 
-from hzero.validation import ConfigError
+from hzero.errors import ConfigError
 
 HOST, WORLD = MPI.Get_processor_name(), MPI.COMM_WORLD
 #: Key of the rank and the tag in a handshake.

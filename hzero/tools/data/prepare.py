@@ -18,12 +18,14 @@ from datasets import load_from_disk
 from pydantic import Field
 from tqdm import tqdm
 
+from hzero.errors import ConfigError, on_all_ranks, printable
 from hzero.files import expanded, refusing, regular
+from hzero.schema import Frozen, validated
 from hzero.tools.data import token_files
 from hzero.tools.data.cluster import workers
 from hzero.tools.data.corpus import read_tokenizer
 from hzero.tools.experiment import Name, composed
-from hzero.validation import ConfigError, Frozen, Parser, on_all_ranks, printable, validated
+from hzero.tools.terminal import Parser
 
 
 class DataGroup(Frozen):

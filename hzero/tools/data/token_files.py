@@ -22,8 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from hzero.calls import library_errors
+from hzero.errors import ConfigError
 from hzero.files import expanded, read_json, read_text, replacing
-from hzero.validation import ConfigError, library_errors
 
 #: Files of a folder: what it is made of, what a run locks, and what `datasets` reads, which is written last.
 IDENTITY, LOCK, STATE = "prepare.json", ".prepare.json.lock", "state.json"

@@ -23,11 +23,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from hzero.config import DEFAULT_PRESET, PRESETS
-from hzero.files import refusing, replacing
+from hzero.config import PRESETS
+from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.collectives import OTHERS, Scheme
 from hzero.tools.plan.machine import Machine, Profile
@@ -35,7 +33,6 @@ from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import Job, Scenario, buckets_of
 from hzero.tools.plan.step import Prediction, Simulated, compute_s, predict, require_layers
 from hzero.topology import Grid
-from hzero.validation import ConfigError
 
 #: Sizes of tensor groups, numbers of chunks other than one, and the maximum number of stages that are tried.
 TENSOR, CHUNKS, STAGES = (1, 2, 4, 8), (2, 4), 64
@@ -247,47 +244,3 @@ def node_counts(text: str) -> list[int]:
     if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", counts):
         return sorted(set(map(int, counts.split(","))))
     raise ConfigError(f"--against: found {text!r}; expected nodes, as in 48, 2,4,48 or 1..9408")
-
-
-def draw(found: dict[int, dict[str, Price]], scenario: Scenario, path: Path) -> None:
-    """Draws TFLOPS per device by number of nodes. A curve has a gap where the scheme does not fit or cannot divide the batch.
-
-    Args:
-        found: Prices by nodes and name.
-        scenario: The scenario.
-        path: File of the picture, PNG.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.5, 5.2), layout="constrained")
-    profile, job, ends = scenario.machine.profile, scenario.job, []
-    for name in dict.fromkeys(itertools.chain(*found.values())):
-        prices = [prices.get(name) for prices in found.values()]
-        rates = [price.step.tflops if price and price.fits else math.nan for price in prices]
-        if all(map(math.isnan, rates)):  # fits nowhere, which the table shows
-            continue
-        colour, width = "#D55E00" if "hzero" in name else "#6e7781", 3.0 if name == f"hzero {DEFAULT_PRESET}" else 1.2
-        axes.plot(list(found), rates, "-" if name.startswith("hzero ") else "--", color=colour, linewidth=width)
-        ends.append(max((nodes, rate, name, colour) for nodes, rate in zip(found, rates) if not math.isnan(rate)))
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(ylim=(0, None), xlabel=f"nodes of {profile.name}", ylabel="model TFLOPS per device, predicted")
-    error = "is not known" if profile.error is None else f"is {profile.error:.0%}"
-    tokens = job.tokens * job.accumulation
-    axes.set_title(f"{job.name}, {tokens:,} tokens per device and step; the model's error {error}", fontsize=9)
-    axes.grid(alpha=0.2)
-    place, (_, top) = -math.inf, axes.get_ylim()
-    # Names are placed next to the ends, far enough apart to be read.
-    for nodes, rate, name, colour in sorted(ends, key=lambda end: end[1]):
-        place, line = max(rate, place + top / 30), {"arrowstyle": "-", "color": "#d0d7de", "relpos": (0, 0.5)}
-        where: Any = {"xytext": (1.04, place / top), "textcoords": "axes fraction", "va": "center", "arrowprops": line}
-        axes.annotate(name, (nodes, rate), fontsize=7.5, color=colour, **where)
-    with refusing("--out", path), replacing(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=150)
-    plt.close(figure)

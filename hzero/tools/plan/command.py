@@ -8,7 +8,7 @@ Examples:
   hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
   hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    largest micro-batch by preset
   hzero plan --against 48 experiment=paper_20b    all schemes, TP x PP x ZeRO-1 too
-  hzero plan --against 1..9408 experiment=paper_20b --out scaling.png    the same by nodes, and which wins where
+  hzero plan --against 1..9408 experiment=paper_20b    the same by nodes, and which wins where
   hzero plan model=gpt_neox_1b topology=nic nodes=4 topology.nic_gbit=100      an ordinary cluster
 
 keys of hzero plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or profile=FILE.yaml is the
@@ -41,10 +41,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hzero.config import PRESETS, TIERS, parse_config
+from hzero.errors import ConfigError, printable
 from hzero.program.shards import Hop, ShardPlan
 from hzero.tools.experiment import SHORT, full_names, key_of
 from hzero.tools.plan import collectives
-from hzero.tools.plan.against import IN_FSDP, Price, against, draw, node_counts
+from hzero.tools.plan.against import IN_FSDP, Price, against, node_counts
 from hzero.tools.plan.collectives import Scheme, TierTraffic
 from hzero.tools.plan.machine import CONSTANTS
 from hzero.tools.plan.memory import footprint, longest
@@ -52,8 +53,7 @@ from hzero.tools.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.tools.plan.search import Setting, fit, tune
 from hzero.tools.plan.sequence import chunked, exchanged
 from hzero.tools.plan.step import predict
-from hzero.tools.terminal import size_text
-from hzero.validation import ConfigError, Parser, printable
+from hzero.tools.terminal import Parser, size_text
 
 #: Other engines in a plain plan.
 _PEERS = ("FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++")
@@ -79,24 +79,18 @@ def run_plan(arguments: Sequence[str]) -> int:
     modes.add_argument(
         "--against", metavar="NODES", help="predict all schemes on 48, 2,48 or 1..9408 nodes, and the fastest"
     )
-    add("--out", metavar="FILE", type=Path, help="picture of --against (PNG)")
     add("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     overrides = full_names(parsed.overrides)
     mode = next((name for name in _MODES if name and getattr(parsed, name[2:]) not in (None, False)), "")
     _check_keys(list(map(key_of, overrides)), mode)
-    if parsed.out is not None and mode != "--against":
-        raise ConfigError("--out: found without --against; expected both")
-    # Checked now, since the simulation takes minutes.
-    if parsed.out is not None and (parsed.out.is_dir() or not parsed.out.parent.is_dir()):
-        raise ConfigError(f"--out: found {str(parsed.out)!r}; expected a file in a folder that exists")
     counts = node_counts(parsed.against) if mode == "--against" else []
     # Groups of nodes must divide the largest number.
     scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
     if mode and scenario.experiment.experts > 1:
         raise ConfigError(f"deepspeed.expert_parallel.enabled: found True with {mode}; expected False")
     if counts:
-        result, show = against_dict(scenario, counts, parsed.out), _show_against
+        result, show = against_dict(scenario, counts), _show_against
     elif mode:
         result, show = search_dict(scenario, mode), _show_search
     else:
@@ -354,8 +348,8 @@ def _about(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def against_dict(scenario: Scenario, counts: Sequence[int], picture: Path | None) -> dict[str, Any]:
-    """All schemes by number of nodes, and the fastest on each; also draws them."""
+def against_dict(scenario: Scenario, counts: Sequence[int]) -> dict[str, Any]:
+    """All schemes by number of nodes, and the fastest on each."""
     about = _about(scenario)
     scenarios = [scenario.on(count) for count in counts]
     with ProcessPoolExecutor(min(len(counts), os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
@@ -365,15 +359,12 @@ def against_dict(scenario: Scenario, counts: Sequence[int], picture: Path | None
         for name, price in prices.items():
             point = {"nodes": count, "setting": price.setting, "fits": price.fits, **asdict(price.step)}
             curves.setdefault(name, []).append(point)
-    if picture is not None:
-        draw(found, scenario, picture)
     job, batch = scenario.job, scenario.global_batch
     grids = [one.grid for one in scenarios]
     return {
         **about,
         "work": f"{batch:,} sequences" if batch else f"sequences per device: {job.micro_batch * job.accumulation}",
         "library": scenario.machine.profile.library,
-        "picture": picture and str(picture),
         "notes": [grid.groups_text for grid in grids if grid.nodes_per_group is None and grid.groups_text],
         "curves": curves,
         "winners": [_winner(count, prices) for count, prices in found.items()],

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from hzero.config import ALGORITHMS, BASE_TIERS, Algorithm, NodeAllGather, Tier
+from hzero.errors import ConfigError
 from hzero.files import read_json, refusing, replacing
+from hzero.schema import Frozen, Quantity, validated
 from hzero.topology.grid import Grid, sizes_text
-from hzero.validation import ConfigError, Frozen, Quantity, validated
 
 
 class LinkRow(Frozen):

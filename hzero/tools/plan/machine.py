@@ -20,10 +20,11 @@ import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
 from hzero.config import NET_TIERS, PLAIN, Algorithm, CollectiveOrder, Tier
+from hzero.errors import ConfigError, one_of
 from hzero.files import read_text
 from hzero.program.program import Cross
+from hzero.schema import Frozen, validated
 from hzero.topology import Grid
-from hzero.validation import ConfigError, Frozen, one_of, validated
 
 Positive = Annotated[int, Field(ge=1)]
 #: Resource that transfers and kernels share. ``intra_package`` and ``intra_node`` are a device's links inside its package and

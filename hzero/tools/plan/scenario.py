@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from hzero.calls import library_errors, quiet
 from hzero.config import SequenceConfig, parse_config
+from hzero.errors import ConfigError, one_of
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import Architecture, Experiment, compose, composed
 from hzero.tools.plan.collectives import OTHERS, Scheme
 from hzero.tools.plan.links_file import LinksFile, links_for
 from hzero.tools.plan.machine import CONSTANTS, Machine, Profile, Source, load_profile, profile_names
 from hzero.topology import Grid
-from hzero.validation import ConfigError, library_errors, one_of, quiet
 
 #: Allowed loss of codecs: none, on weights only, on weights and gradients.
 Quality = Literal["lossless", "weights", "all"]
@@ -315,12 +316,15 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     return Scenario(experiment, job, grid, measured, profile, memory, quality, int(batch) if batch else None, kept)
 
 
-def check_as_run(experiment: Experiment, itemsize: int) -> None:
+def check_as_run(experiment: Experiment, itemsize: int) -> Any:
     """Refuses keys of DeepSpeed, and experts, that a run refuses or ignores. Messages have the keys that the user has written.
 
     Args:
         experiment: The trainer's configuration.
         itemsize: Bytes of a weight.
+
+    Returns:
+        The ``DeepSpeedConfig``.
 
     Raises:
         ConfigError: See `hzero.deepspeed.refusals` and `hzero.deepspeed.autoep.codes_tokens`.
@@ -339,6 +343,7 @@ def check_as_run(experiment: Experiment, itemsize: int) -> None:
             raise error
     if ranks > 1 and read.hzero_block is not None:
         autoep.codes_tokens(read.hzero_block, experiment.grid.of_ranks(range(ranks)))
+    return read
 
 
 def _profile_of(name: str | None, experiment: Experiment) -> Profile | ConfigError:

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 
 from hzero.codecs.formats import TRAITS
 from hzero.config import BASE_TIERS, PLAIN, PRESETS, ROLES, CodecName, HZeroConfig, parse_config
+from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import key_of
 from hzero.tools.plan.memory import Footprint, footprint
 from hzero.tools.plan.scenario import Job, Quality, Scenario
 from hzero.tools.plan.step import Prediction, compute_s, predict
 from hzero.tools.terminal import size_text
-from hzero.validation import ConfigError
 
 #: Number of settings that are refined and shown.
 BEST = 10

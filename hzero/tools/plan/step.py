@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
+from hzero.errors import ConfigError
 from hzero.program.program import IN_FLIGHT, Cross, Program
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.collectives import Scheme, chains_of
 from hzero.tools.plan.machine import Machine, Part, Phase
 from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import Bucket, Job, buckets_of
-from hzero.validation import ConfigError
 
 #: Numbers of micro-steps and layers that are simulated. Larger numbers are extrapolated, since middle ones are equal.
 MICRO_STEPS, LAYERS = 3, (3, 6)

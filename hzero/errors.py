@@ -1,45 +1,20 @@
-"""Errors of one line: for invalid input, for all ranks together, for arguments, and from pydantic models.
-
-Also two ways to call a library: with a timeout, and with other values of its attributes.
-"""
+"""Errors that the user can fix, reported on one line, and agreement of all ranks on an error or a value."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
-import logging
 import os
-import re
 import reprlib
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-#: A rate or a time. Quotients of numbers outside these limits may overflow.
-Quantity = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
-#: New names of keys and tiers.
-_RENAMED = {
-    "gcd": "intra_package",
-    "hive": "intra_hive",
-    "gpu": "intra_node",
-    "node": "inter_node",
-    "group": "inter_group",
-    "cluster": "inter_cluster",
-    "gpus_per_node": "packages_per_node",
-    "gcds_per_gpu": "devices_per_package",
-    "gpus_per_hive": "packages_per_hive",
-}
 T = TypeVar("T")
 E = TypeVar("E", bound="ConfigError | PlainError")
-M = TypeVar("M", bound=BaseModel)
 
 
 class _OneLineError(Exception):
@@ -87,8 +62,6 @@ class PeerError(PlainError):
         self.ranks = tuple(ranks)
 
 
-#: Error of a wait that timed out.
-NoAnswer = TimeoutError
 #: Seconds that other ranks wait for rank 0 to report an error of all ranks. Import times on a busy file system differ that much.
 WAIT_S = 60.0
 
@@ -175,29 +148,6 @@ def of_file(error: OSError) -> ConfigError:
     return ConfigError(f"{os.fsdecode(error.filename)}: {(error.strerror or '').lower()}")
 
 
-@contextlib.contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Converts an exception of a library to a `ConfigError` that begins with ``what`` and has the cause."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what}: {' '.join(str(error.__cause__ or error).split())[:1000]}") from None
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Imports DeepSpeed in the block without a search for absent accelerators. DeepSpeed logs only errors, to stderr."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
 def hook_errors() -> None:
     """Sets hzero's ``sys.excepthook``, once.
 
@@ -236,37 +186,6 @@ def report(error: BaseException) -> None:
     print(f"hzero: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
 
 
-def in_time(call: Callable[[], T], within_s: float) -> T:
-    """Calls a function that may never return in a thread, and returns its result.
-
-    Raises:
-        NoAnswer: The call has not returned within ``within_s`` seconds.
-    """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="hzero call", daemon=True).start()
-    return answer.result(within_s)
-
-
-@contextlib.contextmanager
-def attributes(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    """Sets attributes ``(object, name, value)`` in the block, and restores them afterwards."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in values:
-            if name in vars(owner):
-                stack.callback(setattr, owner, name, vars(owner)[name])
-            else:
-                stack.callback(delattr, owner, name)
-            setattr(owner, name, value)
-        yield
-
-
 def is_rank_0() -> bool:
     """Whether this rank logs for all ranks."""
     return _rank() == 0
@@ -301,8 +220,6 @@ def some(items: Sequence[str], most: int, separator: str = ", ") -> str:
 def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The possible value most similar to ``value``; None if none is similar."""
     names, tried = list(possible), (str(value), str(value).lower())  # most names are lower-case
-    if (now := _RENAMED.get(str(value))) in names:
-        return now
     return next((near[0] for one in tried if (near := difflib.get_close_matches(one, names, 1, cutoff))), None)
 
 
@@ -327,124 +244,3 @@ def one_of(key: str, value: Any, possible: Iterable[str], kind: str = "") -> Con
         listed = " or ".join(listed.rsplit(", ", 1))
     found = f"{kind} {reprlib.repr(value)}".strip()
     return ConfigError(f"{key}: found {found}; expected {listed}{did_you_mean(value, names)}".removeprefix(": "))
-
-
-class Parser(argparse.ArgumentParser):
-    """The parser of a command's arguments. Its errors are `ConfigError`.
-
-    Args:
-        prog: The command.
-        text: Its help: the docstring of its module. The first paragraph precedes the list of options, and the rest follows it.
-    """
-
-    def __init__(self, prog: str, text: str | None) -> None:
-        about, _, more = (text or "").partition("\n\n")
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, description=about, epilog=more, formatter_class=formatter)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises `ConfigError` for an argument with a NUL, which no file or folder can have in its name."""
-        for option, text in zip(["", *args], args):
-            key, equals, value = text.partition("=")
-            if "\0" in text:
-                key = key if equals else option if option.startswith("-") else self.prog
-                raise ConfigError(f"{key}: found {reprlib.repr(value or text)}; expected a text without NUL")
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises `ConfigError` with the nearest option, instead of printing the usage and exiting."""
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            options = [name for action in self._actions for name in action.option_strings]
-            raise one_of(self.prog, unknown.split()[0], options, "argument")
-        raise ConfigError(f"{self.prog}: {' '.join(message.split())}; see `{self.prog} --help`")
-
-
-def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float]:
-    """The ``type`` of a numeric argument that must be more than 0 and at most ``most``."""
-
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if 0 < (value := kind(text)) <= most:
-                return value
-        raise argparse.ArgumentTypeError(f"found {text[:40]!r}; expected more than 0 and at most {most:,.0f}")
-
-    return read
-
-
-_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-
-
-def seconds_of(duration: str | float) -> float:
-    """Parses a duration such as ``2h``, ``1h30m``, ``1:30:00``, ``45s``, or a number of seconds. Returns seconds.
-
-    Raises:
-        ValueError: The text is not a duration. The message has no key.
-    """
-    text, seconds = str(duration), 0.0
-    if re.fullmatch(r"(\d{1,9}[dhms])+", text):
-        seconds = sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)(\w)", text))
-    elif re.fullmatch(r"[\d.]{1,20}(:[\d.]{1,9}){0,2}", text):
-        with contextlib.suppress(ValueError):  # several decimal points
-            for part in text.split(":"):
-                seconds = 60 * seconds + float(part)
-    if not seconds:
-        raise ValueError(f"found {reprlib.repr(duration)}; expected seconds, or a duration such as 1h30m or 1:30:00")
-    return seconds
-
-
-class Frozen(BaseModel):
-    """Base of models of user input: immutable, no unknown keys, no silent conversion."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, values: Any) -> Any:
-        """Refuses unknown keys with the nearest known key, before pydantic reports a required key as missing."""
-        keys = [field.alias or name for name, field in cls.model_fields.items()]
-        if not isinstance(values, (Mapping, cls)):
-            raise ValueError(f"found {reprlib.repr(values)}; expected a block with keys {', '.join(keys)}")
-        for key, value in values.items() if isinstance(values, Mapping) else ():
-            if key not in keys:
-                raise one_of("", key, keys, "key")
-            if isinstance(value, str) and "\0" in value:
-                raise ValueError(f".{key}: found {reprlib.repr(value)}; expected a text without NUL")
-        return values
-
-
-def validated(model: type[M], values: Any, where: str) -> M:
-    """Validates ``values`` as a ``model``.
-
-    Args:
-        model: A pydantic model. Its validators raise `ValueError` with the message after the key. The message may begin with
-            the rest of the key, as in ``.nodes: missing``.
-        values: The mapping that the user wrote.
-        where: Key, option or file of the values, with which the message begins; "" for none. The name of a file ends with a
-            colon: ``node.yaml:`` gives ``node.yaml: devices: found ...``.
-
-    Raises:
-        ConfigError: The first error, on one line.
-    """
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    except OverflowError as error:
-        raise ConfigError(f"{where.rstrip(':')}: a number is too large ({error})".lstrip(": ")) from None
-    found, cause = first.get("input"), first.get("ctx", {}).get("error")
-    wanted = first["msg"].replace("Input should be", "expected", 1)
-    keys, message = [where, *first["loc"]], f"found {reprlib.repr(found)}; {wanted[0].lower()}{wanted[1:]}"
-    if isinstance(cause, ValueError):
-        message = str(cause)
-        if message.startswith("."):
-            rest, _, message = message[1:].partition(": ")
-            keys.append(rest)
-    # Pydantic writes "[key]" for the key of a dictionary. After a file's name and its colon, a new key begins.
-    key = ".".join(str(part) for part in keys if part not in ("", "[key]")).replace(":.", ": ", 1).removesuffix(":")
-    if first["type"] == "literal_error":
-        listed = first["ctx"]["expected"].replace(" or ", ",").split(",")  # pydantic's "'a', 'b' or 'c'"
-        raise one_of(key, found, [choice.strip().strip("'") for choice in listed])
-    if first["type"] == "missing":
-        message = "missing"
-    raise ConfigError(" ".join(f"{key or 'input'}: {message}".split()))  # values may contain line breaks

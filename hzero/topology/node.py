@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hzero.config import TIERS, Tier, TopologyConfig
-from hzero.validation import ConfigError, some, validated
+from hzero.errors import ConfigError, some
+from hzero.schema import validated
 
 #: GB/s each way of one link between two GPUs, by architecture or product. gfx90a: OLCF's Frontier guide (4 links carry 200 GB/s).
 #: The other rates are half of the two-way figures in data sheets. AMD: MI100 (92 GB/s), MI300X (128), MI355X (153.6). NVIDIA:
@@ -116,7 +117,7 @@ class Nic:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Node:
     """One checked node: numbers and bus ids are unique, links join known devices, and packages contain each device once.
 
     Attributes:
@@ -258,16 +259,16 @@ class Position(NamedTuple):
     package: int
 
 
-def tiers_of(machine: Machine) -> list[NodeTier]:
+def tiers_of(node: Node) -> list[NodeTier]:
     """The tiers of one node, innermost first; ``inter_node`` has size 1. Raises `AmbiguousTopologyError`, see `packages_of`."""
-    places, tiers = positions(machine), list[NodeTier]()
+    places, tiers = positions(node), list[NodeTier]()
     for axis, name in enumerate(TIERS[: TIERS.index("inter_node") + 1]):
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, (*place, _) in places.items():
             groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(number)
         home = {number: group for group in groups.values() for number in group}
-        linked = [link.gb_s for link in machine.links if link.b in home[link.a]]
-        rates = [nic.gb_s for nic in machine.nics] if name == "inter_node" else linked
+        linked = [link.gb_s for link in node.links if link.b in home[link.a]]
+        rates = [nic.gb_s for nic in node.nics] if name == "inter_node" else linked
         known, gb_s = [rate for rate in rates if rate is not None], None
         if known and home and len(known) == len(rates):
             gb_s = sum(known) / len(home) if name == "inter_node" else min(known)
@@ -275,14 +276,14 @@ def tiers_of(machine: Machine) -> list[NodeTier]:
     return tiers
 
 
-def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
+def positions(node: Node, of_ranks: bool = False) -> dict[int, Position]:
     """Position of every device by its number. Arguments and errors: see `packages_of`."""
-    by_bus = sorted(machine.devices, key=lambda device: (device.hidden, device.bus, device.number))
+    by_bus = sorted(node.devices, key=lambda device: (device.hidden, device.bus, device.number))
     order = {device.number: index for index, device in enumerate(by_bus)}
-    packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine, of_ranks)]
+    packages = [sorted(package, key=order.__getitem__) for package in packages_of(node, of_ranks)]
     packages.sort(key=lambda package: order[package[0]])
     home = {number: index for index, package in enumerate(packages) for number in package}
-    joined = [(home[link.a], home[link.b]) for link in machine.links if link.kind != "pcie"]
+    joined = [(home[link.a], home[link.b]) for link in node.links if link.kind != "pcie"]
     hives = _components(range(len(packages)), joined)
     if max(map(len, hives), default=0) < 2:  # without direct links the node is one group of packages
         hives = [list(range(len(packages)))]
@@ -294,42 +295,42 @@ def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
     return found
 
 
-def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ...], ...]:
+def packages_of(node: Node, of_ranks: bool = False) -> tuple[tuple[int, ...], ...]:
     """The packages of a node: each a group of device numbers, sorted; the packages sorted by their first.
 
     Declared packages have priority, then modules that the source states, then links. Four links join the two dies of an
     MI250X. A single die without such a partner is a package.
 
     Args:
-        machine: The node.
+        node: The node.
         of_ranks: Whether the node comes from reports of ranks. Then hidden devices have no rank, the links between two of
             them are unknown, and their packages do not matter.
 
     Raises:
         AmbiguousTopologyError: The links allow several readings, or devices are hidden from this process.
     """
-    if machine.packages is not None:
-        return _sorted(machine.packages)
-    hidden = [device.number for device in machine.devices if device.hidden]
+    if node.packages is not None:
+        return _sorted(node.packages)
+    hidden = [device.number for device in node.devices if device.hidden]
     if hidden and not of_ranks:
         raise AmbiguousTopologyError(
-            f"{machine.source}: a task's cgroup hides the devices {hidden}, so one process cannot identify the packages; "
+            f"{node.source}: a task's cgroup hides the devices {hidden}, so one process cannot identify the packages; "
             "the ranks of a job can, together, as in `srun ... hzero doctor`"
         )
     modules: dict[str, list[int]] = {}
-    for device in machine.devices:
+    for device in node.devices:
         modules.setdefault(device.module or f"#{device.number}", []).append(device.number)
     singles = _sorted(modules.values())
-    kinds = {product(device.kind) for device in machine.devices if device.kind}  # a device without a rank may have none
-    links = [link for link in machine.links if link.kind == "xgmi"]
+    kinds = {product(device.kind) for device in node.devices if device.kind}  # a device without a rank may have none
+    links = [link for link in node.links if link.kind == "xgmi"]
     dies = {DIES.get(kind) for kind in kinds}
-    if any(device.module for device in machine.devices) or not links or dies == {1}:
+    if any(device.module for device in node.devices) or not links or dies == {1}:
         return singles
-    numbers = [device.number for device in machine.devices]
+    numbers = [device.number for device in node.devices]
     counts = {(link.a, link.b): link.count for link in links}
     most = max(count or 0 for count in counts.values())
     strongest = _components(numbers, [pair for pair, count in counts.items() if (count or 0) == most])
-    alone = [group for group in strongest if len(group) == 1 and not machine.device(group[0]).hidden]
+    alone = [group for group in strongest if len(group) == 1 and not node.device(group[0]).hidden]
     largest, alike = max(map(len, strongest)), len(set(counts.values())) == 1
     # On an unknown product, four links identify a pair only next to pairs with fewer links. One die may have lost its partner.
     # Two such dies may be a pair with broken links.
@@ -343,22 +344,22 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     ways = [_sorted(strongest), singles] if largest == 2 else [singles]
     text = " or ".join(f"packages: {[list(package) for package in way]}" for way in ways)
     raise AmbiguousTopologyError(
-        f"{machine.source}: ambiguous: the links do not say which devices share a package ({shown} links); declare the "
+        f"{node.source}: ambiguous: the links do not say which devices share a package ({shown} links); declare the "
         f"machine in a file, for example with {text}, or the grid (packages_per_node, devices_per_package)"
     )
 
 
-def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
-    """The grid of nodes that equal ``machine``, for `declared_grid`. ``keys`` are more keys of the block.
+def grid_of_nodes(node: Node, where: str, **keys: Any) -> TopologyConfig:
+    """The grid of nodes that equal ``node``, for `declared_grid`. ``keys`` are more keys of the block.
 
     Raises:
         ConfigError: The packages are ambiguous, or differ in size.
     """
-    packages = packages_of(machine)
+    packages = packages_of(node)
     if len(sizes := {len(package) for package in packages}) > 1:
-        raise ConfigError(f"{machine.source}: found packages of {sorted(sizes)} devices; expected one size")
+        raise ConfigError(f"{node.source}: found packages of {sorted(sizes)} devices; expected one size")
     shape = {"packages_per_node": len(packages), "devices_per_package": len(packages[0])}
-    return validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes, **keys}, where)
+    return validated(TopologyConfig, {**shape, "switch_nodes": node.switch_nodes, **keys}, where)
 
 
 def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
