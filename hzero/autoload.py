@@ -183,10 +183,10 @@ def _key(accelerator: Any, key: str) -> Any:
 def _follow(function: str, client: Any, accelerator: Any) -> None:
     if (written := _key(accelerator, "checkpoint")) is not None:
         from hzero.config import CheckpointConfig
-        from hzero.deepspeed import checkpoint
+        from hzero.deepspeed import clients
         from hzero.schema import validated
 
-        getattr(checkpoint, function)(client, validated(CheckpointConfig, written, f"{block.KEY}.checkpoint"))
+        getattr(clients, function)(client, validated(CheckpointConfig, written, f"{block.KEY}.checkpoint"))
 
 
 #: By module: the class to watch, its method, and the function that replaces it and receives the stock method first.

@@ -151,7 +151,8 @@ def _load(stock: Any, engine: DeepSpeedEngine, load_dir: Any, tag: Any, **how: A
                 f"expected a checkpoint of {ranks} ranks, or the key (an empty block will do)"
             )
         if written and how["load_module_strict"] and not engine.load_universal_checkpoint():
-            from hzero.deepspeed.checkpoint import Resharding, Sharding, load
+            from hzero.deepspeed.resharding import Resharding, Sharding
+            from hzero.deepspeed.safe_loading import load
 
             sharding = Sharding.of(ranks, engine._get_zero_param_shapes())
             read = functools.partial(load, map_location="cpu", trust=True)

@@ -17,7 +17,9 @@ from hzero.calls import attributes
 from hzero.comm import blaming, shared_watchdog
 from hzero.config import HZeroConfig
 from hzero.deepspeed import versions
-from hzero.deepspeed.stage_state import InFlight, Managed, StageState, ZeroParameter, current_device
+from hzero.deepspeed.handles import InFlight, ZeroParameter
+from hzero.deepspeed.stage_state import StageState, current_device
+from hzero.deepspeed.units import Managed
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter
 from hzero.errors import ConfigError, on_all_ranks, some

@@ -22,7 +22,9 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
-from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Resharding, Sharding, load, save_together
+from hzero.deepspeed.clients import save_together
+from hzero.deepspeed.resharding import MODEL, OPTIMIZER, Resharding, Sharding
+from hzero.deepspeed.safe_loading import load
 from hzero.manifest import Manifest, complete_in
 from tests.deepspeed.training import (
     AwkwardNet,

@@ -20,7 +20,7 @@ from hzero.codecs import backends
 from hzero.comm import HopError
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import TopologyConfig
-from hzero.deepspeed.stage_state import GatherHandle
+from hzero.deepspeed.handles import GatherHandle
 from hzero.engine.engine import Owners
 from hzero.errors import ConfigError
 from tests.deepspeed.training import (

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Resharding, Sharding, cut, load, only_tensors
+from hzero.deepspeed.resharding import MODEL, OPTIMIZER, Resharding, Sharding, cut
+from hzero.deepspeed.safe_loading import load, only_tensors
 from hzero.errors import ConfigError
 from tests.deepspeed.checkpoint_checks import Planted
 

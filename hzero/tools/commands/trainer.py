@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainer
 import hzero
 from hzero.calls import library_errors
 from hzero.comm import blaming
-from hzero.deepspeed.checkpoint import save_together
+from hzero.deepspeed.clients import save_together
 from hzero.errors import ConfigError, one_of, printable, some
 from hzero.files import regular
 from hzero.tools.commands import summary
