@@ -193,7 +193,7 @@ def main() -> None:
         print(json.dumps(found))
         return
     print("| preset | hops a step | stage, ms a step | us a hop | CPU of a step, ms | more than stock's, ms ", end="")
-    print("| launches a layer and micro-step |\n|---|---|---|---|---|---|---|")
+    print("| launches a layer and micro-batch |\n|---|---|---|---|---|---|---|")
     for name, row in found.items():
         hops, own, whole, launches = row.values()
         print(f"| {name} | {hops:.0f} | {own * 1e3:.1f} | {own / max(hops, 1) * 1e6:.0f} | {whole * 1e3:.1f} ", end="")

@@ -27,7 +27,7 @@ from hzero.topology import Grid
 
 #: From this size on an all-reduce is long: bandwidth sets its pace.
 LONG = 16 << 20
-#: Micro-steps where a batch is not public.
+#: Micro-batches where a batch is not public.
 MANY = 256
 
 

@@ -33,8 +33,8 @@ class Train(Frozen):
     """How every scheme of a measurement trains.
 
     Attributes:
-        accumulation: Micro-steps per step.
-        micro_batch: Sequences per rank and micro-step.
+        accumulation: Micro-batches per step.
+        micro_batch: Sequences per rank and micro-batch.
         dtype: Type of the weights in kernels and on the wires; masters and moments are float32.
         seed: Of weights and batches.
         lr: Learning rate after warm-up.
@@ -99,7 +99,7 @@ class Bytes(Frozen):
     Attributes:
         measured: By the counters of the emulated interfaces, packet headers included.
         planned: Payloads of the collectives in use: of hzero by its plan, of other schemes in closed form.
-        planned_twice: As planned, if every weight were gathered twice per micro-step.
+        planned_twice: As planned, if every weight were gathered twice per micro-batch.
         ideal: As planned, with a reduce-scatter that sends nothing twice.
     """
 
@@ -114,7 +114,8 @@ class Memory(Frozen):
 
     Attributes:
         weights: Maximum of them that a step holds, copies over narrower scopes included.
-        gradients: The same of gradients, accumulators and residuals; of PyTorch's schemes at the end of backward.
+        gradients: The same of gradients, gradient accumulation buffers and residuals; of PyTorch's schemes at the end of
+            backward.
         optimizer: Float32 masters and moments.
         kept: All tensors that live between two steps.
         peak: Maximum that one step allocates beyond these, on rank 0.
@@ -162,14 +163,14 @@ class StepsRow(_Row):
         label: The same for readers.
         engine: Of the catalog's entry.
         scheme_config: The catalog's entry.
-        tokens_per_step: Of all ranks and micro-steps.
+        tokens_per_step: Of all ranks and micro-batches.
         step_s: Seconds of each timed optimizer step.
         losses: Of every optimizer step, warm-up included.
         bytes: Of one optimizer step.
         busiest: Of the measured bytes, those that the busiest link of each tier carries one way: the link of the rank
             that sends most inside nodes, the trunk of the node that sends most between nodes.
         cpu_s: Processor seconds of all ranks per step.
-        fetches: Gathers of each weight per micro-step, on average; None if the engine gathers nothing.
+        fetches: Gathers of each weight per micro-batch, on average; None if the engine gathers nothing.
         memory: Of a rank.
         breakdown: Of the traced step, in older rows.
     """
@@ -247,7 +248,7 @@ class LayoutRow(_Row):
         seed: Of weights and batches.
         rates: Of the emulated cluster's links, Mbit/s by tier (`benchmarks.cluster`); None: it ran without, and its times say
             nothing of wires.
-        tokens_per_step: Of all ranks and micro-steps.
+        tokens_per_step: Of all ranks and micro-batches.
         step_s: Seconds of every optimizer step.
         losses: Training loss of every optimizer step, the mean over the batch.
         evaluation: Loss of the evaluation after the last step, with exact weights where the stage has both.

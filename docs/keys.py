@@ -23,7 +23,7 @@ from hzero.tools.plan.scenario import read_scenario
 #: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
 MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)
 #: States that the column `states` of presets adds up.
-STATES = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
+STATES = ("primary weights", "secondary partition", "gradient shard", "gradient accumulation buffers", "optimizer")
 #: Keys that users do not write.
 HIDDEN = ("preset_shard", "preset_gradients", "preset_dimensions")
 

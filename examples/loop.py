@@ -27,7 +27,7 @@ for micro_step, tokens in zip(range(16), loader):
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    accelerator.print(f"micro-step {micro_step + 1}: loss {loss.item():.3f}")
+    accelerator.print(f"micro-batch {micro_step + 1}: loss {loss.item():.3f}")
 
 state = hzero.state(model)  # None without the block
 if state:

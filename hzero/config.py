@@ -314,7 +314,7 @@ class GuardConfig(Frozen):
             scaling cannot help. Then the stage raises `hzero.DivergenceError` on all ranks. The message has the names of the
             parameters and the signal-to-noise ratio of each lossy tier. 0 means no limit, as in DeepSpeed.
         every: Optimizer steps between two audits. An audit also runs before the first step, and before the first step after a
-            load. It compares resident weights with equal copies on other ranks. It also compares them with their owners'
+            load. It compares secondary partitions with equal copies on other ranks. It also compares them with their owners'
             shards, unless they are refreshed by differences or rounded stochastically. If a weight differs, all ranks raise
             `hzero.StaleWeightsError` with its name. An audit also logs the signal-to-noise ratios of the codecs
             (`hzero.state(engine).ratios`), without `codecs.except`. 0 disables audits.
@@ -528,7 +528,7 @@ class HZeroConfig(Block):
         order: `strict` runs one collective at a time per device. `lanes` runs one at a time per tier, so tiers overlap. By
             default `strict` on ROCm, where RCCL can deadlock with several communicators in flight (ROCm/rccl#2191), and
             `lanes` elsewhere. All engines of a process have the same order. Messages between pipeline stages are not ordered.
-        guard: Checks that stop a training if it diverges or its resident weights are wrong.
+        guard: Checks that stop a training if it diverges or its secondary partitions are wrong.
         checkpoint: Safe saves and loads of DeepSpeed's checkpoints; null leaves them to DeepSpeed.
         sequence: Long sequences, in chunks and over groups of ranks; null leaves the model as it is.
         topology: Places of the ranks. `discover`, the default, finds them; a preset's name or a file names a machine; a block

@@ -212,7 +212,7 @@ FAULTS = (
     Fault("start-that-came-after-all-is-reported", "hzero/tools/commands/logs.py",
           "if times > max((counts[sentence] for sentence in one.unless), default=0):", "if times:",
           ("tests/commands/test_logs.py",)),
-    Fault("tokens-per-second-of-one-micro-step", "hzero/tools/commands/summary.py",
+    Fault("tokens-per-second-of-one-micro-batch", "hzero/tools/commands/summary.py",
           'train["micro_batch"] * accumulation * experiment.replicas', 'train["micro_batch"] * experiment.replicas',
           ("tests/train/test_train.py",)),
     Fault("gradients-of-later-queries-are-lost", "hzero/sequence/attention.py",

@@ -78,7 +78,7 @@ class DeepSpeedZero3(Scheme):
         self._secondary_bytes = max(self._secondary_bytes, tensor_bytes(copies))
 
     def memory(self) -> dict[str, int]:
-        """As in `Scheme`; resident payloads and hpZ's copy count as weights, accumulators and residuals as gradients."""
+        """As in `Scheme`; secondary partitions count as weights, gradient accumulation buffers and residuals as gradients."""
         optimizer = self._engine.optimizer
         primary = tensor_bytes(param.ds_tensor for param in self._engine.module.parameters())
         sizes = {
@@ -88,8 +88,8 @@ class DeepSpeedZero3(Scheme):
         }
         if self._state is not None:
             own = self._state.memory(optimizer)
-            sizes["weights"] += own["resident weights"]
-            others = ("primary weights", "resident weights", "optimizer")
+            sizes["weights"] += own["secondary partition"]
+            others = ("primary weights", "secondary partition", "optimizer")
             sizes["gradients"] = sum(size for state, size in own.items() if state not in others)
         return sizes
 

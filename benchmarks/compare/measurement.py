@@ -73,7 +73,7 @@ class Measurement:
 
         Args:
             scheme: Its name.
-            fetches: Gathers of each weight per micro-step that took place, on average.
+            fetches: Gathers of each weight per micro-batch that took place, on average.
 
         Returns:
             ``planned``, ``planned_twice`` and ``ideal``, as in `benchmarks.rows.Bytes`.

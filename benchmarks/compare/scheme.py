@@ -74,7 +74,7 @@ class Scheme(ABC):
         """Takes one optimizer step.
 
         Args:
-            batches: Token ids of this rank for each micro-step, int64 ``[micro_batch, length]``.
+            batches: Token ids of this rank for each micro-batch, int64 ``[micro_batch, length]``.
             rate: Learning rate.
 
         Returns:
@@ -91,7 +91,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def fetches(self) -> float | None:
-        """Gathers of each weight per micro-step since `start_counting`, on average; None if nothing is gathered."""
+        """Gathers of each weight per micro-batch since `start_counting`, on average; None if nothing is gathered."""
 
     def start_counting(self) -> None:  # noqa: B027 - most schemes count nothing
         """Resets the counters."""

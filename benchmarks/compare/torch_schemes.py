@@ -71,7 +71,7 @@ class Ddp(_TorchScheme):
         self._optimizer = job.adamw(self._ddp.parameters())
 
     def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
-        """As in `Scheme`; micro-steps but the last are not synchronised."""
+        """As in `Scheme`; micro-batches but the last are not synchronised."""
         total = torch.zeros(())
         narrow = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._job.dtype == torch.bfloat16)
         for index, ids in enumerate(batches):
@@ -121,7 +121,7 @@ class Fsdp(_TorchScheme):
         self._optimizer = job.adamw(self._module.parameters())
 
     def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
-        """As in `Scheme`; replicas are reduced in the last micro-step only."""
+        """As in `Scheme`; replicas are reduced in the last micro-batch only."""
         total = torch.zeros(())
         for index, ids in enumerate(batches):
             last = index == len(batches) - 1
@@ -135,10 +135,10 @@ class Fsdp(_TorchScheme):
         return total / len(batches)
 
     def memory(self) -> dict[str, int]:
-        """As in `Scheme`; hzero's resident weights, accumulators and residuals come to the states of FSDP2."""
+        """As in `Scheme`; includes hzero's secondary partitions, gradient accumulation buffers and residuals."""
         found, own = super().memory(), {} if self._state is None else self._state.memory()
-        found["weights"] += own.get("resident weights", 0)
-        found["gradients"] += own.get("gradient accumulators", 0) + own.get("error feedback", 0)
+        found["weights"] += own.get("secondary partition", 0)
+        found["gradients"] += own.get("gradient accumulation buffers", 0) + own.get("error feedback", 0)
         return found
 
     def fetches(self) -> float:

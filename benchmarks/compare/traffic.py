@@ -32,9 +32,9 @@ def step_bytes(
         cluster: Places of the ranks.
         numels: Elements of every parameter.
         itemsize: Bytes of one element on a wire without codec.
-        accumulation: Micro-steps per step.
+        accumulation: Micro-batches per step.
         reduce_scatter: ``gloo``, whose own moves everything twice, or ``ring``, as RCCL's.
-        fetches: Gathers of each weight per micro-step. It is below 2 for DeepSpeed, which keeps the last weights of forward
+        fetches: Gathers of each weight per micro-batch. It is below 2 for DeepSpeed, which keeps the last weights of forward
             for backward.
     """
     grid = cluster.grid

@@ -18,7 +18,7 @@ from benchmarks.rows import StepsRow
 
 #: Okabe and Ito's red and blue, which stay apart for colour-blind readers.
 OWN, BASELINE, OTHER = "#D55E00", "#0072B2", "#8c959f"
-_AXES = {"accumulation": "micro-steps per step", "sweep": "Mbit/s between nodes"}
+_AXES = {"accumulation": "micro-batches per step", "sweep": "Mbit/s between nodes"}
 DPI = 110
 
 

@@ -119,7 +119,7 @@ def traffic(result: Result) -> str:
             off = f" ({apart[tier]:+.1%})" if tier in apart else ""
             cells.append(" / ".join(f"{kind.get(tier, 0) / 1e6:,.2f}" for kind in kinds) + off)
         rows.append([row.label, *cells, NONE if row.fetches is None else f"{row.fetches:.2f}"])
-    return table(("scheme", *(f"{tier}, MB" for tier in tiers), "gathers per micro-step"), rows)
+    return table(("scheme", *(f"{tier}, MB" for tier in tiers), "gathers per micro-batch"), rows)
 
 
 def memory(result: Result) -> str:

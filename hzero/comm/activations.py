@@ -47,7 +47,7 @@ def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backwa
     if group.config.error_feedback:
         raise ValueError(
             f"error_feedback: found {', '.join(group.config.error_feedback)}, but activations differ in every "
-            "micro-step, so no residual applies to the next one; expected a communicator without error_feedback"
+            "micro-batch, so no residual applies to the next one; expected a communicator without error_feedback"
         )
     result: torch.Tensor = _Pair.apply(tensor, group, forward, backward)
     return result

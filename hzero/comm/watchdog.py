@@ -89,7 +89,7 @@ class Watchdog:
 
     Attributes:
         step: Optimizer steps that this rank has completed.
-        micro: Micro-steps that it has started since.
+        micro: Micro-batches that it has started since.
         lanes: The hops of this rank, by lane name.
         pid: This process.
         period_s: Seconds between two records.
@@ -146,7 +146,7 @@ class Watchdog:
         self._answered = time.monotonic()
 
     def _who(self) -> str:
-        after = f"after step {self.step}" + (f", micro-step {self.micro}" if self.micro else "")
+        after = f"after step {self.step}" + (f", micro-batch {self.micro}" if self.micro else "")
         return f"rank {self._rank} (host {socket.gethostname()}, pid {self.pid}, {after})"
 
     def _ended(self) -> int:

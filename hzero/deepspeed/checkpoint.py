@@ -249,7 +249,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         accumulation = accumulation_for(note, before, batch, engine.train_micro_batch_size_per_gpu())
         engine.set_train_batch_size(note.batch)
         if (accelerate := sys.modules.get("accelerate.state")) is not None:
-            shared = accelerate.GradientState._shared_state  # it counts micro-steps in Accelerate's loops
+            shared = accelerate.GradientState._shared_state  # it counts micro-batches in Accelerate's loops
             if shared and shared["plugin_kwargs"].get("num_steps", 1) == before:
                 shared["plugin_kwargs"]["num_steps"] = accumulation
 
@@ -320,7 +320,7 @@ def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) 
         note: The note of the checkpoint.
         before: The current accumulation.
         batch: Samples of all ranks in a step with ``before``.
-        micro_batch: Samples of one rank in a micro-step.
+        micro_batch: Samples of one rank in a micro-batch.
 
     Raises:
         ConfigError: No accumulation gives this number of samples.

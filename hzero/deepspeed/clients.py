@@ -155,7 +155,7 @@ def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
                 input_dir = from_rank_0(lambda: manifest.newest_checkpoint(_automatic(accelerator)))
             with only_tensors(config.trust):
                 stock_load(input_dir, *args, **kwargs)
-        # Accelerate reads this count of micro-steps from the file of a rank's random state. New ranks do not have one, and the
+        # Accelerate reads this count of micro-batches from the file of a rank's random state. New ranks do not have one, and the
         # count may belong to another accumulation.
         accelerator.step = 0
 

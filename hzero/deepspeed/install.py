@@ -182,22 +182,22 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     The stage is ZeRO-3 with a shard degree for each kind of state. DeepSpeed partitions every parameter, its gradient and its
     optimizer states over the world. It keeps these primary shards, so the optimizer step, gradient norm, clipping, loss
     scaling and checkpoints are stock. If the ``"hzero"`` block shards the weights over the package or the node, each rank also
-    keeps a resident payload. This is its share of a second, encoded copy of the weights, which is complete inside that scope.
+    keeps a secondary partition. This is its share of a second, encoded copy of the weights, which is complete inside that scope.
     Collectives cross one tier of links at a time (``intra_package``, ``intra_node``, ``inter_node``), each with its codec from
     the block.
 
-    Forward and backward gather the weights of a module when they reach it, as in ZeRO-3. They gather from the resident
-    payloads, so only over the tiers inside the weights' scope. All ranks decode the same bytes and compute with the same bits.
+    Forward and backward gather the weights of a module when they reach it, as in ZeRO-3. They gather from the secondary
+    partitions, so only over the tiers inside the weights' scope. All ranks decode the same bytes and compute with the same bits.
     Gradients are reduced in the same buckets as in stock ZeRO-3, but only over the tiers inside the gradients' scope. Float32
-    accumulators add up the partial sums. At the boundary, the last micro-step before an optimizer step, the sums cross the
-    outer tiers once. This overlaps with backward. The stock optimizer then gets each rank's shard. After the step, the resident
-    payloads are rebuilt, which crosses the outer tiers once. The next forward waits for them module by module. With weights
-    over the package and gradients over the node, links between nodes thus transfer each weight and each gradient once per
-    optimizer step, for any number of micro-steps.
+    gradient accumulation buffers add up the partial sums. At the gradient accumulation boundary, the last micro-batch before an
+    optimizer step, the sums cross the outer tiers once. This overlaps with backward. The stock optimizer then gets each rank's
+    shard. After the step, the secondary partitions are rebuilt, which crosses the outer tiers once. The next forward waits for
+    them module by module. With weights over the package and gradients over the node, links between nodes thus transfer each
+    weight and each gradient once per optimizer step, for any number of micro-batches.
 
-    The stage needs more memory than ZeRO-3. Per rank and parameter, a resident payload needs the codec's bytes (2 in bf16,
-    about 1 in ``int8``) divided by the ranks of the weights' scope. The accumulators need 4 bytes divided by the ranks of the
-    gradients' scope. Error feedback adds bfloat16 residuals. `hzero plan` computes the bytes before a run, and
+    The stage needs more memory than ZeRO-3. Per rank and parameter, a secondary partition needs the codec's bytes (2 in bf16,
+    about 1 in ``int8``) divided by the ranks of the weights' scope. The gradient accumulation buffers need 4 bytes divided by
+    the ranks of the gradients' scope. Error feedback adds bfloat16 residuals. `hzero plan` computes the bytes before a run, and
     ``hzero.state(engine).memory(engine.optimizer)`` measures them.
 
     With codec ``none`` on all tiers, the losses equal ZeRO-3's up to the order of float sums. ``int8`` and ``int4`` change them.

@@ -67,7 +67,8 @@ _SUPPORTED_IN_PIPELINES = {
     "tensor_parallel.autotp_size": "0 or 1; tensor groups are those of the PipelineModule",
 }
 _SUPPORTED_WITH_SEQUENCES = {"tensor_parallel.autotp_size": "0 or 1", "sequence_parallel_size": "1"}
-#: Keys of the block that have an effect with pipeline stages. The others configure the shards and resident weights of stage 3.
+#: Keys of the block that have an effect with pipeline stages. The others configure the shards and secondary partitions of stage
+#: 3.
 _OF_PIPELINES = (
     *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
     "topology",

@@ -1,4 +1,4 @@
-"""The stage: DeepSpeed's ZeRO-3 optimizer with tiered gradient reduction and resident weights."""
+"""The stage: DeepSpeed's ZeRO-3 optimizer with tiered gradient reduction and secondary partitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUCKET_NUMEL = 50_000_000
 
 
 class HZeroOffload(DeepSpeedZeRoOffload):
-    """DeepSpeed's parameter offload, which gathers a model, with gathers from resident weights.
+    """DeepSpeed's parameter offload, which gathers a model, with gathers from secondary partitions.
 
     A `HZeroStage3` creates one. An engine without an optimizer creates it directly.
 
@@ -184,7 +184,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Does nothing: `Gradients.accumulate` has taken the gradients, and `_deliver` passes their shards to stock."""
 
     def backward_prologue(self) -> None:
-        """Counts the micro-step for error messages, then runs stock's prologue."""
+        """Counts the micro-batch for error messages, then runs stock's prologue."""
         shared_watchdog().micro += 1
         super().backward_prologue()
 
@@ -303,8 +303,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
         """Adds shards to stock's gradients. The first shard of a window replaces the gradient of the last window.
 
-        Stock decides this by the number of the micro-step. A parameter whose first gradient of a window arrives in a later
-        micro-step would then be added to the old gradient.
+        Stock decides this by the number of the micro-batch. A parameter whose first gradient of a window arrives in a later
+        micro-batch would then be added to the old gradient.
         """
         sums = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for weight, shard in zip(weights, shards):
@@ -363,10 +363,10 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 scope = param.hzero_managed.route.plan.gradients_scope
                 raise RuntimeError(
                     f"hzero: the gradient of parameter {param.ds_id} is a partial sum over its {scope} until the accumulation "
-                    "boundary. Read it after the backward of the last micro-step, before step(); with "
+                    "boundary. Read it after the backward of the last micro-batch, before step(); with "
                     "managed_gradient_accumulation false, after optimizer.finalize_gradient_accumulation_boundary()"
                 )
-        # Adds the shards of the micro-steps so far to stock's gradients.
+        # Adds the shards of the micro-batches so far to stock's gradients.
         with torch.no_grad(), get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.wait_reduced()
 
@@ -413,7 +413,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def load_state_dict(
         self, state_dict_list: list[dict[str, Any]] | None, load_optimizer_states: bool = True, **kwargs: Any
     ) -> None:
-        """Loads stock's state. Drops resident payloads, waiting gradients and residuals, which belong to the old weights.
+        """Loads stock's state. Drops secondary partitions, waiting gradients and residuals, which belong to the old weights.
 
         Raises:
             ConfigError: Another optimizer has written the states.
@@ -429,14 +429,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.load_state_dict(saved.get(KEY))
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Offloads states as stock does, and frees resident payloads. Their next use rebuilds them."""
+        """Offloads states as stock does, and frees secondary partitions. Their next use rebuilds them."""
         self.hzero.lanes.join()
         super().offload_states(*args, **kwargs)
         self.hzero.drop_gathered()
         self.hzero.weights.free()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Reloads states as stock does. The next use of resident payloads rebuilds them."""
+        """Reloads states as stock does. The next use of secondary partitions rebuilds them."""
         super().reload_states(non_blocking)
         self.hzero.note_edit()
 

@@ -1,4 +1,4 @@
-"""Connects DeepSpeed's parameters to the engine, so that DeepSpeed gathers them from resident weights.
+"""Connects DeepSpeed's parameters to the engine, so that DeepSpeed gathers them from secondary partitions.
 
 DeepSpeed partitions every parameter over the world. These partitions are the primary shards. DeepSpeed's coordinator calls
 functions that `zero.Init` has set on each parameter; this module replaces them. Layers are gathered whole, see
@@ -180,7 +180,7 @@ class StageState(Engine):
         }
 
     def destroy(self) -> None:
-        """Frees payloads and accumulators, and restores DeepSpeed's functions. The model's next engine may be a stock one."""
+        """Frees the engine's memory and restores DeepSpeed's functions. The model's next engine may be a stock one."""
         for group in filter(None, self._dimensions):
             autotp.give_back(self.module, group)
         self._dimensions.clear()  # DeepSpeed may keep this object alive, but nothing uses these groups any more
@@ -353,8 +353,8 @@ def gather_exactly(stock: Any, init: Any, param_list: list[ZeroParameter], *args
     """``Init._all_gather``, which stock's ``param.all_gather`` calls.
 
     DeepSpeed calls ``params[0].all_gather(params)``. The other parameters may belong to other engines, with or without a block.
-    Available data may have been decoded. A reader that may write back must not read it, and must not write to the resident
-    copy. So such parameters are partitioned first, and DeepSpeed then gathers their primary shards.
+    Available data may have been decoded. A reader that may write back must not read it, and must not write to the secondary
+    partition. So such parameters are partitioned first, and DeepSpeed then gathers their primary shards.
     """
     found = managed_of(param_list)
     # DeepSpeed cannot free parameters in use. GatheredParameters of one fails when the context ends.

@@ -76,7 +76,7 @@ class Managed(Parameter):
             self.unit.members.remove(self)
 
     def all_gather(self, param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``param.all_gather``. Gathers resident weights for a forward outside the parameter's module, else exact shards."""
+        """``param.all_gather``. Gathers secondary partitions for a forward outside the parameter's module, else exact shards."""
         in_forward = getattr(self.owner.module._parameters, "_in_forward", False)  # DeepSpeed's flag
         if param_list is None and in_forward and self.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
             return self.owner.gather([self.param]).wait()

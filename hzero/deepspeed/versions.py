@@ -123,13 +123,13 @@ def installed() -> tuple[int, ...]:
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Returns whether an optimizer is in the last micro-step of a window. Before DeepSpeed 0.19.5 this is an attribute."""
+    """Returns whether an optimizer is in the last micro-batch of a window. Before DeepSpeed 0.19.5 this is an attribute."""
     found = optimizer.is_gradient_accumulation_boundary
     return bool(found() if callable(found) else found)
 
 
 def set_boundary(optimizer: Any) -> None:
-    """Makes the current micro-step of an optimizer the last one of its window."""
+    """Makes the current micro-batch of an optimizer the last one of its window."""
     if callable(optimizer.is_gradient_accumulation_boundary):
         optimizer.set_gradient_accumulation_boundary(True)
     else:

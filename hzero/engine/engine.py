@@ -1,4 +1,4 @@
-"""The engine of one model: lanes, wire log, resident weights, gradients, guard and audit, from its settings."""
+"""The engine of one model: lanes, wire log, secondary partitions, gradients, guard and audit, from its settings."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Traffic:
 
 
 class Engine(Traffic):
-    """Resident weights, gradients and guard of one model. Most methods are collective: all ranks call them in the same order.
+    """Secondary partitions, gradients and guard of one model. Most methods are collective: all ranks call them in the same order.
 
     In a step, a front end calls `Weights.unshard` at every use of weights, `Gradients.accumulate` in every backward and
     `Gradients.finish` after the last one. Then it calls `before_step`, `Weights.note_step` for the parameters that its
@@ -171,13 +171,13 @@ class Engine(Traffic):
         plan: As given.
         owners: As given.
         group: As given.
-        weights: The resident weights.
-        gradients: Reductions and accumulators.
+        weights: The secondary partitions.
+        gradients: Reductions and gradient accumulation buffers.
         guard: Stops a training that diverges.
         most_marks: Maximum number of marks in `meet`.
     """
 
-    #: Advice in the audit's message: how to change weights without making resident copies stale.
+    #: Advice in the audit's message: how to change weights without making secondary partitions stale.
     ADVICE: ClassVar[str] = "call note_edit() on all ranks after weights have been changed outside of the optimizer"
 
     def __init__(
@@ -268,7 +268,7 @@ class Engine(Traffic):
             gradient_of: Returns this rank's gradient shard of one parameter.
 
         Raises:
-            StaleWeightsError: Resident weights are wrong.
+            StaleWeightsError: Secondary partitions are wrong.
         """
         self.lanes.join()  # waits for all submitted hops, so the collectives that follow have one order with them
         if self._synchronous:
@@ -334,13 +334,13 @@ class Engine(Traffic):
     def memory(self) -> dict[str, int]:
         """Returns the measured bytes of each state on this rank, without transient buffers.
 
-        Accumulators and error feedback are peaks, since they are allocated and freed within a step. Resident weights are
-        current. Call `settle` before, since copies and sums in flight do not count yet.
+        Gradient accumulation buffers and error feedback are peaks, since they are allocated and freed within a step. Secondary
+        partitions are current. Call `settle` before, since copies and sums in flight do not count yet.
         """
-        copies = (param.resident for param in self.weights.parameters.values())
+        copies = (param.secondary for param in self.weights.parameters.values())
         return {
-            "resident weights": sum(copy.nbytes for copy in copies if copy is not None),
-            "gradient accumulators": self.gradients.peak_bytes,
+            "secondary partition": sum(copy.nbytes for copy in copies if copy is not None),
+            "gradient accumulation buffers": self.gradients.peak_bytes,
             "error feedback": self._runtime.feedback.bytes,
         }
 
@@ -358,7 +358,7 @@ class Engine(Traffic):
             logger.info("hzero: %s", note)
 
     def close(self) -> None:
-        """Waits for the hops in flight, and frees payloads and accumulators."""
+        """Waits for the hops in flight, and frees payloads and gradient accumulation buffers."""
         try:
             self.weights.free()
         finally:

@@ -1,4 +1,4 @@
-"""Gradients: reduced inside their scope in every micro-step, accumulated there, and sent over the outer tiers once per step."""
+"""Gradients: reduced inside their scope in every micro-batch, accumulated there, and sent over the outer tiers once per step."""
 
 from __future__ import annotations
 
@@ -92,13 +92,14 @@ class Gradients:
 
     A window calls the methods in this order:
 
-    1. `accumulate`, in every micro-step: reduces a bucket over the gradients' scope, without waiting. Its partial sums are
-       added to float32 accumulators, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size divided by
-       the scope size. If the scope is one device, there is no hop, and whole gradients are added. If it is the world, shards of
-       the average are delivered. In the last micro-step, sums continue over the outer tiers immediately, overlapped with
-       backward. A window of one micro-step keeps no accumulator. Before the outermost tier, the sums of several buckets are
-       collected until their parts reach ``boundary_message_bytes``, since parts are smallest there.
-    2. `finish`, at the boundary: sends the partial sums that the last micro-step has not sent, and delivers this rank's shards
+    1. `accumulate`, in every micro-batch: reduces a bucket over the gradients' scope, without waiting. Its partial sums are
+       added to float32 gradient accumulation buffers, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the
+       world size divided by the scope size. If the scope is one device, there is no hop, and whole gradients are added. If it
+       is the world, shards of the average are delivered. In the last micro-batch, sums continue over the outer tiers
+       immediately, overlapped with backward. A window of one micro-batch keeps no gradient accumulation buffer. Before the
+       outermost tier, the sums of several buckets are collected until their parts reach ``boundary_message_bytes``, since parts
+       are smallest there.
+    2. `finish`, at the boundary: sends the partial sums that the last micro-batch has not sent, and delivers this rank's shards
        of the average.
     3. `clear`, after the step.
 
@@ -113,7 +114,7 @@ class Gradients:
         bucket_numel: The same; may be changed later.
         divisor: Divisor of the sums. The world size gives averages; a front end may set another number.
         reductions: Number of stochastic-rounding seeds made so far.
-        peak_bytes: Peak memory of the accumulators on this rank.
+        peak_bytes: Peak memory of the gradient accumulation buffers on this rank.
     """
 
     def __init__(self, runtime: Runtime, bucket_numel: int, routes: int = 1) -> None:
@@ -121,8 +122,8 @@ class Gradients:
         self._most = IN_FLIGHT * routes  # max crossings; a bucket has one for each route
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
         self._layouts = functools.lru_cache(READY)(partial(_layouts_of, runtime))
-        self._sums: dict[int, torch.Tensor] = {}  # float32 accumulators by key
-        self._bytes = self.peak_bytes = 0  # of the accumulators
+        self._sums: dict[int, torch.Tensor] = {}  # float32 gradient accumulation buffers by key
+        self._bytes = self.peak_bytes = 0  # of the gradient accumulation buffers
         self._lock = threading.Lock()  # for these two: lanes of several routes add sums at the same time
         self._waiting: dict[int, Parameter] = {}
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None, int]] = deque()
@@ -130,7 +131,7 @@ class Gradients:
         self._inner: list[Chain[list[torch.Tensor]]] = []  # over the outer tiers except the outermost
         self._collected: dict[tuple[int, torch.dtype], list[_Sums]] = {}  # for the outermost tier, by route and dtype
         self._crossing: list[tuple[_Layout, Chain[list[torch.Tensor]]]] = []
-        self._accumulates = False  # whether an earlier micro-step of this window has added sums
+        self._accumulates = False  # whether an earlier micro-batch of this window has added sums
         self._error: BaseException | None = None
         self.reductions = 0
 
@@ -143,7 +144,7 @@ class Gradients:
         """Whether a parameter's gradient of the current window waits for the boundary."""
         return key in self._waiting
 
-    # ---- every micro-step ----------------------------------------------------------------------------------------
+    # ---- every micro-batch ----------------------------------------------------------------------------------------
 
     def accumulate(
         self,
@@ -163,7 +164,7 @@ class Gradients:
                 read.
             dtype: Communication dtype.
             scale: Loss scale of these gradients.
-            last: Whether this is the last micro-step of the window.
+            last: Whether this is the last micro-batch of the window.
             deliver: Receives this rank's shards if gradients are sharded over the world.
         """
         self._check()
@@ -173,7 +174,8 @@ class Gradients:
             for layout in self._layouts_now(params, dtype):
                 self._accumulate(layout, [gradient_of[key] for key in layout.keys], scale, last, deliver)
             self._accumulates |= not last
-            # A window of one micro-step has no accumulators. Without a limit, all its sums would be in memory at once.
+            # A window of one micro-batch has no gradient accumulation buffers. Without a limit, all its sums would be in memory
+            # at once.
             if last and not self._accumulates:
                 self._limit_crossings()
 
@@ -209,9 +211,10 @@ class Gradients:
             self._finish_first()
 
     def _add(self, keys: Sequence[int], last: bool, copy: bool, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Adds partial sums to the accumulators, unless the last hop already has. Returns the totals in the last micro-step.
+        """Adds partial sums to the buffers, unless the last hop already has. Returns the totals in the last micro-batch.
 
-        The first partial sum of a window becomes the accumulator. ``copy`` is True if another owner may keep that tensor.
+        The first partial sum of a window becomes the gradient accumulation buffer. ``copy`` is True if another owner may keep
+        that tensor.
         """
         kept = self._take(keys)
         for index, (total, part) in enumerate(zip(kept, parts)):
@@ -220,7 +223,7 @@ class Gradients:
             elif total is not part:  # else the hop has added to it (`_to_add_to`)
                 self._runtime.lanes.used(total).add_(part)
         totals = [total for total in kept if total is not None]
-        if last:  # each accumulator is freed once it is encoded
+        if last:  # each gradient accumulation buffer is freed once it is encoded
             return totals
         self._sums.update(zip(keys, totals))
         with self._lock:
@@ -229,19 +232,19 @@ class Gradients:
         return []
 
     def _to_add_to(self, keys: Sequence[int]) -> list[torch.Tensor] | None:
-        """Returns the accumulators for a hop that decodes and adds in one pass; None if one is missing."""
+        """Returns the gradient accumulation buffers for a hop that decodes and adds in one pass; None if one is missing."""
         kept = [self._sums[key] for key in keys if key in self._sums]
         return kept if len(kept) == len(keys) else None
 
     def _take(self, keys: Iterable[int]) -> list[torch.Tensor | None]:
-        """Removes and returns accumulators; None for a missing one."""
+        """Removes and returns gradient accumulation buffers; None for a missing one."""
         totals = [self._sums.pop(key, None) for key in keys]
         with self._lock:
             self._bytes -= sum(total.nbytes for total in totals if total is not None)
         return totals
 
     def wait_reduced(self) -> None:
-        """Waits for the reductions of the micro-steps so far.
+        """Waits for the reductions of the micro-batches so far.
 
         Raises:
             RuntimeError: The window is lost.
@@ -262,7 +265,7 @@ class Gradients:
     def finish(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
         """Sends the remaining partial sums over the outer tiers, and delivers this rank's shards.
 
-        The last micro-step has already sent most sums. The others belong to parameters without a gradient in it.
+        The last micro-batch has already sent most sums. The others belong to parameters without a gradient in it.
 
         Args:
             dtype: Communication dtype of hops with codec ``none``.

@@ -1,4 +1,4 @@
-"""Guard: stops a training that diverges or has wrong resident weights, and measures the error of codecs."""
+"""Guard: stops a training that diverges or has wrong secondary partitions, and measures the error of codecs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DivergenceError(PlainError):
 
 
 class StaleWeightsError(PlainError):
-    """Resident weights differ from their owners' shards or from the copies on other ranks. The message names them."""
+    """Secondary partitions differ from their owners' shards or from the copies on other ranks. The message names them."""
 
 
 def speaks(group: dist.ProcessGroup | None) -> bool:
@@ -40,7 +40,7 @@ def speaks(group: dist.ProcessGroup | None) -> bool:
 
 
 class Guard:
-    """Stops a training that diverges or has wrong resident weights, and measures the error of codecs.
+    """Stops a training that diverges or has wrong secondary partitions, and measures the error of codecs.
 
     The guard counts optimizer steps that are discarded because the gradient norm is not finite. DeepSpeed discards such a step
     with every weight dtype, and continues without limit. A step does not count while dynamic loss scaling can still lower its
@@ -53,7 +53,7 @@ class Guard:
         config: The number of discarded steps in a row that ends training (0 never does), and the number of steps between
             audits.
         device: Device on which sums over ranks are computed.
-        advice: Advice in a message: how to change weights without making resident copies stale.
+        advice: Advice in a message: how to change weights without making secondary partitions stale.
         group: The ranks that train the model together, and so take the same decisions; None is the world.
 
     Attributes:
@@ -172,34 +172,34 @@ class Guard:
             logger.info("hzero: signal-to-noise ratios before step %d: %s", step, self._ratios_text())
 
     def _compare(self, step: int) -> None:
-        """Compares resident copies with their owners' shards and with the copies on other ranks."""
-        resident = self._weights.up_to_date()
-        if not resident:
+        """Compares secondary partitions with their owners' shards and with the copies on other ranks."""
+        checked = self._weights.up_to_date()
+        if not checked:
             return
-        copies = [self._runtime.lanes.used(param.resident) for param in resident if param.resident is not None]
-        stale = torch.stack([self._weights.is_stale(param) for param in resident])
+        copies = [self._runtime.lanes.used(param.secondary) for param in checked if param.secondary is not None]
+        stale = torch.stack([self._weights.is_stale(param) for param in checked])
         sums = torch.cat([checksums(copy.view(1, -1).view(torch.uint8)) for copy in copies])
         # Copies are equal across each tier outside the weights' scope, so comparing neighbours on each of these tiers compares
         # all. First compare one sum of all sums per scope: one sum per parameter and peer would need a gigabyte in a large
         # world.
-        hops = ((param.route.plan.channel, param.route.plan.refresh_hops()) for param in resident)
+        hops = ((param.route.plan.channel, param.route.plan.refresh_hops()) for param in checked)
         outside = [tuple((channel, hop.tier, hop.size) for hop in of_it) for channel, of_it in hops]
         kinds = list(dict.fromkeys(outside))
         totals = [checksums(sums[[one == kind for one in outside]].view(1, -1).view(torch.uint8)) for kind in kinds]
         both = torch.cat([stale, self._differing(torch.cat(totals), kinds)]).to(torch.uint8)
         dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         parts = []
-        if names := _marked(resident, both[: len(resident)].tolist()):
+        if names := _marked(checked, both[: len(checked)].tolist()):
             parts.append(
-                f"the resident copies of {len(names)} of {len(resident)} weights are not what their owners hold: "
+                f"the secondary partitions of {len(names)} of {len(checked)} weights are not what their owners hold: "
                 f"{some(names, _NAMED)}. Something has changed them behind hzero: {self._advice}"
             )
-        if bool(both[len(resident) :].any()):
+        if bool(both[len(checked) :].any()):
             differing = self._differing(sums, outside).to(torch.uint8)
             dist.all_reduce(differing, dist.ReduceOp.MAX, self._group)
-            names = _marked(resident, differing.tolist())
+            names = _marked(checked, differing.tolist())
             parts.append(
-                f"ranks that hold the same copies of {len(names)} of {len(resident)} weights have different ones: "
+                f"ranks that hold the same copies of {len(names)} of {len(checked)} weights have different ones: "
                 f"{some(names, _NAMED)}. Go back to a checkpoint from before, and look at the links between nodes "
                 '("checksum": true finds the message)'
             )

@@ -32,7 +32,7 @@ class Route:
         plan: The plan.
         number: The number.
         programs: The programs of the plan.
-        copies: Whether resident copies are kept.
+        copies: Whether secondary partitions are kept.
         lossy: Whether a hop of weights has a lossy codec.
         sums_travel: Whether a hop of gradients has codec ``none``. The library may then compute sums on the way.
     """
@@ -59,11 +59,11 @@ class Parameter:
         urgent: Whether it is used right after a step, so that its refresh must not wait for others.
         code_bytes: Bytes per element if the parameter travels as bytes; otherwise 1. Shards consist of whole elements.
         unit: The unit with which it is gathered, if the front end has units.
-        resident: Resident payload ``[rows][record]``, uint8, or weights ``[world * chunk]`` if the plan keeps them decoded.
+        secondary: Secondary partition ``[rows][record]``, uint8, or weights ``[world * chunk]`` if the plan keeps them decoded.
             None if there is no copy, or none yet. The engine sets this and the following attributes.
-        chunk: Elements of each shard of the resident copy.
-        refreshing: The chain that makes the resident copy, even after it has ended.
-        fingerprint: Checksum of the `memory` from which the resident copy is made, int64 ``[]``. None if there is none.
+        chunk: Elements of each shard of the secondary partition.
+        refreshing: The chain that makes the secondary partition, even after it has ended.
+        fingerprint: Checksum of the `memory` from which the secondary partition is made, int64 ``[]``. None if there is none.
         age: Refreshes with differences since the last refresh with whole weights. None: the next refresh sends whole weights.
     """
 
@@ -77,7 +77,7 @@ class Parameter:
     urgent: bool = False
     code_bytes: int = 1
     unit: Any = None
-    resident: torch.Tensor | None = None
+    secondary: torch.Tensor | None = None
     chunk: int = 0
     refreshing: Chain[None] | None = None
     fingerprint: torch.Tensor | None = None

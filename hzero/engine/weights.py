@@ -1,14 +1,14 @@
-"""Resident weights: a copy of the weights over their scope, from which forward and backward unshard.
+"""Secondary partitions (ZeRO++'s term): the weights over their scope, from which forward and backward unshard.
 
-A front end's optimizer owns a primary shard of each parameter over the world. In addition, each rank keeps a resident payload:
+A front end's optimizer owns a primary shard of each parameter over the world. In addition, each rank keeps a secondary partition:
 the part of the parameter that it sends to the other ranks of the weights' scope. A parameter passes these methods in a step:
 
 1. `note_step`: the optimizer has changed primary shards.
 2. `refresh`: payloads are rebuilt from primary shards. This crosses the outer tiers, once per step.
 3. `unshard`: whole weights are gathered from payloads, at every use, over the inner tiers only.
 
-If the scope is the world, there is no payload, and `unshard` gathers primary shards. If the scope is one device, the resident
-copy is the whole parameter, decoded unless the block has `"resident": "payload"`.
+If the scope is the world, there is no payload, and `unshard` gathers primary shards. If the scope is one device, the
+secondary partition is the whole parameter, decoded unless the block has `"resident": "payload"`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
 
 
 class Weights:
-    """The resident weights of one model. Most methods are collective: all ranks call them in the same order.
+    """The secondary partitions of one model. Most methods are collective: all ranks call them in the same order.
 
     Args:
         runtime: The engine's runtime.
@@ -129,19 +129,19 @@ class Weights:
         self._stale.pop(param.key, None)
 
     def free(self) -> None:
-        """Frees all resident copies; their next use rebuilds them."""
+        """Frees all secondary partitions; their next use rebuilds them."""
         self.runtime.lanes.drain()
         for param in self.parameters.values():
-            if param.resident is not None:
-                self.runtime.lanes.used(param.resident)  # an audit has read it on the current stream
-            param.resident = None
+            if param.secondary is not None:
+                self.runtime.lanes.used(param.secondary)  # an audit has read it on the current stream
+            param.secondary = None
         self._gathers.cache_clear()
         self.note_edit()
 
     # ---- refresh -------------------------------------------------------------------------------------------------
 
     def refresh(self, needed: Iterable[Parameter] | None = None) -> None:
-        """Starts to rebuild stale resident copies: all, or the copies in ``needed`` and a few more.
+        """Starts to rebuild stale secondary partitions: all, or the copies in ``needed`` and a few more.
 
         Buckets of a route start in the order of keys, which is mostly the order of forward. Few run ahead of `unshard`, since
         each one uses two buffers of its message's size.
@@ -216,14 +216,14 @@ class Weights:
         plan = params[0].route.plan
         if plan.whole_copies:
             for param, whole in zip(params, refreshed):
-                param.resident = whole
+                param.secondary = whole
             return
-        rows, codec = plan.resident_rows, Codec.from_config(plan.resident_codec)
+        rows, codec = plan.secondary_rows, Codec.from_config(plan.secondary_codec)
         sizes = [codec.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
         payloads = refreshed.new_empty(refreshed.numel()).split([rows * size for size in sizes])
         for param, payload, records in zip(params, payloads, refreshed.view(rows, -1).split(sizes, dim=1)):
             payload.view(rows, -1).copy_(records)
-            param.resident = payload
+            param.secondary = payload
 
     # ---- differences ---------------------------------------------------------------------------------------------
 
@@ -248,9 +248,9 @@ class Weights:
         return self._copy(param)[plan.rank if plan.whole_copies else plan.rank_row]
 
     def _copy(self, param: Parameter) -> torch.Tensor:
-        """A view of the resident copy in the weights' dtype, ``[rows, chunk]``: all shards, or the shards of a payload."""
-        plan, copy = param.route.plan, _resident(param)
-        rows = plan.resident_rows
+        """A view of the secondary partition in the weights' dtype, ``[rows, chunk]``: all shards, or the shards of a payload."""
+        plan, copy = param.route.plan, _secondary(param)
+        rows = plan.secondary_rows
         if plan.whole_copies:
             return copy.view(rows, param.chunk)
         record = PLAIN.format.record_bytes(param.chunk, param.dtype.itemsize) // param.dtype.itemsize
@@ -295,8 +295,8 @@ class Weights:
         self.refresh(params)
 
     def _payloads(self, params: Sequence[Parameter], *_: Any) -> torch.Tensor:
-        """Returns one message of resident payloads: a view if they are adjacent in memory, else a joined copy."""
-        payloads: list[Any] = [param.resident for param in params]  # set by refreshes
+        """Returns one message of secondary partitions: a view if they are adjacent in memory, else a joined copy."""
+        payloads: list[Any] = [param.secondary for param in params]  # set by refreshes
         first = payloads[0]
         memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
         end = start
@@ -306,7 +306,7 @@ class Weights:
                 # A step moves only trained payloads again. In a mixed set, the others would keep both places.
                 if len({param.trained for param in params}) == 1:
                     for param, part in zip(params, joined.split([one.numel() for one in payloads])):
-                        param.resident = part
+                        param.secondary = part
                 return joined
             end += payload.numel()
         return first.as_strided((end - start,), (1,))
@@ -314,11 +314,11 @@ class Weights:
     # ---- for audits ----------------------------------------------------------------------------------------------
 
     def up_to_date(self) -> list[Parameter]:
-        """Returns the parameters whose resident copies are up to date, the same on all ranks."""
+        """Returns the parameters whose secondary partitions are up to date, the same on all ranks."""
         found = [param for param in self.parameters.values() if param.key not in self._stale and param.numel]
         for chain in _chains(found):
             chain.wait()
-        return [param for param in found if param.resident is not None]
+        return [param for param in found if param.secondary is not None]
 
     def primary_shard(self, param: Parameter) -> torch.Tensor:
         """Returns this rank's shard of a parameter, flat, without padding."""
@@ -330,10 +330,10 @@ class Weights:
         False if the bytes depend on more than the shard: on earlier steps with differences, on the message with stochastic
         rounding.
         """
-        plan, copy, chunks = param.route.plan, _resident(param), (param.chunk,)
+        plan, copy, chunks = param.route.plan, _secondary(param), (param.chunk,)
         codecs = [hop.codec for hop in plan.refresh_hops()]
         if not plan.whole_copies:
-            codecs.append(plan.resident_codec)
+            codecs.append(plan.secondary_codec)
         if plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
             return torch.zeros((), dtype=torch.bool, device=copy.device)
         fresh = Codec.from_config(codecs[0]).encode([self.primary_shard(param)], chunks)
@@ -345,7 +345,7 @@ class Weights:
             (fresh,) = Codec.from_config(codecs[-1]).decode(fresh, chunks, dtype=param.dtype)
             held = copy.view(-1, param.chunk)[plan.rank]
         else:
-            held = copy.view(plan.resident_rows, -1)[plan.rank_row]
+            held = copy.view(plan.secondary_rows, -1)[plan.rank_row]
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
 
 
@@ -362,9 +362,9 @@ def _bound(runtime: Runtime, program: Program, params: list[Parameter]) -> Bound
     return runtime.bind(program, bucket_of(params, params[0].dtype, "weights"))
 
 
-def _resident(param: Parameter) -> torch.Tensor:
-    assert param.resident is not None, "a refresh has made it"
-    return param.resident
+def _secondary(param: Parameter) -> torch.Tensor:
+    assert param.secondary is not None, "a refresh has made it"
+    return param.secondary
 
 
 def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
@@ -375,7 +375,7 @@ def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
 def _wait_whole(params: Sequence[Parameter], into: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:
     for chain in _chains(params):
         chain.wait()
-    wholes, targets = [_resident(param) for param in params], _targets(params, into)
+    wholes, targets = [_secondary(param) for param in params], _targets(params, into)
     return wholes if targets is None else [target.copy_(whole) for target, whole in zip(targets, wholes)]
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 with hzero: gathers from resident weights, and gradients that cross nodes once per optimizer step."""
+"""FSDP2 with hzero: gathers from secondary partitions, and gradients that cross nodes once per optimizer step."""
 
 from __future__ import annotations
 
@@ -586,7 +586,7 @@ class FsdpState(Engine):
         return {"primary weights": primary, **super().memory(), "optimizer": sum(one.nbytes for one in local)}
 
     def close(self) -> None:
-        """Completes sums, restores FSDP2's collectives, and frees resident weights. Call it on all ranks."""
+        """Completes sums, restores FSDP2's collectives, and frees secondary partitions. Call it on all ranks."""
         if not self._hooks:
             return
         try:

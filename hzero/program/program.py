@@ -356,11 +356,11 @@ class StagePrograms:
     """The programs of the stage for a bucket. Programs that a plan does not need have no steps.
 
     Attributes:
-        refresh: From primary shards to resident copies, as payloads or decoded.
+        refresh: From primary shards to secondary partitions, as payloads or decoded.
         uncoded: The refresh without codecs, if other refreshes send differences.
-        difference: From the message with a difference of primary shards to the resident copy, to which it is added.
-        unshard: To whole weights, from resident payloads or, without copies, from primary shards.
-        micro: Reduction of gradients in every micro-step.
+        difference: From the message with a difference of primary shards to the secondary partition, to which it is added.
+        unshard: To whole weights, from secondary partitions or, without copies, from primary shards.
+        micro: Reduction of gradients in every micro-batch.
         boundary: Reduction of gradients once per step, without the outermost tier.
         outermost: Reduction over the outermost tier, of one or more buckets, since its peers have the smallest parts.
     """
@@ -378,13 +378,13 @@ class StagePrograms:
         """The programs of a shard plan."""
         refresh = uncoded = difference = unshard = Program(())
         if hops := plan.refresh_hops():
-            kept = None if plan.whole_copies else plan.resident_codec
+            kept = None if plan.whole_copies else plan.secondary_codec
             refresh = gather_program(plan, hops, result=kept)
             uncoded = gather_program(plan, plain(hops), result=kept)
             message = gather_program(plan, hops, held=hops[0].codec, result=hops[-1].codec)
-            order = Order.of_hops(plan) if plan.whole_copies else Order.of_rows(plan.resident_rows)
-            difference = Program((*message.steps, Decode(hops[-1].codec, order, plan.resident_rows, add=True)))
-            unshard = gather_program(plan, plan.unshard_hops(), held=plan.resident_codec, rows=plan.resident_rows)
+            order = Order.of_hops(plan) if plan.whole_copies else Order.of_rows(plan.secondary_rows)
+            difference = Program((*message.steps, Decode(hops[-1].codec, order, plan.secondary_rows, add=True)))
+            unshard = gather_program(plan, plan.unshard_hops(), held=plan.secondary_codec, rows=plan.secondary_rows)
         elif hops := plan.gather_hops():
             unshard = gather_program(plan, hops)
         micro, (*inner, last) = plan.micro_hops(), plan.boundary_hops() or (None,)

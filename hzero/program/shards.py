@@ -67,14 +67,15 @@ class ShardPlan:
     match a pattern may have other scopes, and then another plan (`plans_of`).
 
     Weights move inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope. Each rank keeps the
-    `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only the tiers inside
+    `secondary_rows` shards that it received, as a payload. Every forward and backward of a module crosses only the tiers inside
     the scope, by `unshard_hops`. If the scope is the device, there are none: the payload is complete, or kept decoded
-    (`whole_copies`). Gradients move outwards. In every micro-step `micro_hops` cross the tiers inside the gradients' scope and
+    (`whole_copies`). Gradients move outwards. In every micro-batch `micro_hops` cross the tiers inside the gradients' scope and
     leave `gradient_rows` shards per rank to accumulate. Once per step `boundary_hops` cross the other tiers. A tier of size 1
     has no hop.
 
-    A rank keeps 1/(ranks of the scope) of the weights and of the gradient accumulators. So a smaller scope needs more memory,
-    and crosses outer tiers less often. `hzero.tools.plan.memory` and `hzero.tools.plan.collectives` compute both from the plan.
+    A rank keeps 1/(ranks of the scope) of the weights and of the gradient accumulation buffers. So a smaller scope needs more
+    memory, and crosses outer tiers less often. `hzero.tools.plan.memory` and `hzero.tools.plan.collectives` compute both from
+    the plan.
 
     The plan is only arithmetic on the grid. It makes no process group and no tensor, chooses nothing at run time, and costs the
     same for 8 ranks and for 75,264.
@@ -87,7 +88,7 @@ class ShardPlan:
         >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
         >>> [list(plan.tier_group(tier)) for tier in ("intra_package", "intra_node", "inter_node")]
         [[4, 5], [5, 7], [1, 5]]
-        >>> [hop.tier for hop in plan.refresh_hops()], plan.resident_rows, [hop.tier for hop in plan.unshard_hops()]
+        >>> [hop.tier for hop in plan.refresh_hops()], plan.secondary_rows, [hop.tier for hop in plan.unshard_hops()]
         (['inter_node', 'intra_node'], 4, ['intra_package'])
         >>> [hop.tier for hop in plan.micro_hops()], plan.gradient_rows, [hop.tier for hop in plan.boundary_hops()]
         (['intra_package', 'intra_node'], 2, ['inter_node'])
@@ -107,7 +108,7 @@ class ShardPlan:
         boundary_message_bytes: Minimum bytes of a peer's part in a message of the outermost tier at the boundary.
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message carries a checksum.
-        whole_copies: Whether resident copies are whole weights in their own type instead of payloads.
+        whole_copies: Whether secondary partitions are whole weights in their own type instead of payloads.
         differences: Steps between two refreshes of whole weights, if the refreshes in between send differences; else 0.
         exceptions: Patterns of parameters' names with their codecs; see `plans_of`.
         scoped: Patterns of parameters' names with the plans of their scopes.
@@ -348,11 +349,11 @@ class ShardPlan:
         return self._hops("weights", TIERS[::-1])
 
     def refresh_hops(self) -> tuple[Hop, ...]:
-        """Hops from primary shards to resident payloads: once per step. Empty if weights are sharded over the world."""
+        """Hops from primary shards to secondary partitions: once per step. Empty if weights are sharded over the world."""
         return self._hops("weights", tiers_outside(self.weights_scope)[::-1])
 
     def unshard_hops(self) -> tuple[Hop, ...]:
-        """Hops from resident payloads, or over the world from primary shards, to whole weights, at every use."""
+        """Hops from secondary partitions, or over the world from primary shards, to whole weights, at every use."""
         return self._hops("weights", tiers_inside(self.weights_scope)[::-1])
 
     def reduce_hops(self) -> tuple[Hop, ...]:
@@ -360,7 +361,7 @@ class ShardPlan:
         return self._hops("gradients", TIERS)
 
     def micro_hops(self) -> tuple[Hop, ...]:
-        """Hops of every micro-step."""
+        """Hops of every micro-batch."""
         return self._hops("gradients", tiers_inside(self.gradients_scope))
 
     def boundary_hops(self) -> tuple[Hop, ...]:
@@ -369,12 +370,12 @@ class ShardPlan:
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether the rank keeps resident copies: the world is larger than the weights' scope."""
+        """Whether the rank keeps secondary partitions: the world is larger than the weights' scope."""
         return bool(self.refresh_hops())
 
     @property
-    def resident_codec(self) -> CodecConfig:
-        """The codec of resident payloads: the codec of the first unshard hop, or else of the last refresh hop.
+    def secondary_codec(self) -> CodecConfig:
+        """The codec of secondary partitions: the codec of the first unshard hop, or else of the last refresh hop.
 
         If the refresh sends differences, which are added to the payload, it is codec ``none`` (`PLAIN`).
         """
@@ -385,7 +386,7 @@ class ShardPlan:
 
     @property
     def rank_row(self) -> int:
-        """Row of this rank's shard among its `resident_rows`."""
+        """Row of this rank's shard among its `secondary_rows`."""
         place, row = self.grid.coordinates(self.rank), 0
         for hop in self.refresh_hops()[::-1]:
             row = row * hop.size + getattr(place, hop.tier)
@@ -393,7 +394,7 @@ class ShardPlan:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait in accumulators for the boundary."""
+        """Whether gradients wait in gradient accumulation buffers for the boundary."""
         return self.gradients_scope != "world"
 
     def refresh_numel(self, bucket_numel: int, itemsize: int) -> int:
@@ -413,13 +414,13 @@ class ShardPlan:
         return bucket_numel + (math.ceil(least) if least > bucket_numel else 0)
 
     @property
-    def resident_rows(self) -> int:
-        """Shards of every parameter in this rank's resident payload."""
+    def secondary_rows(self) -> int:
+        """Shards of every parameter in this rank's secondary partition."""
         return self.grid.world_size // self.grid.scope_size(self.weights_scope)
 
     @property
     def gradient_rows(self) -> int:
-        """Shards of every parameter in this rank's accumulators."""
+        """Shards of every parameter in this rank's gradient accumulation buffers."""
         return self.grid.world_size // self.grid.scope_size(self.gradients_scope)
 
     def tier_group(self, tier: Tier) -> Sequence[int]:

@@ -123,7 +123,7 @@ class TrainBlock(Frozen):
 
     steps: Positive
     micro_batch: int = Field(ge=1, le=1_000_000)
-    grad_accumulation: int = Field(ge=1, le=10_000)  # `hzero plan` simulates every micro-step
+    grad_accumulation: int = Field(ge=1, le=10_000)  # `hzero plan` simulates every micro-batch
     lr: Rate
     warmup_steps: Count
     weight_decay: Rate

@@ -36,7 +36,7 @@ def test_bytes_of_hzero_are_the_plans() -> None:
     assert found["topo", "gloo"]["inter_node"] == pytest.approx(2 * m / 2 * (0.5 + 0.25) * (1 + 2 / 128), rel=0.02)
     # hzero reduces in its own way: nothing goes twice.
     assert all(found[name, "gloo"] == found[name, "ring"] for name in ("topo", "lossless"))
-    # Without codec, in the package: weights twice a micro-step, gradients once.
+    # Without codec, in the package: weights twice a micro-batch, gradients once.
     assert found["lossless", "gloo"]["intra_package"] == 8 * m / 2 * (4 + 2)
     fewer = step_bytes(CATALOG["lossless"], cluster, numels, reduce_scatter="ring", fetches=1.5, **keywords)
     assert (

@@ -23,7 +23,7 @@ PLAN = {
 }
 #: Rows of the plan's memory, of which a run has the first two.
 STATES = [
-    {"name": "resident weights", "bytes": 5_100_000_000},
+    {"name": "secondary partition", "bytes": 5_100_000_000},
     {"name": "optimizer", "bytes": 7_600_000_000},
     {"name": "activations", "bytes": 800_000_000},
 ]

@@ -83,7 +83,7 @@ def check_the_hook_with_codec_none_is_ddp() -> None:
                 assert got.dtype == dtype
                 torch.testing.assert_close(got, want, rtol=16 * unit, atol=16 * unit * largest)
             entries = state.communicator.wire_log.entries()
-            # One bucket in the first step, more in the second, each summed and spread; micro-steps under no_sync send nothing.
+            # One bucket in the first step, more in the second, each summed and spread; micro-batches under no_sync send nothing.
             hops = {entry.tier: entry.hops for entry in entries}
             assert set(hops.values()) == {2 * (1 + len(state._layouts))} and len(state._layouts) > 1, hops
 

@@ -85,7 +85,7 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
     sums = [torch.ones(plan.gradient_rows * chunk) for chunk in CHUNKS]
     held = shards
     if plan.keeps_copies:
-        size = plan.resident_codec.format.message_bytes(CHUNKS, plan.resident_rows, 2)
+        size = plan.secondary_codec.format.message_bytes(CHUNKS, plan.secondary_rows, 2)
         held = torch.zeros(size, dtype=torch.uint8)
     runs = {
         "refresh": (programs.refresh if plan.keeps_copies else None, shards),

@@ -1,4 +1,4 @@
-"""The audit of resident weights and codecs. Run by test_stage.py on 4 ranks."""
+"""The audit of secondary partitions and codecs. Run by test_stage.py on 4 ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _engine(preset: str, **block: Any) -> Any:
 
 
 def check_an_audit_changes_nothing_and_has_no_complaint() -> None:
-    """Losses keep every bit and the wire log every byte, with all forms of resident weights."""
+    """Losses keep every bit and the wire log every byte, with all forms of secondary partitions."""
     blocks: tuple[tuple[str, dict[str, Any]], ...] = (
         ("replica", {"error_feedback": ["inter_node"]}),
         ("replica", {"resident": "payload", "checksum": True, "refresh_differences": True}),
@@ -76,12 +76,12 @@ def check_ratios_are_those_of_what_forward_reads() -> None:
 
 
 def _spoil(engine: Any, name: str, row: int = 0) -> None:
-    """Changes one bit of a resident copy on this rank: in the row of its own shard, or ``row`` rows before."""
+    """Changes one bit of a secondary partition on this rank: in the row of its own shard, or ``row`` rows before."""
     own = hzero.state(engine).weights
-    (kept,) = (param.resident for param in own.up_to_date() if param.name == name)
+    (kept,) = (param.secondary for param in own.up_to_date() if param.name == name)
     plan = own.plan
     place = plan.rank if plan.whole_copies else plan.rank_row
-    kept.view(plan.resident_rows, -1).view(torch.uint8)[place - row, 0] ^= 1
+    kept.view(plan.secondary_rows, -1).view(torch.uint8)[place - row, 0] ^= 1
 
 
 def check_a_stale_weight_ends_training_by_its_name() -> None:
@@ -97,7 +97,9 @@ def check_a_stale_weight_ends_training_by_its_name() -> None:
         with pytest.raises(hzero.StaleWeightsError) as caught:
             engine.step()
         text = str(caught.value)
-        assert "guard before step 2 of this engine: the resident copies of 1 of 10 weights are not what" in text, text
+        assert "guard before step 2 of this engine: the secondary partitions of 1 of 10 weights are not what" in text, (
+            text
+        )
         assert "owners hold: up.weight. Something" in text, text
         assert caught.value.reported_elsewhere == (dist.get_rank() != 0)
         engine.destroy()

@@ -111,7 +111,7 @@ def check_an_evaluation_in_inference_mode_may_start_a_refresh() -> None:
 
 
 def check_an_edit_that_nobody_is_told_of_is_gone() -> None:
-    """As in stock. A parameter that is kept whole between steps must not let it into the resident copy."""
+    """As in stock. A parameter that is kept whole between steps must not let it into the secondary partition."""
     for preset in ("zero1", "lossless"):
         zero = {"stage": 3, "stage3_param_persistence_threshold": 10**6}
         engine = engine_of(ds_config(block_of(preset), zero_optimization=zero))

@@ -25,7 +25,7 @@ from tests.deepspeed.training import (
 )
 from tests.rank_main import same_on_all_ranks
 
-STEPS = {1: 4, 3: 3}  # optimizer steps, by micro-steps per step
+STEPS = {1: 4, 3: 3}  # optimizer steps, by micro-batches per step
 #: Machines of more tiers: two groups of two nodes of two packages; two groups of one node of 2 x 2 devices; two clusters of
 #: one node with two hives of two packages.
 MORE_TIERS: dict[int, list[dict[str, int]]] = {
@@ -36,7 +36,7 @@ MORE_TIERS: dict[int, list[dict[str, int]]] = {
     ],
     6: [],
 }
-#: Whether the lattice is compared cell by cell on every machine, with 1 and 3 micro-steps; that takes minutes.
+#: Whether the lattice is compared cell by cell on every machine, with 1 and 3 micro-batches; that takes minutes.
 FULL = os.environ.get("HZERO_LATTICE") == "full"
 PACKAGE = {"weights": "package", "gradients": "package"}
 #: Scopes of the presets lossless, zero3 and hpz.

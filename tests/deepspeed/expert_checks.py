@@ -130,7 +130,7 @@ def check_tokens_go_to_experts_in_the_codec_of_their_tier() -> None:
     assert len(layers) == LAYERS
     (entry,) = [entry for entry in hzero.state(engine).wire_log.entries() if entry.role == "expert"]
     assert (entry.tier, entry.codec) == ("intra_package", "int8")
-    # There and back, forward and backward, in every layer and micro-step.
+    # There and back, forward and backward, in every layer and micro-batch.
     assert entry.hops == 4 * LAYERS * 2 * STEPS
     rows, rest = divmod(entry.raw_bytes, HIDDEN * 4)
     assert rows > 0 and rest == 0

@@ -40,7 +40,7 @@ from tests.deepspeed.training import (
 
 
 class _Sometimes(torch.nn.Module):
-    """A layer used in some micro-steps and steps only, and one that is never used."""
+    """A layer used in some micro-batches and steps only, and one that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         again = [
             e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "inter_node")
         ]
-        assert node == again, "a skipped step must leave the resident payloads valid"
+        assert node == again, "a skipped step must leave the secondary partitions valid"
         losses = train(engine, 16, first=2)
         assert not engine.optimizer.overflow and losses[-1] < losses[0]
         engine.destroy()
@@ -263,7 +263,7 @@ def check_without_a_guard_training_goes_on_as_in_stock() -> None:
 
 
 def check_a_step_before_the_boundary_takes_what_has_come() -> None:
-    """The optimizer's own ``step``, after the first of two micro-steps: as in stock, where shards have been delivered."""
+    """The optimizer's own ``step``, after the first of two micro-batches: as in stock, where shards have been delivered."""
     masters = []
     for block in (None, block_of("lossless")):
         engine = engine_of(ds_config(block, 2))

@@ -72,7 +72,7 @@ def check_losses_norms_and_checkpoints_are_stocks() -> str:
 
 
 def check_a_gradient_of_an_early_micro_step_reaches_an_optimizer_on_the_host() -> None:
-    """Stock moves to the host only what the last micro-step of a window delivers."""
+    """Stock moves to the host only what the last micro-batch of a window delivers."""
     for preset in ("zero3", "lossless"):
         runs = []
         for changes in ({}, OFFLOAD):
@@ -88,7 +88,7 @@ def check_a_gradient_of_an_early_micro_step_reaches_an_optimizer_on_the_host() -
 
 
 class _Alternating(torch.nn.Module):
-    """Two layers, of which each micro-step uses one."""
+    """Two layers, of which each micro-batch uses one."""
 
     def __init__(self) -> None:
         super().__init__()

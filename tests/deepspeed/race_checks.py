@@ -88,12 +88,12 @@ _GROUPS = {
 
 
 def _shared_boundary_messages() -> Any:
-    """Sums of several buckets wait between the nodes of a group and the groups; without accumulators too."""
+    """Sums of several buckets wait between the nodes of a group and the groups; without gradient accumulation buffers too."""
     return _steps("topo", 1, **_GROUPS)
 
 
 def _scopes_of_one_device() -> Any:
-    """No hop fetches weights or reduces the gradients of a micro-step."""
+    """No hop fetches weights or reduces the gradients of a micro-batch."""
     topology = {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1}
     scopes = {"weights": "package", "gradients": "package"}
     return _steps("topo", topology=topology, shard=scopes)
@@ -151,7 +151,7 @@ def _kept_whole_in_bf16() -> Any:
 
 
 def _read_between_micro_steps() -> Any:
-    """Without accumulators: a micro-step ends while its reductions are under way, and a reader wants their shards."""
+    """A micro-batch ends while its reductions are in flight, and a reader wants their shards."""
     engine = _engine("zeropp", 3)
     for step in range(2):
         for micro in range(3):
@@ -224,7 +224,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "load and offload": _load_and_offload,
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,
-    "a reader between micro-steps": _read_between_micro_steps,
+    "a reader between micro-batches": _read_between_micro_steps,
     "without optimizer": _without_optimizer,
     "without a stage": _without_a_stage,
     "beside tensor groups": _beside_tensor_groups,

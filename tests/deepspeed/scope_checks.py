@@ -153,4 +153,4 @@ def _assert_planned(engine: Any, accumulation: int, step: int, losses: list[floa
     measured = state.memory(engine.optimizer)
     states = held_states(state.plan, numels, 4, accumulation, names)
     assert {name: measured[name] for name in states} == {name: one.bytes for name, one in states.items()}
-    assert bool(measured["gradient accumulators"]) == (accumulation > 1)
+    assert bool(measured["gradient accumulation buffers"]) == (accumulation > 1)

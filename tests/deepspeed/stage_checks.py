@@ -406,9 +406,9 @@ def check_memory_is_what_the_plan_says() -> None:
         measured = state.memory(engine.optimizer)
         numels = [p.ds_numel for p in engine.module.parameters()]
         planned = {name: one.bytes for name, one in held_states(state.plan, numels, 4, 2).items()}
-        assert measured["resident weights"] == planned["resident weights"] > 0, preset
+        assert measured["secondary partition"] == planned["secondary partition"] > 0, preset
         trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
         planned = {name: one.bytes for name, one in held_states(state.plan, trainable, 4, 2).items()}
-        assert measured["gradient accumulators"] == planned["gradient accumulators"] > 0, preset
+        assert measured["gradient accumulation buffers"] == planned["gradient accumulation buffers"] > 0, preset
         assert measured["error feedback"] == planned["error feedback"]
         engine.destroy()

@@ -59,7 +59,7 @@ def check_early_gradient_readers_are_told() -> None:
 
 
 def check_reductions_go_on_behind_the_next_forward() -> None:
-    """Without accumulators nothing waits at a micro-step's end. Reads, steps and restarts in between lose nothing."""
+    """Nothing waits at a micro-batch's end. Reads, steps and restarts in between lose nothing."""
     for preset, managed in (("zero3", True), ("zero3", False), ("zeropp", False)):
         config = ds_config(block_of(preset), 3, gradient_clipping=0.0, managed_gradient_accumulation=managed)
         engine, reference = engine_of(config), AwkwardNet()
@@ -153,17 +153,17 @@ def check_a_reduction_that_fails_gives_up_the_window() -> None:
     engine.backward(engine(batch(0, 0)))
 
     def failing(*_: Any) -> None:
-        raise HopError("a hop of the first micro-step")
+        raise HopError("a hop of the first micro-batch")
 
     gradients._reducing[0] = (gradients._reducing[0][0], failing, 0)
-    with pytest.raises(HopError, match="first micro-step"):
+    with pytest.raises(HopError, match="first micro-batch"):
         safe_get_full_grad(engine.module.up.weight)
     _assert_given_up(engine, HopError)
     engine.destroy()
 
 
 def check_reductions_under_way_leave_newer_gradients_alone() -> None:
-    """A micro-step, then several backwards with one reduction and a reader in between, in one window."""
+    """A micro-batch, then several backwards with one reduction and a reader in between, in one window."""
     for preset in ("zero3", "hpz", "lossless"):
         zero = {"stage": 3, "reduce_bucket_size": 300}
         config = ds_config(block_of(preset), 2, gradient_clipping=0.0, zero_optimization=zero)
@@ -185,7 +185,7 @@ def check_reductions_under_way_leave_newer_gradients_alone() -> None:
 def check_sums_of_a_window_have_the_right_bits() -> None:
     """In bfloat16, with buckets smaller than a parameter. All ranks have the same batches, so sums over ranks are exact.
 
-    Partial sums are float32 and rounded once. DeepSpeed rounds each sum of two micro-steps, as does one reduction of several
+    Partial sums are float32 and rounded once. DeepSpeed rounds each sum of two micro-batches, as does one reduction of several
     backwards.
     """
     changes: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "reduce_bucket_size": 300}}

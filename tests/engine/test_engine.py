@@ -100,7 +100,7 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
         one.set(1)
         one.weights.note_step(one.params)
         into = {key: torch.full((chunk_numel(numel, WORLD) * WORLD,), math.nan) for key, numel in enumerate(NUMELS)}
-        copies = [param.resident for param in one.params if param.resident is not None]
+        copies = [param.secondary for param in one.params if param.secondary is not None]
         sums = [delivered[key] for key in sorted(delivered)]
         return [*first, *one.read(into)], sums, sum(copy.nbytes for copy in copies)
 

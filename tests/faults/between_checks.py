@@ -181,7 +181,7 @@ def check_zero_grad_after_an_exception_in_backward_begins_anew() -> None:
 
 
 def check_evaluations_in_inference_mode_change_nothing() -> None:
-    """Between steps and inside them; in presets, too, whose forward reads resident weights as they are, or primary shards."""
+    """Between steps and inside them; in presets, too, whose forward reads secondary partitions as they are, or primary shards."""
 
     def losses(preset: str | None, kept: int, exact: bool, training: bool) -> list[float]:
         engine = _engine(preset, 2, kept=kept, block={"exact_evaluation": exact})

@@ -20,7 +20,7 @@ def _example(engine: Any) -> torch.Tensor:
 
 
 def _trained(block: dict[str, Any], **changes: Any) -> Any:
-    """An engine after two steps of two micro-steps."""
+    """An engine after two steps of two micro-batches."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 98), torch.nn.GELU(), torch.nn.Linear(98, 17))
     optimizer = {"params": {"lr": 1e-5, "torch_adam": True}}

@@ -37,7 +37,7 @@ def test_errors_are_those_of_the_script(ended: subprocess.CompletedProcess[str])
     """A rank that waits for one that has ended names it, and its error, also if that one has served the store."""
     assert ended.stderr.count("ValueError: on all ranks") == 2, ended.stderr
     for rank, kind in enumerate(("ConfigError", "ValueError")):
-        told = f"after step 1, micro-step 1), which has ended with {kind}: on rank {rank} ("
+        told = f"after step 1, micro-batch 1), which has ended with {kind}: on rank {rank} ("
         (line,) = [line for line in ended.stderr.splitlines() if told in line]
         assert f"waited for rank {rank} (host " in line, line
     assert "frozen or gone" not in ended.stderr and "terminate called" not in ended.stderr, ended.stderr

@@ -218,8 +218,8 @@ def apply(model: Net, case: Case, block: dict[str, Any]) -> FsdpState:
 def spoil(state: FsdpState, name: str) -> None:
     """Changes the copies of a module's weights, as a fault of hzero would."""
     for param in state.weights.parameters.values():
-        if name in param.name and param.resident is not None:
-            param.resident.view(-1).view(torch.uint8)[:64] ^= 255
+        if name in param.name and param.secondary is not None:
+            param.secondary.view(-1).view(torch.uint8)[:64] ^= 255
 
 
 def train(

@@ -66,7 +66,7 @@ def check_writes_outside_of_steps_are_read() -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1.0)
-        model(torch.zeros(1, 4, dtype=torch.int64))  # makes resident copies of what is spoilt
+        model(torch.zeros(1, 4, dtype=torch.int64))  # makes secondary partitions of what is spoilt
         # This moves no counter of the parameters.
         dcp.load({"model": model.state_dict()}, checkpoint_id=path, process_group=group)
 

@@ -252,7 +252,7 @@ def _exact_gradients(what: Case) -> list[torch.nn.Parameter]:
 
 
 def check_all_ranks_hold_the_same_bits() -> None:
-    """Under every codec of resident weights and of sums."""
+    """Under every codec of secondary partitions and of sums."""
     for codec in (*FIXED, AT_RANDOM):
         assert_same_bits(codec)
     assert_same_bits("int8", refresh_differences=True)
@@ -285,7 +285,7 @@ def check_training_with_codecs_stays_near_the_exact_one() -> None:
     assert wanted.losses[-1] < wanted.losses[0]
     assert found.state is not None
     memory = found.state.memory(optimizer_of("sgd", torch.nn.Linear(1, 1)))
-    assert memory["resident weights"] > 0 and memory["gradient accumulators"] > 0
+    assert memory["secondary partition"] > 0 and memory["gradient accumulation buffers"] > 0
     found.state.close()
 
 

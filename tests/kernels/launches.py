@@ -1,4 +1,4 @@
-"""Counts what a rank starts on its device for one layer in a micro-step: kernels of codecs, and torch's operators on data.
+"""Counts what a rank starts on its device for one layer in a micro-batch: kernels of codecs, and torch's operators on data.
 
     python -m tests.kernels.launches [--width 256] [PRESET ...]
 
@@ -96,7 +96,7 @@ def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[s
     held: Any = shards
     if plan.keeps_copies:
         held = torch.zeros(
-            plan.resident_codec.format.message_bytes(chunks, plan.resident_rows, dtype.itemsize), dtype=torch.uint8
+            plan.secondary_codec.format.message_bytes(chunks, plan.secondary_rows, dtype.itemsize), dtype=torch.uint8
         )
     runs: dict[str, tuple[Program, str, Any]] = {
         "gather": (programs.unshard, "weights", held),
@@ -132,7 +132,7 @@ def main() -> None:
         found = {name: started.total() for name, started in runs.items()}
         micro = 2 * found["gather"] + found["micro"]
         step = found["refresh"] + found["boundary"] + found["outermost"]
-        print(f"{preset:10} {micro:4} launches per layer and micro-step, {step:4} more per step: {found}")
+        print(f"{preset:10} {micro:4} launches per layer and micro-batch, {step:4} more per step: {found}")
         print(f"{'':10} page faults: {faults}; a layer has {2 * sum(numels_of(arguments.width)) // 4096:,} pages")
 
 

@@ -119,7 +119,7 @@ def check_other_architectures_give_stocks_losses_and_norms() -> str:
 
 
 def check_experts_over_the_world_give_stocks_losses_in_less_memory() -> str:
-    """The rest over the package. Measured bytes of resident weights and accumulators are the planned ones."""
+    """The rest over the package. Measured bytes of weights and gradient sums are the planned ones."""
     if not ALL:
         pytest.skip("takes long: HZERO_TESTS=all runs it")
     rows = [
@@ -136,14 +136,14 @@ def check_experts_over_the_world_give_stocks_losses_in_less_memory() -> str:
                 list[float](),
             )
             got = train(engine, STEPS, micros, norms=found, loss_of=_loss_of)
-            assert_losses(got, losses, 1e-6, f"{name}, experts over the {scope}, {micros} micro-steps: losses")
-            assert_losses(found, norms, 1e-6, f"{name}, experts over the {scope}, {micros} micro-steps: norms")
+            assert_losses(got, losses, 1e-6, f"{name}, experts over the {scope}, {micros} micro-batches: losses")
+            assert_losses(found, norms, 1e-6, f"{name}, experts over the {scope}, {micros} micro-batches: norms")
             state, params = hzero.state(engine), dict(engine.module.named_parameters())
             state.settle()
             measured, numels = state.memory(engine.optimizer), [param.ds_numel for param in params.values()]
             planned = held_states(state.plan, numels, 4, micros, [(one,) for one in params])
             cells = ""
-            for what, width in (("resident weights", 10), ("gradient accumulators", 8)):
+            for what, width in (("secondary partition", 10), ("gradient accumulation buffers", 8)):
                 assert measured[what] == planned[what].bytes, (name, scope, micros, what)
                 cells += f"{measured[what]:{width},}{planned[what].bytes:9,}"
             worst = [max(abs(a - b) / abs(b) for a, b in zip(*pair)) for pair in ((got, losses), (found, norms))]

@@ -222,7 +222,7 @@ def test_buckets_with_small_parts_share_a_message_of_the_outermost_tier() -> Non
     assert 4.0 / (1 + 2 / 128) + 6 < (states[1].bytes - states[0].bytes) / part < 12
     assert "the sums of" in states[1].what
     accumulated = footprint(_preset("topo", grid), grid, replace(job, accumulation=2)).states["transient reduce"]
-    assert accumulated.bytes < states[1].bytes, "accumulators have the sums"
+    assert accumulated.bytes < states[1].bytes, "gradient accumulation buffers have the sums"
 
 
 # ---- profiles -----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def _text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_plan_shows_bytes_memory_times_and_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     text = _text(capsys, *FRONTIER, "nodes=48")
-    for expected in ("384 devices", "resident weights", "nominal rates, not measured", "ZeRO++", "predicted step"):
+    for expected in ("384 devices", "secondary partition", "nominal rates, not measured", "ZeRO++", "predicted step"):
         assert expected in text, expected
     assert all(f"│ {preset} " in text for preset in PRESETS)
     result = _json(capsys, "topology=frontier", "nodes=2", "accumulation=4", "preset=mild")
@@ -138,8 +138,8 @@ def test_scopes_and_codecs_by_pattern_count(capsys: pytest.CaptureFixture[str], 
     scoped = _json(capsys, *keys, "accumulation=3", "zero.shard.except={*experts*: {weights: world}}")
     experts = 6 * 4 * 3 * 64 * 160  # their shards need no padding
     before, after = ({state["name"]: state["bytes"] for state in plan["memory"]} for plan in (one, scoped))
-    assert before["resident weights"] - after["resident weights"] == experts * 2 // 2, "2 bytes, over a package"
-    assert before["gradient accumulators"] == after["gradient accumulators"]
+    assert before["secondary partition"] - after["secondary partition"] == experts * 2 // 2, "2 bytes, over a package"
+    assert before["gradient accumulation buffers"] == after["gradient accumulation buffers"]
     assert scoped["memory_bytes"] == scoped["schemes"]["lossless"]["memory_bytes"] < one["memory_bytes"]
 
     def received(plan: dict[str, Any], role: str) -> int:
@@ -337,8 +337,8 @@ def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
     )
     assert {tier for role, tier in after if role == "expert"} == {"intra_package", "intra_node"}
     kept, fewer = ({state["name"]: state["bytes"] for state in plan["memory"]} for plan in (one, divided))
-    assert fewer["resident weights"] < kept["resident weights"]
-    assert fewer["gradient accumulators"] == kept["gradient accumulators"]
+    assert fewer["secondary partition"] < kept["secondary partition"]
+    assert fewer["gradient accumulation buffers"] == kept["gradient accumulation buffers"]
     assert main(["plan", "--tune", *keys[:4], experts[-1]]) == 2
     assert "deepspeed.expert_parallel.enabled: found True with --tune" in capsys.readouterr().err
     assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 3}"]) == 2

@@ -94,7 +94,7 @@ def test_hops_cover_every_tier_once(grid: Grid, data: st.DataObject) -> None:
     tiers = [tier for tier in TIERS if grid.size(tier) > 1]
     assert [hop.tier for hop in plan.refresh_hops() + plan.unshard_hops()] == tiers[::-1]
     assert [hop.tier for hop in plan.micro_hops() + plan.boundary_hops()] == tiers
-    assert math.prod(hop.size for hop in plan.refresh_hops()) == plan.resident_rows
+    assert math.prod(hop.size for hop in plan.refresh_hops()) == plan.secondary_rows
     assert grid.world_size // math.prod(hop.size for hop in plan.micro_hops()) == plan.gradient_rows
 
 

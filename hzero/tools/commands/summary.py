@@ -88,7 +88,7 @@ def _per_step(logs: Iterable[Sequence[dict[str, Any]]], steps: int) -> list[dict
 
 
 def _fetches(plan: ShardPlan | None, whole: int, traffic: Sequence[dict[str, Any]], accumulation: int) -> float:
-    """Gathers of the whole model per micro-step, from the innermost tier's log; without a log 2, for forward and backward.
+    """Gathers of the whole model per micro-batch, from the innermost tier's log; without a log 2, for forward and backward.
 
     DeepSpeed keeps parameters that are used again soon (``stage3_max_reuse_distance``), so a small model is gathered once.
     Plain ZeRO-3 would gather as often.

@@ -68,7 +68,7 @@ class Price:
     Attributes:
         step: The predicted step.
         fits: Whether it fits into a device's memory.
-        job: The job, with its micro-batch and the micro-steps of a replica.
+        job: The job, with its micro-batch and the micro-batches of a replica.
         degrees: Degrees of model parallelism; None without it.
     """
 
@@ -79,7 +79,7 @@ class Price:
 
     @property
     def setting(self) -> str:
-        """Text of its degrees, and of micro-batch x micro-steps."""
+        """Text of its degrees, and of micro-batch x micro-batches."""
         return f"{self.degrees or ''}{', ' * bool(self.degrees)}{self.job.micro_batch} x {self.job.accumulation}"
 
 
@@ -128,7 +128,7 @@ def price(scheme: Scheme, job: Job, grid: Grid, profile: Profile, degrees: Degre
 
     Args:
         scheme: Scheme of the data-parallel dimension.
-        job: The job, with the micro-steps of a replica.
+        job: The job, with the micro-batches of a replica.
         grid: All devices.
         profile: The machine's constants.
         degrees: Degrees of model parallelism.

@@ -60,7 +60,7 @@ OTHERS = {
     "hpZ": Scheme("deepspeed", hpz="node"),
     "ZeRO++": Scheme("deepspeed", hpz="node", quantized=True),
 }
-#: Programs of one bucket in one step, in order, by phase and micro-step, from 0. ``refresh`` starts when the previous step has
+#: Programs of one bucket in one step, in order, by phase and micro-batch, from 0. ``refresh`` starts when the previous step has
 #: changed the weights, ``forward`` and ``backward`` before a use of the bucket, and ``reduce`` when backward has made its
 #: gradients. ``boundary`` starts when the waiting buckets together fill a message, and ``after`` when the optimizer has stepped.
 Chains: TypeAlias = dict[tuple[str, int], Program]
@@ -190,8 +190,8 @@ def step_traffic(
         grid: The machine.
         numels: Elements of each trainable parameter.
         itemsize: Bytes of one weight, and of one gradient on a hop with codec ``none`` (2 for bf16 and fp16).
-        accumulation: Micro-steps per step.
-        fetches: Average gathers of a parameter per micro-step; 2 for forward and backward. DeepSpeed keeps a parameter that
+        accumulation: Micro-batches per step.
+        fetches: Average gathers of a parameter per micro-batch; 2 for forward and backward. DeepSpeed keeps a parameter that
             is used again soon (``stage3_max_reuse_distance``), so small models have fewer.
         names: See `ShardPlan.parts`.
 
@@ -314,8 +314,8 @@ def schemes_node_bytes(
 ) -> dict[str, float]:
     """Minimum bytes into one node per step under other schemes. Each byte that a node lacks enters it once.
 
-    M is the bytes of the weights, A the micro-steps, and f = (nodes - 1) / nodes. ZeRO-3 gathers twice and reduces once per
-    micro-step: 3 A M f. With hpZ only the first gather of a step leaves the node: (1 + A) M f. ZeRO++ (arXiv 2306.10209) sends
+    M is the bytes of the weights, A the micro-batches, and f = (nodes - 1) / nodes. ZeRO-3 gathers twice and reduces once per
+    micro-batch: 3 A M f. With hpZ only the first gather of a step leaves the node: (1 + A) M f. ZeRO++ (arXiv 2306.10209) sends
     8 and 4 bits instead of 16: (0.5 + 0.25 A) M f. FSDP2 sends as often as ZeRO-3. HSDP over the node all-reduces gradients
     between nodes once per step: 2 M f. Flat rings have the factor (ranks - 1) / ranks instead of f (`step_traffic`).
     """

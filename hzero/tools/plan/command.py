@@ -220,7 +220,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
 
 
 def _sequences(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
-    """Bytes and times of chunks in a micro-step of one device, and the longest sequence that fits with and without chunks."""
+    """Bytes and times of chunks in a micro-batch of one device, and the longest sequence that fits with and without chunks."""
     job, grid, codecs = scenario.job, scenario.grid, parse_config(scenario.experiment.block).codecs.sequence
     assert job.sequence is not None
     received = {f"received_{tier}": size for tier, size in exchanged(job, grid, codecs).items()}
@@ -271,7 +271,7 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
 def _show_plan(result: dict[str, Any]) -> None:
     _say(
         f"{result['model']}: {result['parameters']:,} parameters of {result['itemsize']} bytes on {result['world_size']:,} "
-        f"devices; micro-steps per step: {result['accumulation']}, each of {result['tokens']:,} tokens per device, "
+        f"devices; micro-batches per step: {result['accumulation']}, each of {result['tokens']:,} tokens per device, "
         f"{'with' if result['checkpointing'] else 'without'} activation checkpointing\n"
         f"preset {result['preset']}: {result['plan']}"
     )
@@ -293,7 +293,7 @@ def _show_plan(result: dict[str, Any]) -> None:
         _say(f"{result['preset']} {verdict} into {size_text(there)}")
     if sequences := result["sequences"]:
         numbers = [(key, f"{one:,}" if isinstance(one, int) else f"{one:.3g}") for key, one in sequences.items()]
-        _table("long sequences: tokens, bytes and seconds (s) per device and micro-step", ("name", "*number"), numbers)
+        _table("long sequences: tokens, bytes and seconds (s) per device and micro-batch", ("name", "*number"), numbers)
     rows.clear()
     for row in result["traffic"]:
         ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
@@ -457,7 +457,7 @@ def _show_search(result: dict[str, Any]) -> None:
         f"{result['tried']:,} settings simulated on {result['world_size']:,} devices of {size_text(result['memory_bytes'])}, "
         f"{result['left_out']:,} do not fit; s: predicted seconds per sequence of a device"
     )
-    _table(title, ("", "setting, micro-batch x micro-steps", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
+    _table(title, ("", "setting, micro-batch x micro-batches", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
     _say(result["about"])
     _say("settings that differ by less than the error are equal: prefer the one that loses less")
     _say(f'\nbest: {result["best"]["setting"]}\n"hzero": {json.dumps(result["best"]["block"])}\n{result["command"]}')

@@ -107,13 +107,13 @@ def held_states(
     accumulation: int,
     names: Sequence[Sequence[str]] = (),
 ) -> States:
-    """States that the stage keeps from one step, or micro-step, to the next.
+    """States that the stage keeps from one step, or micro-batch, to the next.
 
     Args:
         plan: The shard plan.
         numels: Elements of each parameter.
         itemsize: Bytes of one weight.
-        accumulation: Micro-steps per step. With one, there are no accumulators.
+        accumulation: Micro-batches per step. With one, there are no gradient accumulation buffers.
         names: See `ShardPlan.parts`.
     """
     each = [_held_states(one, part, itemsize, accumulation) for one, part in plan.parts(numels, names)]
@@ -126,16 +126,16 @@ def held_states(
 def _held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> States:
     """`held_states` of parameters with one plan."""
     chunks = [chunk_numel(numel, plan.grid.world_size) for numel in numels]
-    resident, what = 0, "none: the weights' scope is the whole world"
+    secondary, what = 0, "none: the weights' scope is the whole world"
     if plan.keeps_copies and plan.whole_copies:
-        resident, what = sum(chunks) * plan.grid.world_size * itemsize, "decoded, whole on every device"
+        secondary, what = sum(chunks) * plan.grid.world_size * itemsize, "decoded, whole on every device"
     elif plan.keeps_copies:
-        codec = plan.resident_codec
-        resident = codec.format.message_bytes(chunks, plan.resident_rows, itemsize)
+        codec = plan.secondary_codec
+        secondary = codec.format.message_bytes(chunks, plan.secondary_rows, itemsize)
         what = f"{'uncoded' if codec.traits.plain else codec.codec} over the {plan.weights_scope}"
     summed, how = 0, "none: gradients are over the world"
     if plan.accumulates and accumulation == 1:
-        how = "none: a step has one micro-step"
+        how = "none: a step has one micro-batch"
     elif plan.accumulates:
         how = f"float32 over the {plan.gradients_scope}"
         # Without a hop they are not padded.
@@ -144,8 +144,8 @@ def _held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumula
     reductions = programs.micro, programs.boundary, programs.outermost
     residual = 2 * sum(chunks) * sum(program.residual_rows for program in reductions)
     return {
-        "resident weights": State(resident, what),
-        "gradient accumulators": State(summed, how),
+        "secondary partition": State(secondary, what),
+        "gradient accumulation buffers": State(summed, how),
         "error feedback": State(residual, "bfloat16 residuals" if residual else "none"),
     }
 
@@ -259,7 +259,7 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
             states["transient refresh"] = max(states["transient refresh"], State(size, what))
         together = min(one.boundary_numel(bucket, itemsize), sum(numels))
         if together > bucket:
-            # The sums use the memory of accumulators, if there are accumulators.
+            # The sums use the memory of gradient accumulation buffers, if there are gradient accumulation buffers.
             held = programs.outermost.crossings[0].rows * chunk_numel(together, plan.grid.world_size) * 4
             extra = count * (peak(programs.outermost, together) - peak(programs.outermost, bucket))
             sums = [sums[0] + together, sums[1] + extra + (held if job.accumulation == 1 else 0)]
@@ -323,7 +323,7 @@ def _summed(states: States, job: Job, freed: int) -> Footprint:
 
     When the first buckets of gradients are reduced, the same number of parameters and their activations are freed, and few
     buckets are in flight. The last messages of the refresh arrive when the same number of buckets of forward remain.
-    Accumulators are empty until then.
+    Gradient accumulation buffers are empty until then.
     """
     total = sum(job.model.numels)
 
@@ -331,10 +331,11 @@ def _summed(states: States, job: Job, freed: int) -> Footprint:
         return states[name].bytes if name in states else 0
 
     held = sum(state.bytes for name, state in states.items() if not name.startswith(("transient", "activations")))
-    before = held - of("gradient accumulators")
+    before = held - of("gradient accumulation buffers")
     live, gather = of("transient parameters"), of("transient gather")
     bucket = job.reduce / total
-    # Gradients that accumulate whole, in `freed` bytes per element, move from their accumulators into the messages.
+    # Gradients that accumulate whole, in `freed` bytes per element, move from their gradient accumulation buffers into the
+    # messages.
     freed *= min(job.reduce, total)
 
     def remaining(left: float) -> int:
@@ -342,7 +343,9 @@ def _summed(states: States, job: Job, freed: int) -> Footprint:
 
     def reducing(count: int) -> int:
         messages = round(of("transient reduce") * count / (IN_FLIGHT + 1))
-        return messages - min(count * freed, of("gradient accumulators")) + remaining(max(1 - count * bucket, 0.0))
+        return (
+            messages - min(count * freed, of("gradient accumulation buffers")) + remaining(max(1 - count * bucket, 0.0))
+        )
 
     counts = [count for count in range(IN_FLIGHT + 2) if count < 2 or (count - 1) * bucket < 1]
     gathering = gather if live < total * job.itemsize else 0  # if all parameters stay whole, backward gathers nothing

@@ -36,8 +36,8 @@ class Job:
         name: Name of the model.
         model: Shapes of the model.
         seq_length: Tokens of a sequence.
-        micro_batch: Sequences per rank and micro-step.
-        accumulation: Micro-steps per step.
+        micro_batch: Sequences per rank and micro-batch.
+        accumulation: Micro-batches per step.
         checkpointing: Whether backward recomputes activations.
         itemsize: Bytes of a weight and of a gradient on the wire.
         prefetch: ``stage3_prefetch_bucket_size``: gathered ahead of use. Buckets of a prediction have this size.
@@ -123,7 +123,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens per rank and micro-step."""
+        """Tokens per rank and micro-batch."""
         return self.micro_batch * self.seq_length // self.parallel
 
     @property

@@ -174,7 +174,7 @@ def fit(scenario: Scenario) -> Search:
             sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
             jobs = [replace(job, micro_batch=size, accumulation=share // size) for size in sizes]
         ones = [Setting(scenario, preset, {}, job) for job in jobs]
-        # Memory grows with the micro-batch. The exception is the last division, which needs no accumulators.
+        # Memory grows with the micro-batch. The exception is the last division, which needs no gradient accumulation buffers.
         last = len(ones) if ones[-1].fits else bisect_left(ones, True, key=lambda one: not one.fits)
         found[f"{preset}{', checkpointing' * again}"] = ones[max(last - 1, 0)]
     fitting = _fitting(list(found.values()))
@@ -204,7 +204,7 @@ def tune(scenario: Scenario) -> Search:
             continue  # even without communication its step is longer
         found.append(one)
         found.sort(key=_order)
-    distinct: dict[Any, Setting] = {}  # different scopes can be equal in time and memory with one micro-step
+    distinct: dict[Any, Setting] = {}  # different scopes can be equal in time and memory with one micro-batch
     for one in found:
         distinct.setdefault((_order(one), one.job.micro_batch, one.memory.bytes), one)
     best = list(distinct.values())

@@ -1,4 +1,4 @@
-"""Sequence: memory, copies and exchanges of chunked sequences, per rank and micro-step."""
+"""Sequence: memory, copies and exchanges of chunked sequences, per rank and micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hzero.topology import Grid
 
 
 def chunked(job: Job) -> dict[str, Any]:
-    """Bytes of chunked sequences on one rank, in a micro-step.
+    """Bytes of chunked sequences on one rank, in a micro-batch.
 
     Args:
         job: A job with the key ``sequence``.
@@ -52,7 +52,7 @@ def chunked(job: Job) -> dict[str, Any]:
 
 
 def exchanged(job: Job, grid: Grid, codecs: TierCodecs) -> dict[Tier, int]:
-    """Bytes that a rank receives in a micro-step's exchanges, by tier.
+    """Bytes that a rank receives in a micro-batch's exchanges, by tier.
 
     Args:
         job: The job.

@@ -23,9 +23,9 @@ from hzero.tools.plan.machine import Machine, Part, Phase
 from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import Bucket, Job, buckets_of
 
-#: Numbers of micro-steps and layers that are simulated. Larger numbers are extrapolated, since middle ones are equal.
+#: Numbers of micro-batches and layers that are simulated. Larger numbers are extrapolated, since middle ones are equal.
 MICRO_STEPS, LAYERS = 3, (3, 6)
-#: Consecutive work of a bucket on a lane: lane, outermost tier, whether it waits for the last micro-step, phases.
+#: Consecutive work of a bucket on a lane: lane, outermost tier, whether it waits for the last micro-batch, phases.
 Timed: TypeAlias = tuple[str, str, bool, list[Phase]]
 #: The lane of compute.
 COMPUTE = "compute"
@@ -37,7 +37,7 @@ class Simulated:
 
     Attributes:
         figures: Figures of whole steps, by accumulation.
-        hops: Work of a bucket on lanes, by number of the plan, phase, whether micro-steps precede and follow, and the bucket's
+        hops: Work of a bucket on lanes, by number of the plan, phase, whether micro-batches precede and follow, and the bucket's
             name.
         computes: Compute phases of a bucket, by phase and name.
     """
@@ -133,7 +133,7 @@ def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
 
 
 def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simulated) -> dict[str, float]:
-    """Seconds of a step, of waits and of busy resources. Extrapolates, since middle micro-steps and layers are equal."""
+    """Seconds of a step, of waits and of busy resources. Extrapolates, since middle micro-batches and layers are equal."""
     if job.accumulation > MICRO_STEPS:
         counts = (MICRO_STEPS - 1, MICRO_STEPS)
         shorter, longer = (_figures(scheme, replace(job, accumulation=count), machine, known) for count in counts)
@@ -296,7 +296,7 @@ class _Builder:
     def _chain(self, number: int, phase: str, micro: int, bucket: Bucket, needs: Sequence[Task]) -> list[Task]:
         """Adds the tasks of a plan's program in a phase, one after the other."""
         program = self._programs[number].get((phase, micro), Program(()))
-        # Only the first and the last micro-step differ.
+        # Only the first and the last micro-batch differ.
         key = number, phase, micro > 0, micro == self._job.accumulation - 1, bucket.name
         if key not in self._hops:
             self._hops[key] = self._timed(self._plans[number], program, bucket, late=phase == "boundary")
@@ -311,7 +311,7 @@ class _Builder:
         Kernels are on the lane of the collective before them, or of the first collective.
         """
         machine, stage, number = self._machine, self._stage, 0
-        # Crossings of a reduction in every micro-step. The others wait for the last one.
+        # Crossings of a reduction in every micro-batch. The others wait for the last one.
         inside = 1 if stage is None else len(plan.micro_hops())
         chunks = [chunk_numel(numel, machine.grid.world_size) for numel in bucket.numels]
         found: list[Timed] = []
@@ -403,7 +403,7 @@ class Task:
         phases: Phases in order.
         after: Tasks that must end before it starts.
         tier: Outermost tier that it crosses; "" for compute.
-        boundary: Whether it waits for the last micro-step.
+        boundary: Whether it waits for the last micro-batch.
         start: Start time in seconds.
         end: End time in seconds; infinite until the task has ended.
     """
