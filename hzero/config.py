@@ -76,10 +76,7 @@ class Preset(NamedTuple):
 
     Attributes:
         weights, gradients: Shard degrees.
-        weights_codec, gradients_codec: Codecs on every tier, except `inner_codec`.
-        dimensions_codec: Codec of activations on every tier, in every parallel dimension.
-        optimizer_codec: Codec of the updated weights of pipeline stages on every tier.
-        inner_codec: Codec of the gradients inside nodes; None: the codec between nodes.
+        weights_codec, gradients_codec: Codecs on every tier.
         differences_codec: Codec of the differences that refreshes send. The tiers inside the weights' scope keep
             `weights_codec`. None: refreshes send whole weights.
     """
@@ -88,21 +85,14 @@ class Preset(NamedTuple):
     gradients: Scope
     weights_codec: Written
     gradients_codec: Written
-    dimensions_codec: Written = "none"
-    optimizer_codec: Written = "none"
-    inner_codec: Written | None = None
     differences_codec: Written | None = None
 
     def codec_of(self, role: Role | Dimension, tier: Tier) -> Written:
         """The codec of a role on a tier."""
-        sums = self.gradients_codec if tier in NET_TIERS else self.inner_codec or self.gradients_codec
-        of = {"weights": self.weights_codec, "gradients": sums, "optimizer": self.optimizer_codec}
-        codec = of.get(role, self.dimensions_codec)
+        codec = {"weights": self.weights_codec, "gradients": self.gradients_codec}.get(role, "none")
         finer = TRAITS[codec].between_groups if tier == "inter_group" and isinstance(codec, str) else None
         return finer or codec
 
-
-_ZFP_16, _ZFP_8 = {"codec": "zfp", "rate": 16}, {"codec": "zfp", "rate": 8}
 
 PRESETS: dict[str, Preset] = {
     "zero1": Preset("device", "device", "none", "none"),
@@ -115,12 +105,9 @@ PRESETS: dict[str, Preset] = {
     "lossless": Preset("package", "node", "none", "none"),
     "topo": Preset("package", "node", "int8", "int4"),
     "lean": Preset("package", "node", "int8", "int4", differences_codec={"codec": "int2", "block_size": 64}),
-    "mild": Preset("package", "node", "int8", "int8"),
-    # From arXiv 2409.02423. Data-parallel ranks keep whole weights, as in ZeRO-1. The rates are our choice.
-    "zhybrid": Preset("device", "device", _ZFP_16, _ZFP_8, _ZFP_16, _ZFP_16),
-    "mzhybrid": Preset("device", "device", "none", _ZFP_8, "mpc", "mpc"),
-    "hybrid": Preset("package", "node", "int8", "int4", {"codec": "int8", "rotation": 64}, "int8", "int8"),
 }
+#: Former presets. ``conf/zero`` has a file with the settings of each.
+_FILES = ("mild", "hybrid", "zhybrid", "mzhybrid")
 
 
 class CodecConfig(Frozen):
@@ -248,7 +235,7 @@ class CodecsConfig(Frozen):
 
     @property
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The dimensions that have a codec other than ``none`` on a tier."""
+        """The dimensions that have a codec other than ``none`` on a tier. The model must use them."""
         return tuple(one for one in DIMENSIONS if any(not self[one][tier].traits.plain for tier in TIERS))
 
 
@@ -539,11 +526,6 @@ class HZeroConfig(Block):
     written: tuple[str, ...] = ()
 
     @property
-    def written_dimensions(self) -> tuple[Dimension, ...]:
-        """The parallel dimensions for which the user has written a codec other than ``none``. The model must use them."""
-        return tuple(one for one in self.codecs.dimensions if f"codecs.{one}" in self.written)
-
-    @property
     def by_module(self) -> str:
         """The setting that switches layers as units off. Empty if there is none."""
         return 'unit "module"' if self.unit == "module" else "" if self.unit_numel else "unit_numel 0"
@@ -583,6 +565,10 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     if not isinstance(block, Mapping):
         validated(Block, block, path)  # refuses it
     preset = block.get("preset", DEFAULT_PRESET)
+    if preset in _FILES:
+        raise ConfigError(
+            f"{path}.preset: found {preset!r}, which is now a file; expected the preset and codecs in conf/zero/{preset}.yaml"
+        )
     if preset not in tuple(PRESETS):
         raise one_of(f"{path}.preset", preset, PRESETS)
     start = PRESETS[preset]

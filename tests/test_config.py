@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from hzero.config import DIMENSIONS, TIERS, CodecConfig, parse_config
+from hzero.config import TIERS, CodecConfig, parse_config
 from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.topology.grid import Grid
+from tests.ranks import ROOT
 
 
 def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
@@ -20,7 +22,6 @@ def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
     for preset, inside, between in (
         ("topo", "int4", "int4"),
         ("lean", "int4", "int4"),
-        ("hybrid", "int8", "int4"),
         ("lossless", "none", "none"),
     ):
         config = parse_config({"preset": preset})
@@ -31,37 +32,27 @@ def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
         assert len({config.codecs["weights"][tier] for tier in TIERS}) == 1 and config.error_feedback == ()
 
 
-def test_presets_of_activations() -> None:
-    low, high = {"codec": "zfp", "rate": 8}, {"codec": "zfp", "rate": 16}
-    for name, weights, gradients, activations, optimizer in (
-        ("topo", "int8", "int4", "none", "none"),
-        ("zhybrid", high, low, high, high),
-        ("mzhybrid", "none", low, "mpc", "mpc"),
-        (
-            "hybrid",
-            "int8",
-            {"intra_package": "int8", "intra_node": "int8", "inter_node": "int4"},
-            {"codec": "int8", "rotation": 64},
-            "int8",
-        ),
+def test_former_presets_are_files_of_conf() -> None:
+    for name, role, codec in (
+        ("mild", "gradients", {"codec": "int8"}),
+        ("hybrid", "tensor", {"codec": "int8", "rotation": 64}),
+        ("zhybrid", "weights", {"codec": "zfp", "rate": 16}),
+        ("mzhybrid", "pipeline", {"codec": "mpc"}),
     ):
-        config = parse_config({"preset": name})
-        roles = {"weights": weights, "gradients": gradients, **dict.fromkeys(DIMENSIONS, activations)}
-        roles["optimizer"] = optimizer
-        same = parse_config({"preset": "zero1", "codecs": roles}).codecs
-        assert all(config.codecs[role][tier] == same[role][tier] for role in roles for tier in TIERS)
-        assert config.written_dimensions == (), "what a preset says of dimensions that nobody uses is no mistake"
-    # Settings are of one codec: what names another one has none of the preset's.
-    codecs = {
-        "gradients": {"intra_package": {"rate": 12}, "intra_node": "int4"},
-        "tensor": "none",
-        "expert": {"inter_node": "int8"},
-    }
-    config = parse_config({"preset": "zhybrid", "codecs": codecs})
-    assert config.codecs.gradients.intra_package == CodecConfig(codec="zfp", rate=12)
-    assert config.codecs.gradients.intra_node == CodecConfig(codec="int4")
-    assert config.codecs.gradients.inter_node == CodecConfig(codec="zfp", rate=8)
-    assert config.written_dimensions == ("expert",) and config.codecs.expert.intra_node.rate == 16
+        with pytest.raises(ConfigError, match=rf"preset: found '{name}', .* conf/zero/{name}.yaml"):
+            parse_config({"preset": name})
+        block: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "zero" / f"{name}.yaml"))
+        del block["defaults"]
+        assert parse_config(block).codecs[role].inter_node == CodecConfig(**codec), name
+
+
+def test_settings_belong_to_one_codec() -> None:
+    """What names another codec has none of the preset's settings."""
+    config = parse_config(
+        {"preset": "lean", "codecs": {"weights": {"intra_package": {"rotation": 64}, "intra_node": "zfp"}}}
+    )
+    assert config.codecs.weights.intra_package == CodecConfig(codec="int8", rotation=64)
+    assert config.codecs.weights.intra_node == CodecConfig(codec="zfp")
 
 
 def test_an_override_replaces_one_leaf() -> None:

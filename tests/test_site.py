@@ -67,7 +67,6 @@ def test_table_of_presets() -> None:
     for name, preset in PRESETS.items():
         codecs = (preset.differences_codec or preset.weights_codec, preset.gradients_codec)
         names = [one if isinstance(one, str) else one["codec"] for one in codecs]
-        names[1] = f"{preset.inner_codec}/{names[1]}" if preset.inner_codec else names[1]
         assert rows[name][:2] == [f"{preset.weights}, {preset.gradients}", ", ".join(names)], name
     assert list(rows) == list(PRESETS)
     assert [name for name, cells in rows.items() if "the default" in cells[2]] == [DEFAULT_PRESET]

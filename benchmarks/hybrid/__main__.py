@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from benchmarks.cluster.__main__ import RATES, SHAPE
 from benchmarks.cluster.network import Network
 from benchmarks.cluster.ranks import run_ranks
@@ -35,8 +37,8 @@ from hzero.tools import launch
 SUITE = "hybrid"
 #: How the 8 ranks are divided: ranks of a tensor group, pipeline stages, micro-batches of a step. Pipelines need several.
 LAYOUTS = {"tp2-dp4": (2, 1, 1), "tp2-pp2-dp2": (2, 2, 4)}
-#: Presets. The paper's schemes keep whole weights on every data-parallel rank, as baseline does; hybrid shards as topo does,
-#: and lossless is hybrid without codecs. With pipeline stages all have ZeRO-1's shards.
+#: Files of conf/zero. The paper's schemes keep whole weights on every data-parallel rank, as baseline does; hybrid shards as topo
+#: does, and lossless is hybrid without codecs. With pipeline stages all have ZeRO-1's shards.
 SCHEMES = {
     "baseline": "zero1",
     "naive": "zhybrid",
@@ -47,6 +49,8 @@ SCHEMES = {
 }
 #: Roles that naive also sends at the low rate.
 NAIVE = {"tp2-dp4": ("weights", "tensor"), "tp2-pp2-dp2": ("optimizer", "tensor", "pipeline")}
+#: The schemes' blocks.
+FILES = Path(__file__).resolve().parents[2] / "conf" / "zero"
 #: Bytes of text.
 TEXT = 8_000_000
 
@@ -55,10 +59,10 @@ def config_of(layout: str, scheme: str, seed: int, given: argparse.Namespace) ->
     """Configuration of a run."""
     tensor, pipeline, micro_batches = LAYOUTS[layout]
     readers = math.prod(map(int, SHAPE.split("x"))) // tensor // pipeline
-    block: dict[str, Any] = {"preset": SCHEMES[scheme]}
+    block: Any = OmegaConf.to_container(OmegaConf.load(FILES / f"{SCHEMES[scheme]}.yaml"))
+    del block["defaults"]
     if scheme == "naive":
-        low = {tier: {"rate": 8} for tier in ("intra_package", "intra_node", "inter_node")}
-        block["codecs"] = {role: low for role in NAIVE[layout]}
+        block["codecs"] |= dict.fromkeys(NAIVE[layout], block["codecs"]["gradients"])
     return {
         "model": {**MODELS["gpt_neox_1m"], "num_layers": given.layers},
         "train": {

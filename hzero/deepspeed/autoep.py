@@ -61,7 +61,7 @@ def codes_tokens(config: HZeroConfig, group: Grid) -> bool:
     """
     codecs = {f"codecs.expert.{tier}": config.codecs.expert[tier] for tier in group.crossed}
     if all(codec.traits.plain for codec in codecs.values()):
-        if "expert" in config.written_dimensions:
+        if "expert" in config.codecs.dimensions:
             found = f"none on the tiers that groups of {group.world_size} ranks cross ({', '.join(group.crossed)})"
             raise ConfigError(f"{KEY}.codecs.expert: found {found}; expected a codec on one of them")
         return False

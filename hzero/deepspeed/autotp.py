@@ -52,14 +52,12 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None) -> Ow
         owners = Owners.of_ranks(range(0, world.world_size, size), world, 0)
         tiers = world.of_ranks(range(size)).crossed
     coded = [tier for tier in tiers if not block.codecs.tensor[tier].traits.plain]
-    written = "tensor" in block.written_dimensions
     if config.tensor_parallel_config.tp_overlap_comm and coded:
-        whose = "" if written else f" of preset {block.preset!r}"
         raise ConfigError(
-            f"tensor_parallel.tp_overlap_comm: found True with {KEY}.codecs.tensor{whose}, whose sums cannot overlap with "
+            f"tensor_parallel.tp_overlap_comm: found True with {KEY}.codecs.tensor, whose sums cannot overlap with "
             "compute; expected false, or codec none"
         )
-    if written and not coded:
+    if "tensor" in block.codecs.dimensions and not coded:
         raise ConfigError(
             f"{KEY}.codecs.tensor: found none on the tiers that tensor groups of {size} ranks "
             f"{'cross' if world is not None else 'can cross'} ({', '.join(tiers)}); expected a codec on one of them"

@@ -375,7 +375,7 @@ def _communicators_of(module: torch.nn.Module, config: HZeroConfig) -> list[Comm
     """Returns the communicators of a model's layers. Warns if no communicator uses the codecs of a dimension."""
     used = in_use()
     held = {id(value) for one in module.modules() for value in vars(one).values()}
-    for dimension in config.written_dimensions if is_rank_0() else ():
+    for dimension in config.codecs.dimensions if is_rank_0() else ():
         plans = [communicator.plan for communicator in used if communicator.role == dimension]
         tiers = {hop.tier for plan in plans for hop in plan.gather_hops()}
         why = ""

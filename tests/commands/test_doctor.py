@@ -119,7 +119,7 @@ def test_what_is_expected_and_missing_or_not_known_is_named(
 def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(bytes(range(256)))
     twice = tmp_path / "twice.json"
-    twice.write_text('{"hzero": {"preset": "topo", "preset": "mild"}}')
+    twice.write_text('{"hzero": {"preset": "topo", "preset": "half"}}')
     for arguments, says in (
         (["--topology", str(tmp_path / "noise")], "noise"),
         (["--expect", "lumii"], "--expect: found no file 'lumii'"),

@@ -26,7 +26,10 @@ def check_an_audit_changes_nothing_and_has_no_complaint() -> None:
     blocks: tuple[tuple[str, dict[str, Any]], ...] = (
         ("replica", {"error_feedback": ["inter_node"]}),
         ("replica", {"resident": "payload", "checksum": True, "refresh_differences": True}),
-        ("mild", {"codecs": {"weights": {"inter_node": {"codec": "int8", "rounding": "stochastic"}}}}),
+        (
+            "topo",
+            {"codecs": {"gradients": "int8", "weights": {"inter_node": {"codec": "int8", "rounding": "stochastic"}}}},
+        ),
         (
             "topo",
             {

@@ -314,7 +314,7 @@ def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
     again = masters_of(engine)
     engine.destroy()
     feeding = {**block, "error_feedback": ["inter_node"]}
-    others = {"two": block, "other plan": block_of("mild"), "stock": None}
+    others = {"two": block, "other plan": block_of("half"), "stock": None}
     resumed = {}
     with mock.patch.object(logging.getLogger("hzero"), "warning") as warning:
         for name, other in others.items():

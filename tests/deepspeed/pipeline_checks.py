@@ -288,8 +288,13 @@ def check_stages_with_layers_by_rates_give_the_losses_without_a_pipeline() -> No
 
 
 LOSSY = {
-    "preset": "mild",
-    "codecs": {"pipeline": "int8", "optimizer": {"codec": "int8", "block_size": 64}, "tensor": "int8"},
+    "preset": "topo",
+    "codecs": {
+        "gradients": "int8",
+        "pipeline": "int8",
+        "optimizer": {"codec": "int8", "block_size": 64},
+        "tensor": "int8",
+    },
 }
 
 
@@ -317,14 +322,15 @@ def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
             end(engine)
 
 
-def check_presets_of_activations_train() -> None:
-    """What the codecs of a preset have to carry between stages: float32 without tensor groups, bfloat16 with them."""
-    for tensor, presets in ((1, {"zhybrid": "zfp", "mzhybrid": "mpc"}), (2, {"hybrid": "int8"})):
+def check_codecs_of_activations_train() -> None:
+    """Float32 without tensor groups, bfloat16 with them."""
+    for tensor, codecs in ((1, ("zfp", "mpc")), (2, ("int8",))):
         want = without_codec(tensor)[:3]
-        for preset, codec in presets.items():
+        for codec in codecs:
             dtype = "fp32" if tensor == 1 else "bf16"
-            losses, _, engine = train_pipeline({"preset": preset}, tensor, dtype)
-            assert_losses(losses, want, 0.02, what=f"{preset}, tensor groups of {tensor}, {dtype}")
+            block = {"preset": "zero1", "codecs": dict.fromkeys(("tensor", "pipeline", "optimizer"), codec)}
+            losses, _, engine = train_pipeline(block, tensor, dtype)
+            assert_losses(losses, want, 0.02, what=f"{codec}, tensor groups of {tensor}, {dtype}")
             assert same_weights(engine)
             own = hzero.state(engine)
             own.settle()
@@ -354,7 +360,7 @@ def check_what_the_next_stage_receives_as_it_is() -> None:
 
 
 def check_a_skipped_step_leaves_no_residuals() -> None:
-    _, _, engine = train_pipeline({"preset": "mild", "error_feedback": ["intra_node"]}, 2, steps=2)
+    _, _, engine = train_pipeline({"preset": "topo", "error_feedback": ["intra_node"]}, 2, steps=2)
     feedback = engine.optimizer.hzero.gradients._runtime.feedback
 
     def residuals() -> dict[Any, torch.Tensor]:
@@ -435,7 +441,7 @@ def check_the_wire_log_counts_what_the_shapes_say() -> None:
 
 def check_evaluation_and_checkpoints_of_pipelines() -> None:
     """A resumed run repeats the bits of an uninterrupted one: codecs that round to nearest have no state."""
-    folder, block = shared_folder(), {"preset": "mild", "codecs": {"pipeline": "int8"}, "checkpoint": {}}
+    folder, block = shared_folder(), {"preset": "topo", "codecs": {"pipeline": "int8"}, "checkpoint": {}}
     _, _, engine = train_pipeline(block, steps=2)
     evaluated = float(engine.eval_batch(batches(engine, 7)))
     assert evaluated == float(engine.eval_batch(batches(engine, 7)))

@@ -209,7 +209,7 @@ def _beside_tensor_groups() -> Any:
 
 
 #: Presets that differ from others in more than codecs and the scope of gradients.
-_SCHEDULES = [preset for preset in PRESETS if preset not in ("hybrid", "mzhybrid", "zhybrid", "mild", "zero2")]
+_SCHEDULES = [preset for preset in PRESETS if preset != "zero2"]
 #: The others take half the time.
 _ACCUMULATE = ("lossless", "topo", "replica")
 #: What is recorded. Each makes an engine and does something with it.

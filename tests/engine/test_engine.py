@@ -76,7 +76,7 @@ def whole(key: int, version: int) -> torch.Tensor:
     return torch.arange(NUMELS[key]) + 100.0 * key + 1000.0 * version
 
 
-@pytest.mark.parametrize("preset", ["zero3", "lossless", "zero2", "hybrid"])
+@pytest.mark.parametrize("preset", ["zero3", "lossless", "zero2", "topo"])
 def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
     groups: dict[Any, Any] = {}
     block = {"preset": preset, "codecs": {"weights": "none", "gradients": "none"}}

@@ -121,7 +121,7 @@ def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=positive(int, 1 << 14), default=256, help="of the layer (default 256)")
-    parser.add_argument("presets", nargs="*", default=["lossless", "topo", "zero3", "mild"])
+    parser.add_argument("presets", nargs="*", default=["lossless", "topo", "zero3"])
     arguments = parser.parse_args()
     for preset in arguments.presets:
         if preset not in PRESETS:

@@ -41,8 +41,8 @@ def test_a_plan_shows_bytes_memory_times_and_a_step(capsys: pytest.CaptureFixtur
     for expected in ("384 devices", "secondary partition", "nominal rates, not measured", "ZeRO++", "predicted step"):
         assert expected in text, expected
     assert all(f"│ {preset} " in text for preset in PRESETS)
-    result = _json(capsys, "topology=frontier", "nodes=2", "accumulation=4", "preset=mild")
-    assert (result["preset"], result["accumulation"], result["world_size"]) == ("mild", 4, 16)
+    result = _json(capsys, "topology=frontier", "nodes=2", "accumulation=4", "preset=half")
+    assert (result["preset"], result["accumulation"], result["world_size"]) == ("half", 4, 16)
     assert {row["tier"] for row in result["traffic"] if row["seconds"]} == {"intra_package", "intra_node", "inter_node"}
     others = ["FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++"]
     assert list(result["schemes"]) == [*PRESETS, "FSDP2, topo", "FSDP2, lossless", *others]

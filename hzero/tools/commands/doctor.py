@@ -539,7 +539,7 @@ def check_config(
     if config.get(PARENT, {}).get("stage") == 1:
         effect = f"codecs of {parsed.preset} with ZeRO-1, of a PipelineModule only"
     else:
-        for dimension in sorted({"pipeline", "optimizer"} & set(parsed.written_dimensions)):
+        for dimension in sorted({"pipeline", "optimizer"} & set(parsed.codecs.dimensions)):
             text = f"{path}: {KEY}.codecs.{dimension} has no effect but for a PipelineModule, with stage 1"
             findings.append((DEGRADED, text))
         with _reported(path, findings):

@@ -2,7 +2,7 @@
 
 Examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
-  hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
+  hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=half accumulation=8
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[inter_node] --json
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero links`
   hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
