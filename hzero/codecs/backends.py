@@ -22,7 +22,7 @@ from hzero.codecs import reference
 from hzero.codecs.blocks import noise_key
 from hzero.codecs.formats import RecordFormat, Rows, layout_of
 from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
-from hzero.codecs.reference import NAMES, Adds, Run
+from hzero.codecs.reference import NAMES, Adds, Backend, Run
 from hzero.errors import ConfigError, is_rank_0, one_of
 
 #: Environment variable that forces a backend for its devices (``reference`` is for all). Without it, and for other devices, the
@@ -45,13 +45,13 @@ class Choice:
 
     Attributes:
         name: One of `BACKENDS`.
-        backend: Object with the functions of `hzero.codecs.reference` that prepare calls.
+        backend: Prepares the calls.
         why: The reason, on one line.
         fallback: Whether a faster backend is expected here and missing.
     """
 
     name: str
-    backend: Any
+    backend: Backend
     why: str
     fallback: bool = False
 
@@ -101,7 +101,7 @@ def reference_instead() -> Iterator[None]:
 _reference_only: list[bool] = []
 
 
-def of(device: torch.device) -> Any:
+def of(device: torch.device) -> Backend:
     """Returns the backend in use for a device."""
     if _reference_only or device.type not in ("cpu", "cuda"):
         return reference

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from hzero.codecs import backends, reference
 from hzero.codecs.formats import ALIGNMENT, FIXED, RecordFormat, Rows
 from hzero.codecs.launchers import HostLibrary
-from hzero.codecs.reference import NAMES, Adds
+from hzero.codecs.reference import NAMES, Adds, Backend
 from hzero.config import PLAIN, CodecConfig
 
 #: Dtypes that codecs encode.
@@ -141,7 +141,7 @@ class Encoder:
         bytes: Size of the message.
     """
 
-    def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, adds: Adds, backend: Any) -> None:
+    def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, adds: Adds, backend: Backend) -> None:
         traits = fmt.traits
         _check_dtype(dtype, fmt, bytes_too=traits.plain and not adds)
         if adds and not traits.fixed:
@@ -209,7 +209,7 @@ class Decoder:
     """
 
     def __init__(
-        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Any, sums: bool = False
+        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Backend, sums: bool = False
     ) -> None:
         _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not add and not sums)
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
@@ -256,19 +256,20 @@ class Recoder:
     """
 
     def __init__(
-        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, out: RecordFormat, summed: Rows, backend: Any
+        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, out: RecordFormat, summed: Rows, backend: Backend
     ) -> None:
         _check_dtype(dtype, fmt)
         coded = dtype if out.traits.plain else torch.float32
         self.bytes, self._expected = summed.message_bytes(out, coded.itemsize), _expected_of(fmt, rows, dtype, True)
-        self._run = backend.recoder(rows, fmt, dtype, summed, out)
-        if self._run is None:
+        one_pass = backend.recoder(rows, fmt, dtype, summed, out)
+        if one_pass is None:
             decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
 
             def in_two_steps(payload: Any, *, message: torch.Tensor, seed: int = 0, checksums: Any = None) -> None:
                 encode([total.to(coded) for total in decode(payload, None, checksums)], message, seed)
 
-            self._run = in_two_steps
+            one_pass = in_two_steps
+        self._run = one_pass
 
     def __call__(
         self,
@@ -295,9 +296,9 @@ class Recoder:
 
 
 # A bucket recurs in every step, so its calls are prepared once.
-_encoder = functools.lru_cache(maxsize=4096)(Encoder)
-_decoder = functools.lru_cache(maxsize=4096)(Decoder)
-_recoder = functools.lru_cache(maxsize=4096)(Recoder)
+_encoder: Callable[..., Encoder] = functools.lru_cache(maxsize=4096)(Encoder)
+_decoder: Callable[..., Decoder] = functools.lru_cache(maxsize=4096)(Decoder)
+_recoder: Callable[..., Recoder] = functools.lru_cache(maxsize=4096)(Recoder)
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------

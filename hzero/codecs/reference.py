@@ -12,7 +12,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -24,6 +24,23 @@ from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows, layout_of
 Adds: TypeAlias = Literal["", "residuals", "base"]
 #: A prepared call: it reads and writes the tensors of its arguments. Those after the tensors have names.
 Run: TypeAlias = Callable[..., None]
+
+
+class Backend(Protocol):
+    """Prepares calls of codecs. This module is one backend; its functions describe arguments and results."""
+
+    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
+        """Prepares to encode."""
+
+    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
+        """Prepares to decode, or to sum."""
+
+    def recoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
+        """Prepares to sum and encode in one pass. None: in two."""
+
+    def checksums(self, parts: torch.Tensor) -> torch.Tensor:
+        """Computes checksums of bytes."""
+
 
 #: Dtypes by their names in formats, and the reverse.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -219,6 +219,10 @@ class MpiWires:
         sizes = [list(side) for side in uneven] or [[whole.numel() // ranks] * ranks for whole in wholes]
         return self._swap(output.split(sizes[0]), message.split(sizes[1]).__getitem__, wholes)
 
+    def reduce_scatter(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
+        """Not there: the runtime computes all sums."""
+        raise NotImplementedError
+
     def _swap(self, rows: Any, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
         rows[self._rank].copy_(part(self._rank))
         places = [((self._rank - i) % self._size, (self._rank + i) % self._size) for i in range(1, self._size)]

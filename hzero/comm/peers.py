@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hzero.codecs.formats import PAYLOAD_FORMAT
 from hzero.comm.lanes import Lanes
 from hzero.comm.watchdog import LaneHops, MissingPeerError, shared_watchdog
-from hzero.comm.wires import STAGE, Lane, TorchWires, process_group, world_timeout
+from hzero.comm.wires import STAGE, Lane, TorchWires, Wires, process_group, world_timeout
 from hzero.config import TransportName
 from hzero.errors import ConfigError, of_every_rank, some
 from hzero.program.shards import ShardPlan
@@ -28,21 +28,21 @@ class Peers:
     """The ranks of a lane.
 
     Attributes:
-        wires: Transport of their messages: `TorchWires`, or `hzero.comm.mpi_wires.MpiWires` with the same methods.
+        wires: Transport of their messages: `TorchWires` or `hzero.comm.mpi_wires.MpiWires`.
         ranks: World ranks in the order of coordinates.
         coordinate: Coordinate of this rank.
         hops: Counts the hops of the lane.
         messages: Messages with checksums so far, the same on all ranks.
     """
 
-    wires: Any
+    wires: Wires
     ranks: Sequence[int]
     coordinate: int
     hops: LaneHops
     messages: int = 0
 
     @classmethod
-    def of(cls, lane: Lane, wires: Any, ranks: Sequence[int], timeout: timedelta) -> Peers:
+    def of(cls, lane: Lane, wires: Wires, ranks: Sequence[int], timeout: timedelta) -> Peers:
         """Returns the peers of a lane. All users of a lane in this process share its hop counts."""
         name = f"{' '.join(lane)} {zlib.crc32(repr([*ranks]).encode())}"
         hops = shared_watchdog().lanes.setdefault(name, LaneHops(name, ranks, timeout.total_seconds()))
@@ -87,7 +87,7 @@ def wires_of(
     timeout: timedelta,
     backend: str | None = None,
     lanes: Lanes | None = None,
-) -> Any:
+) -> Wires:
     """Returns the wires of a lane for ``ranks``, in this order; made at the first call. All its ranks must make the same call.
 
     Args:

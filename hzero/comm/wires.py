@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,44 @@ STAGE = "stage"
 #: Name of a communicator: channel and tier, for a stage or one use of a `Communicator`. Point-to-point messages add a third
 #: part, their direction.
 Lane: TypeAlias = tuple[str, Tier] | tuple[str, Tier, str]
-#: Messages in flight. ``wait()`` waits for them, and raises RuntimeError if one failed or the group's timeout passed.
-Work: TypeAlias = Any
 #: Functions of torch.distributed. torch 2.13 renames them, and warns of the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _STOCK = getattr(dist, _REDUCE_SCATTER)
+
+
+class Work(Protocol):
+    """Messages in flight."""
+
+    def wait(self) -> Any:
+        """Waits for them. Raises RuntimeError if one failed or the group's timeout passed."""
+
+
+class Wires(Protocol):
+    """Transport of one lane's messages; see `TorchWires` for arguments and results."""
+
+    library_sums: bool
+
+    @property
+    def all_gather(self) -> Callable[[torch.Tensor, torch.Tensor], Work]:
+        """Starts an all-gather."""
+
+    @property
+    def all_to_all(self) -> Callable[..., Work]:
+        """Starts an all-to-all."""
+
+    @property
+    def reduce_scatter(self) -> Callable[[torch.Tensor, torch.Tensor], Work]:
+        """Starts a reduce-scatter, if `library_sums`."""
+
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
+        """Starts a send to one rank and a receive from one rank."""
+
+    def broadcast(self, message: torch.Tensor, root: int) -> Work:
+        """Starts a broadcast."""
+
+    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Work:
+        """Starts a send or a receive."""
 
 
 class DisagreementError(RuntimeError):
@@ -132,7 +164,7 @@ class TorchWires:
         """Copies uint8 ``[b]`` from one rank to all others."""
         return self._starts(dist.broadcast)(message, self._rank(root))
 
-    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
+    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Work:
         """Sends a message to one rank, or receives one. Messages of one direction between two ranks arrive in order."""
         work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group)
         return SimpleNamespace(wait=partial(self._wait_for, [work])) if message.is_cpu else work
