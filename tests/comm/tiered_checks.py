@@ -17,6 +17,7 @@ from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Chain, HopError, Runtime, WireLog, peers_of
 from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ALGORITHMS, CodecConfig, parse_config
+from hzero.errors import ConfigError, agreed
 from hzero.program.program import Program, gather_program, reduce_program
 from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
@@ -275,6 +276,13 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
                 gather = collectives.prepare(lane, "all_gather", count, "a message", algorithm=algorithm)
                 gathered = gather.run(message)
                 assert torch.equal(gathered, everyones[coordinates].view(-1)), (ranks, count, algorithm)
+
+
+def check_all_ranks_raise_the_error_of_the_lowest() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(ConfigError, match=r"^found by rank 1$"), agreed():
+        if rank:
+            raise ConfigError(f"found by rank {rank}")
 
 
 def check_a_peer_that_does_not_come_is_named() -> None:

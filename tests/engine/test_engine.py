@@ -232,6 +232,87 @@ def test_a_full_message_crosses_while_backward_goes_on_and_a_parameter_is_in_it_
         assert torch.equal(torch.cat([shards[key] for shards in results]), whole(key, 0) * times)
 
 
+def test_a_parameter_that_gets_another_size_is_gathered_whole() -> None:
+    """As tokens that are added to an embedding: its next gather has the new size, also if it has been gathered before."""
+    groups: dict[Any, Any] = {}
+    size = 3 * WORLD + 2
+
+    def grow(one: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+        (_, wait), *_ = one.weights.unshard(one.params[1:2])
+        before = wait()[0].clone()
+        grown = torch.arange(float(size)).split(chunk_numel(size, WORLD))
+        one.shards[1], one.params[1].numel = grown[one.rank].clone(), size
+        one.weights.note_edit(one.params[1:2])
+        (_, wait), *_ = one.weights.unshard(one.params[1:2])
+        return before[: NUMELS[1]], wait()[0][:size]
+
+    for before, after in on_all([Rank(rank, {"preset": "lossless"}, groups) for rank in range(WORLD)], grow):
+        assert torch.equal(before, whole(1, 0)) and torch.equal(after, torch.arange(float(size)))
+
+
+def test_a_difference_waits_for_the_copy_to_which_it_is_added() -> None:
+    """A step whose refresh starts while the first one is in flight gives the bits of a step that waits."""
+
+    def refreshed(one: Rank, waits: bool) -> list[torch.Tensor]:
+        one.weights.refresh()
+        if waits:
+            one.read()
+        one.set(1)
+        one.weights.note_step(one.params)
+        one.weights.refresh()
+        return one.read()
+
+    block = {"preset": "lean", "refresh_message_bytes": 16}  # a refresh is several messages on the same lanes
+    every = []
+    for waits in (True, False):
+        groups: dict[Any, Any] = {}
+        every.append(on_all([Rank(rank, block, groups) for rank in range(WORLD)], lambda one: refreshed(one, waits)))  # noqa: B023
+    for waited, found in zip(*every, strict=True):
+        assert all(map(torch.equal, waited, found))
+
+
+@pytest.mark.parametrize("preset", ["zero3", "lossless", "topo"])
+def test_float16_gradients_whose_sum_overflows_have_a_finite_mean(preset: str) -> None:
+    groups: dict[Any, Any] = {}
+    block = {"preset": preset, "codecs": {"gradients": "none"}}
+
+    def step(one: Rank) -> list[torch.Tensor]:
+        delivered: dict[int, torch.Tensor] = {}
+
+        def deliver(params: list[Parameter], shards: list[torch.Tensor]) -> None:
+            delivered.update({param.key: shard for param, shard in zip(params, shards, strict=True)})
+
+        gradients = [torch.full((numel,), 30_000.0, dtype=torch.float16) for numel in NUMELS]
+        one.gradients.accumulate(one.params, gradients, torch.float16, 1.0, last=True, deliver=deliver)
+        one.gradients.wait_reduced()
+        one.gradients.finish(torch.float16, 1.0, deliver)
+        return [delivered[key].float() for key in sorted(delivered)]
+
+    results = on_all([Rank(rank, block, groups) for rank in range(WORLD)], step)
+    for key, numel in enumerate(NUMELS):
+        assert torch.equal(torch.cat([shards[key] for shards in results]), torch.full((numel,), 30_000.0))
+
+
+def test_ranks_round_equal_gradients_apart() -> None:
+    """Or their mean would have the error of a single rank. Codes of these gradients are 0 or 1, with a scale of 1."""
+    groups: dict[Any, Any] = {}
+    at_random = {"codec": "int8", "rounding": "stochastic"}
+    block = {"preset": "zero2", "codecs": {"gradients": {"intra_package": at_random}}}
+    gradient = torch.full((NUMELS[0],), 0.5)
+    gradient[::11] = 127.0  # in every shard
+
+    def step(one: Rank) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        one.gradients.accumulate(
+            one.params[:1], [gradient], torch.float32, 1.0, last=True, deliver=lambda _, shards: found.extend(shards)
+        )
+        one.gradients.wait_reduced()
+        return found[0]
+
+    means = torch.cat(on_all([Rank(rank, block, groups) for rank in range(WORLD)], step))[gradient < 1]
+    assert set(means.tolist()) == {0.0, 0.25, 0.5, 0.75, 1.0}
+
+
 def test_padding_behind_the_last_element_is_no_weight() -> None:
     """A front end may leave it as it was allocated, which may look like values that are not finite."""
     groups: dict[Any, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,23 @@ from tests.faults.launch import run
 
 #: Status of torchrun when its ranks end with another one than 0; it prints theirs.
 FAILED = 1
+
+
+def test_the_longest_save_decides_when_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the ends of the time that a short and a long save would need, the ranks stop."""
+    now = [1000.0]
+    monkeypatch.setattr(stop, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
+    control = SimpleNamespace(should_save=False, should_training_stop=False)
+    ranks = hzero.StopAndSave(time_limit=2000, signals=())
+    for step, save in ((10.0, 400.0), (10.0, 1.0)):
+        now[0] += step
+        ranks.on_step_end(None, SimpleNamespace(global_step=1), control)
+        now[0] += save
+        ranks.on_save(SimpleNamespace(), None, control)
+    now[0] = 3000.0 - 300.0  # a save of 1 s would fit, one of 400 s does not
+    assert not control.should_training_stop
+    ranks.on_step_end(None, SimpleNamespace(global_step=2), control)
+    assert control.should_training_stop and ranks.reason == "time"
 
 
 def _launch(way: str, folder: Path, status: int) -> str:

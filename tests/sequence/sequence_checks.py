@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch.nn.functional import pad
 
 from hzero.comm import Communicator, for_dimension, shared_lanes
 from hzero.config import SequenceConfig, parse_config
@@ -40,7 +41,7 @@ def _block(codec: str) -> dict[str, Any]:
 
 
 def _group(ranks: int, codec: str = "none") -> Communicator | None:
-    """The group of this rank. PreparedHop."""
+    """The group of this rank. Collective."""
     members, _ = dist.new_subgroups(ranks)
     config = {"zero_optimization": {"stage": 3, "hzero": _block(codec)}}
     made = for_dimension("sequence", config, members, uses=("sums",))
@@ -92,6 +93,19 @@ def check_losses_and_gradients_are_those_of_one_rank() -> str:
     torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
     assert furthest(sums, expected) < 1e-5
     return f"gradients within {max(seen):.1e}"
+
+
+def check_labels_that_the_trainer_counts_divide_the_loss() -> None:
+    """Trainer counts the labels of all ranks, so those of a group as often as it has ranks."""
+    ranks, model, batch = 2, model_of("llama"), batch_of(44)
+    total, _ = stock(model, batch)
+    items = 2 * int((batch["labels"] != -100).sum()) * ranks
+    chunked = ChunkedModel(model, SequenceConfig(parallel=ranks, chunk=CHUNK), _group(ranks))
+    given = {"input_ids": batch["input_ids"], "labels": pad(batch["labels"], (1, 0), value=-100)[:, :-1]}
+    loss = chunked.forward(model.forward, {**given, "num_items_in_batch": items}).loss.detach().clone()
+    dist.all_reduce(loss)
+    # Two groups of two ranks have the same samples.
+    torch.testing.assert_close(loss, 2 * ranks * total / items)
 
 
 def check_activation_checkpointing_changes_nothing() -> None:
