@@ -13,6 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+#: New names of keys and tiers.
+_RENAMED = {
+    "gcd": "intra_package",
+    "hive": "intra_hive",
+    "gpu": "intra_node",
+    "node": "inter_node",
+    "group": "inter_group",
+    "cluster": "inter_cluster",
+    "gpus_per_node": "packages_per_node",
+    "gcds_per_gpu": "devices_per_package",
+    "gpus_per_hive": "packages_per_hive",
+}
 T = TypeVar("T")
 E = TypeVar("E", bound="ConfigError | PlainError")
 
@@ -220,6 +232,8 @@ def some(items: Sequence[str], most: int, separator: str = ", ") -> str:
 def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The possible value most similar to ``value``; None if none is similar."""
     names, tried = list(possible), (str(value), str(value).lower())  # most names are lower-case
+    if (now := _RENAMED.get(str(value))) in names:
+        return now
     return next((near[0] for one in tried if (near := difflib.get_close_matches(one, names, 1, cutoff))), None)
 
 

@@ -153,6 +153,8 @@ NO_FIXED_SIZE = "found 'mpc', whose messages have no fixed size; expected none"
 #: Blocks, and what is said behind "hzero.".
 BAD: list[tuple[Any, str]] = [
     ({"preset": "tpoo"}, "preset: found 'tpoo'; expected .. did you mean 'topo'"),
+    (codec("int8", tier="node"), "codecs.weights: found key 'node'; expected .. (did you mean 'inter_node'?)"),
+    ({"topology": {"gpus_per_node": 4}}, "topology: found key 'gpus_per_node'; expected .. (did you mean 'packages_per_node'?)"),
     ({"presets": "topo"}, "found key 'presets'; expected .. did you mean 'preset'"),
     ({"shard": {"weight": "node"}}, "shard: found key 'weight'; expected .. did you mean 'weights'"),
     ({"shard": {"weights": "nod"}}, "shard.weights: found 'nod'; expected .. did you mean 'node'"),

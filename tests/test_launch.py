@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hzero.tools.launch import run_ranks
 from tests.forks import alive, fork, join, run_script, torchrun
 from tests.ranks import run_python
 
@@ -101,6 +102,19 @@ def test_rank_0_has_the_terminal_and_the_others_have_logs(tmp_path: Path) -> Non
     assert "rank 2 of 3\n" in (tmp_path / "logs/rank2.log").read_text()
 
 
+def test_a_log_that_is_a_link_or_a_pipe_is_not_written(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (tmp_path / "victim").write_text("precious")
+    (logs / "rank1.log").symlink_to(tmp_path / "victim")
+    os.mkfifo(logs / "rank2.log")
+    out, err = _Command(tmp_path, "wait()").finish()
+    assert out == "status 0\n" and (tmp_path / "victim").read_text() == "precious"
+    says = "; this rank writes to the terminal"
+    kinds = {1: "a symbolic link", 2: "not a regular file"}.items()
+    assert set(err.splitlines()) == {f"hzero: warning: {logs}/rank{rank}.log: {kind}{says}" for rank, kind in kinds}
+
+
 #: As on a machine with accelerators: ranks are new processes. Three have none of their own.
 SPAWNED = """
 import functools, operator, os, sys, torch
@@ -157,6 +171,14 @@ def test_ranks_that_miss_one_which_sigterm_has_ended_are_interrupted(tmp_path: P
     command.all_ranks_wait()
     command.signal(signal.SIGTERM)
     assert command.finish()[0] == "status 130\n"
+
+
+def test_a_rank_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(lambda: 0, 2, logs=tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def _all_end(pids: list[int]) -> None:

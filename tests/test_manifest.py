@@ -15,7 +15,7 @@ import torch
 import hzero
 from hzero import manifest
 from hzero.deepspeed.checkpoint import CheckpointFiles
-from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, reason_of, recover
+from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, publish, reason_of, recover
 
 NAME = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -145,6 +145,13 @@ def test_a_save_that_was_cut_short_before_it_had_its_name_gets_it(tmp_path: Path
     recover(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".latest.x.partial", "best", "last"]
     assert [Manifest.read(tmp_path / name).step for name in ("last", "best")] == [2, 3]
+
+
+def test_a_save_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> None:
+    note = _written(tmp_path / "last", 1)
+    with pytest.raises(FileNotFoundError):  # there is no .last.partial
+        publish(tmp_path / "last")
+    assert Manifest.read(tmp_path / "last") == note and len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

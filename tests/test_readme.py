@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hzero.tools.cli import main
-from tests.ranks import ROOT, run
+from tests.ranks import LONG, ROOT, run
 
 README = ROOT / "README.md"
 #: Where users copy commands and blocks from.
@@ -54,6 +54,10 @@ def _run(command: str, tmp_path: Path) -> str:
     done = run("sh", "-c", command, VENV=str(folder.parent), PATH=path, MAKEFLAGS="", MAKELEVEL="")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_readme_names_the_two_commands() -> None:
+    assert {"make train", "make test"} <= set(_commands())
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(_commands()))
@@ -135,6 +139,64 @@ def test_blocks_of_python_and_json(page: Path) -> None:
         assert (ROOT / deepspeed.get("deepspeed_config_file", "")).exists()
 
 
+def test_table_of_readme_is_what_its_command_computes() -> None:
+    """And the rows of the Frontier tutorial for 48 nodes."""
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
+
+    assert "`hzero plan experiment=paper_20b nodes=48`" in README.read_text()
+    schemes = plan_dict(read_scenario(["experiment=paper_20b", "topology.nodes=48"]))["schemes"]
+    names = ("ZeRO-3", "ZeRO++", "FSDP2", "HSDP, node", "topo", "FSDP2, topo")
+    shown = [schemes[name] for name in names]
+    rows = {
+        row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in README.read_text().splitlines()) if row
+    }
+    into, memory, step = (
+        rows[name]
+        for name in ("bytes into each node per step", "memory per GCD, with buffers and activations", "predicted step")
+    )
+    assert into == [f"{one['node_bytes'] / 1e9:.3g} GB" for one in shown]
+    assert memory == [f"{one['memory_bytes'] / 1e9:.1f} GB" for one in shown]
+    assert step == [f"{one['step_s']:.1f} s" for one in shown]
+    for name, text in (("zero2", " for the job above); `lossless`"), ("lossless", ") |")):
+        one = schemes[name]
+        assert f"({one['step_s']:.1f} s, {one['memory_bytes'] / 1e9:.1f} GB{text}" in README.read_text()
+    assert schemes["zero2"]["step_s"] < schemes["lossless"]["step_s"]  # so that it is the first choice
+    more = schemes["HSDP, node"]["memory_bytes"] / schemes["topo"]["memory_bytes"]
+    rest = (schemes[name]["step_s"] / schemes["FSDP2, topo"]["step_s"] - 1 for name in ("topo", "FSDP2", "HSDP, node"))
+    least, *_, most = sorted(rest)
+    faster = f"{100 * least:.0f} to {100 * most:.0f} % faster than these"
+    assert f"HSDP, which needs {more:.1f} times its memory; under FSDP2 it is {faster}" in README.read_text()
+    without = schemes["zero2"]
+    assert f"If {without['memory_bytes'] / 1e9:.0f} GB fit, `zero2` ({without['step_s']:.1f} s)" in README.read_text()
+    order = ("ZeRO-3", "ZeRO++", "HSDP, node", "topo", "FSDP2", "FSDP2, topo")
+    cells = " | ".join(f"{schemes[one]['step_s']:.1f} s, {schemes[one]['memory_bytes'] / 1e9:.1f} GB" for one in order)
+    assert f"| 20B | 48 | {cells} |" in (ROOT / "docs" / "frontier.md").read_text()
+    ratio = schemes["ZeRO-3"]["step_s"] / schemes["topo"]["step_s"]
+    assert f"`topo` is {ratio:.2f} times faster than ZeRO-3" in README.read_text()
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "recipes" / "cpu.md"], ids=lambda page: page.name)
+def test_bytes_of_the_main_job_are_those_of_the_plan(page: Path) -> None:
+    """All but the gathers inside a package: a small model is not gathered again in backward."""
+    from hzero.tools.plan.collectives import step_traffic
+    from hzero.tools.plan.scenario import read_scenario
+    from hzero.tools.terminal import size_text
+
+    scenario = read_scenario([])
+    plan, job = scenario.shard_plan("topo"), scenario.job
+    rows = step_traffic(plan, scenario.grid, job.model.numels, itemsize=job.itemsize, accumulation=job.accumulation)
+    sizes = {(row.tier, row.role): row.wire_bytes * scenario.grid.world_size for row in rows if row.used}
+    text = page.read_text()
+    for (tier, role), size in sizes.items():
+        (shown,) = re.findall(rf"^{tier} +{role} +int[48] +([\d.]+ \wB) ", text, flags=re.MULTILINE)
+        assert (tier, role) == ("intra_package", "weights") or shown == size_text(size), (tier, role)
+    assert (
+        f"received between nodes per step: {size_text(sizes['inter_node', 'weights'] + sizes['inter_node', 'gradients'])};"
+        in text
+    )
+
+
 # ---- figures beside a plan's command ------------------------------------------------------------------------------------
 
 
@@ -171,3 +233,90 @@ def test_keys_of_commands_exist(page: Path, folder: Path) -> None:
         if line.startswith("sbatch") and "prepare" not in line:
             keys = [word for word in shlex.split(line.partition(".sbatch")[2]) if "=" in word and "$" not in word]
             compose(full_names([*keys, *["nodes=2"] * (not any(key.startswith("nodes=") for key in keys))]))
+
+
+@LONG
+def test_figures_of_long_sequences(folder: Path) -> None:
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
+
+    text = (ROOT / "docs" / "sequences.md").read_text()
+    ((*keys, parallel),) = _keys("docs/sequences.md", "hzero plan", folder)
+    assert _keys("docs/long_context.md", "hzero plan", folder) == [[*keys, parallel]]
+    for ranks in (1, 8, 32):
+        found = plan_dict(read_scenario([*keys, f"{parallel.partition('=')[0]}={ranks}", "nodes=4"]))["sequences"]
+        copies, compute = (f"{found[key]:,.0f} s" for key in ("copy_s", "compute_s"))
+        assert f"| {ranks} | {found['longest']:,} | {copies} | {compute} | " in text
+        assert f"Without the key, {found['longest_with_checkpointing_alone']:,} tokens fit" in text
+
+
+@LONG
+def test_figures_of_scopes_of_experts(folder: Path) -> None:
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
+
+    (keys,) = _keys("docs/presets.md", "hzero plan model=hf", folder)
+    plans = [plan_dict(read_scenario(one)) for one in (keys, keys[:-1])]
+    peaks = [f"{plan['memory_bytes'] / 1e9:.1f} GB" for plan in plans]
+    sizes = [
+        row["wire_bytes"]
+        for plan in plans
+        for row in plan["traffic"]
+        if (row["role"], row["tier"]) == ("weights", "inter_node")
+    ]
+    between = [f"{size / 1e9:.1f} GB" for size in sizes]
+    text = (ROOT / "docs" / "presets.md").read_text()
+    assert f"a peak of {peaks[0]} per GCD instead of {peaks[1]}, and {between[0]} of weights" in text
+    assert f"over tier `inter_node` instead of {between[1]}." in text
+
+
+@LONG
+def test_rows_of_the_frontier_tutorial() -> None:
+    from hzero.tools.plan.command import plan_dict
+    from hzero.tools.plan.scenario import read_scenario
+
+    schemes = plan_dict(read_scenario(["experiment=paper_10b", "topology.nodes=48"]))["schemes"]
+    shown = [schemes[name] for name in ("ZeRO-3", "ZeRO++", "HSDP, node", "topo")]
+    cells = " | ".join(f"{one['step_s']:.1f} s, {one['memory_bytes'] / 1e9:.1f} GB" for one in shown)
+    assert f"| 10B | 48 | {cells} |" in (ROOT / "docs" / "frontier.md").read_text()
+
+
+@LONG
+def test_figures_of_many_nodes(folder: Path) -> None:
+    """Tables and ratios of the model's page, and README's."""
+    from hzero.tools.plan.against import node_counts
+    from hzero.tools.plan.command import against_dict
+    from hzero.tools.plan.scenario import read_scenario
+
+    readme, text = README.read_text(), (ROOT / "docs" / "model.md").read_text()
+    rates = []
+    for counts, *keys in (
+        (words[1], *words[2:]) for words in _keys("docs/model.md", "hzero plan --against", folder)[:2]
+    ):
+        nodes = node_counts(counts)
+        curves = against_dict(read_scenario([*keys, f"topology.nodes={nodes[-1]}"]), nodes, None)["curves"]
+        rates.append({name: {point["nodes"]: point["tflops"] for point in points} for name, points in curves.items()})
+    frontier, ordinary = rates
+    head, _, *rows = re.findall(r"^\|.*\|$", text.partition("### 20B")[2].partition("\n- ")[0], flags=re.MULTILINE)
+    schemes = [cell.strip().replace("`", "") for cell in head.split("|")[2:-1]]
+    schemes = [scheme.replace(" over the", ",") for scheme in schemes]
+    for row, nodes in zip(rows, frontier["ZeRO-3"], strict=True):
+        expected = [f"{nodes:,}", *(f"{frontier[scheme][nodes]:.1f}" for scheme in schemes)]
+        assert [cell.strip() for cell in row.split("|")[1:-1]] == expected
+    far = frontier["hzero topo"][1024] / frontier["FSDP2"][1024]
+    stock = frontier["hzero topo"][1024] / frontier["ZeRO-3"][1024]
+    assert f"`topo` is predicted {stock:.1f} times faster than ZeRO-3, {far:.1f} times than FSDP2" in readme
+    assert f"`topo` is {far:.1f} times faster than FSDP2 and {stock:.1f} times faster than ZeRO-3" in text
+    for scheme in ("FSDP2", "ZeRO-3", "ZeRO++"):
+        ratios = [rate / ordinary[scheme][nodes] for nodes, rate in ordinary["hzero topo"].items()]
+        digits = 2 if scheme == "ZeRO++" else 1
+        assert f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f} times faster than {scheme}" in text
+        mean = f"{sum(ratios) / len(ratios):.0f}"
+        words = f"On A100 nodes with one 100 Gbit/s NIC, 10B is predicted {mean} times faster than FSDP2"
+        assert scheme != "FSDP2" or words in readme
+    best = max(
+        rate / ordinary[one][nodes]
+        for nodes, rate in ordinary["hzero topo"].items()
+        for one in ("ZeRO++", "HSDP, node")
+    )
+    assert f"but at most {best:.1f} times than ZeRO++ or HSDP" in readme

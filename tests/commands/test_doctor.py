@@ -360,6 +360,10 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"topology": "ambiguous.yaml"}, {}, UNUSABLE, "ambiguous"),
     ({"topology": {**EIGHT, "nodes_per_group": 3}}, {}, UNUSABLE, "nodes_per_group: found 3"),
     ({"topology": "none.yaml"}, {}, UNUSABLE, "found no devices in 'none.yaml'"),
+    # Values that DeepSpeed keeps as they are.
+    ({}, {"data_types": {"grad_accum_dtype": "foo"}}, UNUSABLE, "data_types.grad_accum_dtype: found 'foo'"),
+    ({}, {"gradient_clipping": "x"}, UNUSABLE, "gradient_clipping: found 'x'; expected a number"),
+    ({}, {"prescale_gradients": "yes"}, UNUSABLE, "prescale_gradients: found 'yes'; expected true or false"),
     # Batch sizes: on 8 ranks, and on an unknown number of ranks.
     ({"topology": EIGHT}, {"train_batch_size": 12}, UNUSABLE, "12 != 1 * 1 * 8"),
     ({"topology": EIGHT}, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3}, UNUSABLE, "accumulation steps: 0"),

@@ -9,7 +9,9 @@ import json
 import os
 import resource
 import signal
+import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ranks import LONG, mpiexec, run
+from tests.ranks import LONG, ROOT, environment, mpiexec, run
 
 if find_spec("distributed") is None or find_spec("datasets") is None:
     pytest.skip("the extras data and train are not installed", allow_module_level=True)
@@ -154,6 +156,21 @@ def files_of_at_most(executor: Executor, size: int) -> Iterator[None]:
         resource.prlimit(pid, kind, before)
 
 
+class _Full:
+    """A tokenizer whose folder fills the disk, with the error of ``tokenizers``."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")
+
+
+def test_a_disk_that_the_tokenizer_fills_has_no_half_of_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer: cannot be written: No space left on device"):
+        token_files.complete(tmp_path, [], _Full())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_one_error_and_the_next_start_completes(
     place: Path, one: dict[str, str], executor: Executor
 ) -> None:
@@ -215,12 +232,14 @@ def test_another_job_is_refused(place: Path, one: dict[str, str], executor: Exec
 BAD: dict[str, tuple[str, bytes, str]] = {
     "binary": ("a.jsonl", b'{"text": "a"}\n\x89\xff\n', "a.jsonl:2: found '.*'; expected a JSON object"),
     "zero": ("a.txt", b"a\n" * 9 + b"\0", "a.txt:10: found byte 0x00; expected UTF-8"),
+    "latin": ("a.txt", b"a\nb\xe9", "a.txt:2: found byte 0xe9; expected UTF-8"),
     "no JSON": ("a.jsonl", b'{"text": "a"}\n\n{"text"\n', "a.jsonl:3: found '{\"text\"\\\\n'; expected a JSON object"),
     "a list": (
         "a.json",
         b'["text"]',
         r"a.json:1: found '\[\"text\"\]'; expected a JSON object with a string at the key 'text'",
     ),
+    "a number": ("a.json", b'{"text": 1}', "a.json:1: found '{\"text\": 1}'; expected a JSON object"),
     "no text": ("a.json", b'{"body": "a"}', 'a.json:1: found \'{"body": "a"}\'; expected a JSON object'),
     "half a pair": ("a.json", b'{"text": "\\ud800"}', "a.json:1: found .*ud800.*; expected a JSON object"),
     "huge line": (
@@ -234,7 +253,9 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         b"PAR1",
         "a.parquet, row group 0: found Parquet file size is 4 bytes.*; expected Parquet with strings",
     ),
+    "empty Parquet": ("a.parquet", b"", "a.parquet, row group 0: found Parquet file size is 0 bytes"),
     "two kinds": ("a.txt", b"a", "found json and text in"),
+    "nothing": (".hidden", b"a", "found no regular file"),
 }
 
 
@@ -270,6 +291,46 @@ def test_empty_texts_are_left_out_and_named(
     sorted((tmp_path / "out").glob("*.arrow"))[1].unlink()
     prepare(settings_of(words(place, "", *given)), executor)
     assert content(tmp_path / "out") == before
+
+
+def test_links_to_files_are_read_and_links_to_folders_are_not(tmp_path: Path) -> None:
+    """A link may lead to the folder that it is in."""
+    (tmp_path / "in" / "b").mkdir(parents=True)
+    (tmp_path / "in" / "b" / "a.txt").write_text("a")
+    (tmp_path / "in" / "b" / "again").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "a.txt").symlink_to(tmp_path / "in" / "b" / "a.txt")
+    found = [token_files.FILE + str(tmp_path / "in" / name) for name in ("a.txt", "b/a.txt")]
+    assert list(token_files.files_of(str(tmp_path / "in"))) == found
+
+
+def test_files_of_others_stay(place: Path, executor: Executor, tmp_path: Path) -> None:
+    (tmp_path / ".mine.partial").mkdir()
+    (tmp_path / ".mine.partial" / "x").touch()
+    (tmp_path / ".thesis.partial").touch()
+    with pytest.raises(ConfigError, match="found other files in"):
+        prepare(settings_of(words(place, "", f"data.output={tmp_path}")), executor)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".mine.partial", ".thesis.partial"]
+    assert (tmp_path / ".mine.partial" / "x").exists()
+    (place / "theirs").mkdir()
+    (place / "theirs" / token_files.IDENTITY).write_text("[1]")
+    with pytest.raises(ConfigError, match=r"prepare.json: found \[1\]; expected a JSON object"):
+        prepare(settings_of(words(place, "theirs")), executor)
+    assert (place / "theirs" / token_files.IDENTITY).read_text() == "[1]"
+
+
+def test_a_lock_that_is_a_link_or_a_pipe_is_refused(place: Path, executor: Executor, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    lock = tmp_path / "out" / token_files.LOCK
+    lock.parent.mkdir()
+    for kind, make in (
+        ("a symbolic link", lambda: lock.symlink_to(tmp_path / "victim")),
+        ("not a regular file", lambda: os.mkfifo(lock)),
+    ):
+        lock.unlink(missing_ok=True)
+        make()
+        with pytest.raises(OSError, match=kind):
+            prepare(settings_of(words(place, "", f"data.output={lock.parent}")), executor)
+    assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_two_runs_do_not_write_one_folder(place: Path, executor: Executor) -> None:
@@ -349,6 +410,29 @@ def test_megatron_reads_the_documents(place: Path, executor: Executor) -> None:
 
 
 @LONG
+def test_a_dead_rank_ends_the_job_and_the_next_start_completes(place: Path, one: dict[str, str]) -> None:
+    """Over MPI: rank 0 is the client, rank 1 schedules, ranks 2 and 3 work."""
+    import psutil
+
+    command = [mpiexec(), "-n", "4", sys.executable, "-m", "hzero", "data", "prepare", *words(place, "ranks")]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, **streams) as job:  # type: ignore[call-overload]
+        deadline = time.monotonic() + 60
+        while not list(place.glob("ranks/*.arrow")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        processes = psutil.Process(job.pid).children(recursive=True)
+        rank_3 = [process for process in processes if process.environ().get("PMI_RANK") == "3"]
+        next(process for process in rank_3 if process.parent() in rank_3).kill()
+        said = job.stdout.read()
+        assert job.wait(60) != 0
+    assert f"hzero: rank 3 on {socket.gethostname()} was ended by signal 9" in said, said
+    assert not (place / "ranks" / "state.json").exists() and list(place.glob("ranks/*.arrow")), said
+    done = run(*command, timeout=100)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert " 23 of 23 shards" not in done.stdout and content(place / "ranks") == one
+
+
+@LONG
 def test_an_error_over_mpi_is_one_line_at_once(place: Path) -> None:
     given = words(place, "unread", f"data.path={place}/nothing")
     done = run(mpiexec(), "-n", "3", sys.executable, "-m", "hzero", "data", "prepare", *given, timeout=50)
@@ -417,6 +501,10 @@ def test_training_refuses_what_does_not_fit(
     ("given", "says"),
     [
         (["made"], "hzero data: argument action: invalid choice: 'made'"),
+        (
+            ["prepare", "data.path=a", "data.output=b", "tokenizer=c", "tokeniser=a"],
+            "found key 'tokeniser'; expected",
+        ),
         (
             ["prepare", "data.path=a", "data.output=b", "tokenizer=c", "data.pth=a"],
             "data: found key 'pth'; expected",

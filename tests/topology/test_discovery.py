@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +73,16 @@ def on_threads(world: int, act: Callable[[int], Any]) -> list[Any]:
 
 def seen(environ: dict[str, str], devices: list[Device]) -> list[int]:
     return [device.number for device in visible_devices(environ, devices)]
+
+
+@given(st.permutations(range(8)), st.integers(1, 8), st.data(), st.booleans())
+def test_hip_counts_what_rocr_leaves(order: list[int], count: int, data: st.DataObject, by_uuid: bool) -> None:
+    rocr = order[:count]
+    hip = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    environ = {"ROCR_VISIBLE_DEVICES": ", ".join(GCDS[n].uuid if by_uuid else str(n) for n in rocr)}
+    assert seen(environ, GCDS) == rocr
+    second = data.draw(st.sampled_from(["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]))
+    assert seen({**environ, second: ",".join(map(str, hip))}, GCDS) == [rocr[index] for index in hip]
 
 
 def test_lists() -> None:
@@ -264,6 +276,12 @@ def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
 # Clusters
 
 
+def on_networks(networks: list[list[str]], width: int, node: Callable[[int], int]) -> Discovery:
+    """Assembles reports of ranks without devices. ``node`` returns the node of a rank, ``networks`` the networks of a node."""
+    homes = [node(rank) for rank in range(width * len(networks))]
+    return assemble([RankReport(rank, f"n{at}", None, subnets=tuple(networks[at])) for rank, at in enumerate(homes)])
+
+
 def test_nodes_of_unlike_networks_form_clusters(tmp_path: Path) -> None:
     """Two nodes on InfiniBand, two on RoCE, whose ranks take turns."""
     said = []
@@ -289,6 +307,33 @@ def test_nodes_of_unlike_networks_form_clusters(tmp_path: Path) -> None:
         "nodes on 2 fabrics (ib fe80:0000:0000:0000 0x1 of node n0, ethernet of node n1) form clusters, which "
         "tier inter_cluster joins",
     )
+
+
+NETWORKS = st.lists(st.lists(st.sampled_from("abcd"), min_size=1, max_size=2), min_size=1, max_size=6)
+
+
+@given(NETWORKS, st.integers(1, 2), st.booleans())
+def test_a_cluster_has_the_nodes_that_share_networks(networks: list[list[str]], width: int, cyclic: bool) -> None:
+    count = len(networks)
+    found = on_networks(networks, width, lambda rank: rank % count if cyclic else rank // width)
+    joined = [{*own} for own in networks]
+    for _ in networks:  # nodes that share a network with what is joined are joined
+        joined = [set[str]().union(*(other for other in joined if other & own)) for own in joined]
+    sizes = Counter(frozenset(own) for own in joined)
+    grid, equal = found.required_grid(), len({*sizes.values()}) == 1
+    assert grid.clusters == (len(sizes) if equal else 1)
+    assert any("fabrics" in note for note in found.notes) == (len(sizes) > 1)
+    assert any("cannot form clusters of equal size" in note for note in found.notes) == (not equal)
+    for rank in range(grid.world_size if equal else 0):
+        peers = [int(found.places[peer].host[1:]) for peer in grid.tier_group(rank, "inter_node")]
+        assert len({frozenset(joined[node]) for node in peers}) == 1 and len(peers) == count // len(sizes)
+
+
+@pytest.mark.parametrize("unknown", range(3))
+def test_unknown_nics_form_no_clusters(unknown: int) -> None:
+    networks = [["cxi"], ["ethernet"]]
+    found = on_networks([*networks[:unknown], [], *networks[unknown:]], 2, lambda rank: rank // 2)
+    assert found.required_grid().clusters == 1 and not any("fabrics" in note for note in found.notes)
 
 
 # The exchange
@@ -344,6 +389,18 @@ def test_missing_ranks_are_named_on_all() -> None:
     assert Exchange.of_environment(1.0, {}).agree(lambda: 3, list) == [3], "alone"
 
 
+def test_ranks_meet_at_the_master_address_before_a_process_group_is_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environ = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def act(rank: int) -> Any:
+        exchange = Exchange.of_environment(20.0, {**environ, "RANK": str(rank)})
+        return [exchange.agree(lambda turn=turn: rank + turn, sum) for turn in range(3)]
+
+    assert on_threads(3, act) == [[3, 6, 9]] * 3
+
+
 @pytest.mark.parametrize("listening", [False, True], ids=["nobody", "no store"])
 def test_a_store_that_nobody_serves_is_named_soon(listening: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -362,6 +419,13 @@ def test_a_store_that_nobody_serves_is_named_soon(listening: bool) -> None:
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
 
+def test_nodes_with_other_orders_of_packages_stay_regular() -> None:
+    """Pairing packages by rank costs nothing that a pass over all shards would not cost more."""
+    places = [Place(rank, "a", *divmod(rank, 2)) for rank in range(8)]
+    places += [Place(8 + local, "b", *divmod(device, 2)) for local, device in enumerate(OLCF)]
+    assert grid_of(places).regular
+
+
 @given(SHAPES, st.randoms(use_true_random=False))
 def test_groups_are_physical_whatever_the_numbering(shape: tuple[int, int, int], chance: random.Random) -> None:
     nodes, gpus, gcds = shape
@@ -377,6 +441,26 @@ def test_groups_are_physical_whatever_the_numbering(shape: tuple[int, int, int],
         assert {p.device for p in group} == {place.device}
         assert len({places[rank].host for rank in grid.tier_group(place.rank, "inter_node")}) == nodes
         assert [grid.size(tier) for tier in BASE_TIERS] == [gcds, gpus, nodes]
+
+
+@given(SHAPES, st.lists(st.integers(0, 200), max_size=6))
+def test_a_world_is_a_grid_or_its_uneven_nodes_are_named(shape: tuple[int, int, int], missing: list[int]) -> None:
+    nodes, gpus, gcds = shape
+    cells = [(f"n{n}", p, g) for n in range(nodes) for p in range(gpus) for g in range(gcds)]
+    cells = [cell for index, cell in enumerate(cells) if index not in missing] or cells
+    by_package: dict[tuple[str, int], int] = Counter((host, package) for host, package, _ in cells)
+    by_host: dict[str, int] = Counter(host for host, _ in by_package)
+    try:
+        grid = grid_of([Place(rank, *cell) for rank, cell in enumerate(cells)])
+    except ConfigError as error:
+        assert len({*by_package.values()}) > 1 or len({*by_host.values()}) > 1
+        assert "the ranks do not form a grid of nodes x packages x devices: node n" in str(error) and "\n" not in str(
+            error
+        )
+        for host, size in re.findall(r"node (n\d+) has (\d+) ranks", str(error)):
+            assert sum(count for (name, _), count in by_package.items() if name == host) == int(size)
+    else:
+        assert grid.world_size == len(cells) and len({*by_package.values()}) == len({*by_host.values()}) == 1
 
 
 def test_two_ranks_on_one_device_are_refused() -> None:

@@ -587,16 +587,27 @@ _OF_KERNELS = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "se
 def build(config: Any) -> None:
     """Builds the optimizer and the scheduler of a ``DeepSpeedConfig`` around one weight, so that wrong values raise here.
 
-    Trainer fills in values that are ``auto``. Optimizers that torch lacks are not built, since they need DeepSpeed's kernels.
+    It also checks types. Trainer fills in values that are ``auto``. Optimizers that torch lacks are not built, since they need
+    DeepSpeed's kernels.
 
     Raises:
-        ConfigError: DeepSpeed has no such optimizer or scheduler.
+        ConfigError: DeepSpeed has no such optimizer or scheduler, or a value has a wrong type.
     """
     from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DtypeEnum
     from torch import optim, zeros
 
     from hzero.deepspeed.refusals import classes_of, optimizer_class
 
+    # DeepSpeed accepts any value of these keys, and fails when it uses one.
+    for key, default in vars(type(config)({"train_micro_batch_size_per_gpu": 1})).items():
+        if isinstance(default, (int, float)) and isinstance(found := getattr(config, key), (str, list, dict)):
+            expected = "true or false" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"{key}: found {found!r}; expected {expected}")
+    types = [name for name in DtypeEnum._value2member_map_ if isinstance(name, str)]
+    for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+        if (found := getattr(config, key, None)) not in (None, *types):
+            raise one_of(f"data_types.{key}", found, types)
     kind = optimizer_class(config)
     schedulers = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
     schedulers |= classes_of(optim.lr_scheduler)
