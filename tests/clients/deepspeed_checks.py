@@ -12,9 +12,10 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 
 import hzero
-from tests.clients.cells import Run, assert_equal, assert_trains, batches, llama, mean, slow
+from tests.clients.cells import Run, assert_equal, assert_trains, batches, llama, mean
 from tests.clients.config import ACCUMULATION, STEPS, config_of
 from tests.deepspeed.training import assert_losses, engine_of, masters_of
+from tests.ranks import LONG
 
 
 def _train(engine: Any, steps: int) -> Run:
@@ -91,7 +92,7 @@ def _inductor(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs)
 
 
-@slow
+@LONG
 def check_deepspeed_compiles() -> None:
     """The graphs and the hooks between them: by backend ``inductor``, which compiles C++ here, and by ``eager``."""
     want = trained(None)

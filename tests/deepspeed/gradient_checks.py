@@ -59,37 +59,6 @@ def _sometimes_batch(step: int, micro: int) -> tuple[torch.Tensor, bool]:
     return x, (step % 3 == 0 and micro == 0) or (step % 3 == 1 and micro == 1)
 
 
-def check_silent_parameters_match_ddp() -> None:
-    """A parameter that is silent at times gets the gradients that DDP would give it, and no stale one; so does the norm."""
-    unmanaged = {"managed_gradient_accumulation": False}
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
-    both = {**OFFLOAD, **unmanaged}
-    for preset, cases in (("lossless", ({}, both)), ("hpz", (OFFLOAD, unmanaged))):
-        for changes in cases:
-            engine = engine_of(ds_config(block_of(preset), 2, **sgd, **changes), _Sometimes())
-            reference = _Sometimes()
-            optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-            for step in range(4):
-                for micro in range(2):
-                    engine.backward(engine(*_sometimes_batch(step, micro)))
-                    if "managed_gradient_accumulation" not in changes or micro:
-                        engine.step()
-                    (reference(*_sometimes_batch(step, micro)) / 2).backward()
-                for param in reference.parameters():
-                    if param.grad is not None:
-                        dist.all_reduce(param.grad)
-                        param.grad /= dist.get_world_size()
-                norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
-                where = f"{preset}, {changes}, step {step}"
-                assert abs(float(engine.get_global_grad_norm()) / norm - 1) < 1e-4, where
-                optimizer.step()
-                optimizer.zero_grad()
-                for name, master in masters_of(engine).items():
-                    want = dict(reference.named_parameters())[name].detach()
-                    torch.testing.assert_close(master, want, msg=f"{where}: {name}")
-            engine.destroy()
-
-
 def check_a_window_given_up_leaves_nothing() -> None:
     """After ``zero_grad`` instead of a step, neither its gradients nor their norms count, on the host and on the device."""
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}

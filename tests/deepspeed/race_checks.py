@@ -246,9 +246,8 @@ def check_no_races() -> None:
     _expect_no_races(one for one in SCENARIOS if one not in _BETWEEN)
 
 
+@LONG
 def check_no_races_of_presets_between() -> None:
-    if LONG.args[0]:
-        pytest.skip(LONG.kwargs["reason"])
     _expect_no_races(_BETWEEN)
 
 

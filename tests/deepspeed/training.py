@@ -24,7 +24,7 @@ OFFLOAD: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
-LR, VOCAB, WIDTH, INNER = 3e-3, 37, 13, 29
+LR, CLIP, VOCAB, WIDTH, INNER = 3e-3, 0.5, 37, 13, 29
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 #: The machine of these ranks: nodes, packages of a node, devices of a package. 4 ranks have a boundary between nodes and packages
 #: of two devices, which most checks need; 8 have a tier between them too; 6 is not a power of two.
@@ -100,7 +100,7 @@ def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **chan
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": CLIP,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "optimizer": {
             "type": "AdamW",

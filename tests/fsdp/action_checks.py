@@ -22,7 +22,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import hzero.fsdp
 from hzero import ConfigError
-from tests.fsdp.training import WORLD, mesh_of
+from tests.parity.compare import WORLD
+from tests.parity.fsdp import mesh_of
 from tests.rank_main import same_on_all_ranks
 
 #: Number of sequences with `lossless`, of which the first ones also run with codecs.

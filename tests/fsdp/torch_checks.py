@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hzero.fsdp
-from tests.fsdp.training import VOCAB, WORLD, Net, mesh_of
+from tests.parity.compare import WORLD
+from tests.parity.fsdp import mesh_of
+from tests.parity.zoo import VOCAB, Net
 
 WIDTH = 16
 TOPOLOGY = {"packages_per_node": 1, "devices_per_package": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 import hzero
 from hzero.tools.plan.memory import held_states
 from tests.deepspeed.training import TOPOLOGY, assert_losses, batch, ds_config, engine_of, train
+from tests.ranks import LONG
 
 transformers = pytest.importorskip("transformers")
 
 #: Largest relative difference of a loss, and of a norm, to stock.
 TOLERANCES = {"lossless": (1e-6, 1e-6), "topo": (5e-3, 5e-2)}
-ALL = os.environ.get("HZERO_TESTS") == "all"
 STEPS = 3
 #: Of all architectures, as far as they have them.
 COMMON = {
@@ -109,19 +108,17 @@ KINDS = ("mamba2", "jamba", "mixtral", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 def check_one_architecture_of_each_kind_gives_stocks_losses_and_norms() -> str:
-    return _table(KINDS, list(TOLERANCES) if ALL else ["lossless"])
+    return _table(KINDS, ["lossless"])
 
 
-def check_other_architectures_give_stocks_losses_and_norms() -> str:
-    if not ALL:
-        pytest.skip("takes long: HZERO_TESTS=all runs it")
-    return _table(ARCHITECTURES.keys() - set(KINDS), TOLERANCES)
+@LONG
+def check_all_architectures_give_stocks_losses_and_norms() -> str:
+    return _table(ARCHITECTURES, TOLERANCES)
 
 
+@LONG
 def check_experts_over_the_world_give_stocks_losses_in_less_memory() -> str:
     """The rest over the package. Measured bytes of resident weights and accumulators are the planned ones."""
-    if not ALL:
-        pytest.skip("takes long: HZERO_TESTS=all runs it")
     rows = [
         f"{'model':11}{'micros':>7} {'experts':9}{'losses':>9}{'norms':>9}{'resident':>10}{'planned':>9}{'sums':>8}{'planned':>9}"
     ]

@@ -1,4 +1,4 @@
-"""Models of many kinds beside stock ZeRO-3, on four ranks; ``HZERO_TESTS=all pytest -rP tests/models`` prints the table."""
+"""Models of many kinds beside stock ZeRO-3, on four ranks; ``pytest --long -rP tests/models`` prints the table."""
 
 from __future__ import annotations
 
