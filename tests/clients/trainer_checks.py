@@ -85,14 +85,6 @@ def check_trainer_accumulates_and_clips() -> None:
     assert_trains(trained("topo"), stock())
 
 
-@LONG
-def check_trainer_checkpoints_activations() -> None:
-    """By hooks, PyTorch's recommended kind; and re-entrant, where backward runs forward again, several backwards in one."""
-    for reentrant in (False, True):
-        kind = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-        assert_equal(trained("lossless", **kind), stock())
-
-
 BEST = {
     "eval_strategy": "steps",
     "save_strategy": "steps",

@@ -441,22 +441,6 @@ def check_loops_of_other_shapes_give_what_fsdp2_gives() -> None:
         own.state.close()
 
 
-def check_a_closure_with_gradients_that_are_not_finite_changes_no_weight() -> None:
-    loop = Loop(0, {"preset": "lossless"})
-    before = [param.detach().clone() for param in loop.params]
-
-    def closure() -> float:
-        loss = loop.loss()
-        loss.backward()
-        loop.grads()[0].mul_(math.nan)
-        return loss.item()
-
-    loop.optimizer.step(closure)
-    assert all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(before, loop.params))  # type: ignore[operator]
-    assert loop.state is not None
-    loop.state.close()
-
-
 def check_the_environment_applies_hzero() -> None:
     """In the first forward of a root, once. Wrong values and uses are one error."""
     stock = Loop(1, None)

@@ -37,7 +37,7 @@ ROWS = {
         *_SPARE,
         row("lossless", "meta", "prefetch", "offload", layout=(1, 2, 2)),
         row("lossless", 2, layout=(2, 1, 1), tensor=2),
-        row("lossless", "bf16"),
+        row("lossless", "bf16", 3),
     ),
     "signs_of_the_last_backward": _of(*(row("lossless", flag, 3) for flag in FLAGS[:3])),
     "edits": _of(*(row("lossless", "fused", edit=way) for way in EDITS)),
