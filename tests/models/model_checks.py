@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import hzero
-from hzero.tools.plan.memory import held_states
 from tests.deepspeed.training import TOPOLOGY, assert_losses, batch, ds_config, engine_of, train
 from tests.ranks import LONG
 
@@ -114,39 +113,6 @@ def check_one_architecture_of_each_kind_gives_stocks_losses_and_norms() -> str:
 @LONG
 def check_all_architectures_give_stocks_losses_and_norms() -> str:
     return _table(ARCHITECTURES, TOLERANCES)
-
-
-@LONG
-def check_experts_over_the_world_give_stocks_losses_in_less_memory() -> str:
-    """The rest over the package. Measured bytes of resident weights and accumulators are the planned ones."""
-    rows = [
-        f"{'model':11}{'micros':>7} {'experts':9}{'losses':>9}{'norms':>9}{'resident':>10}{'planned':>9}{'sums':>8}{'planned':>9}"
-    ]
-    for name, micros in (("mixtral", 1), ("qwen3_moe", 3)):
-        stock = _engine(name, None, micros)
-        norms = list[float]()
-        losses = train(stock, STEPS, micros, norms=norms, loss_of=_loss_of)
-        stock.destroy()
-        for scope, shard in {"package": {}, "world": {"except": {"*experts*": {"weights": "world"}}}}.items():
-            engine, found = (
-                _engine(name, {"preset": "lossless", "topology": TOPOLOGY, "shard": shard}, micros),
-                list[float](),
-            )
-            got = train(engine, STEPS, micros, norms=found, loss_of=_loss_of)
-            assert_losses(got, losses, 1e-6, f"{name}, experts over the {scope}, {micros} micro-steps: losses")
-            assert_losses(found, norms, 1e-6, f"{name}, experts over the {scope}, {micros} micro-steps: norms")
-            state, params = hzero.state(engine), dict(engine.module.named_parameters())
-            state.settle()
-            measured, numels = state.memory(engine.optimizer), [param.ds_numel for param in params.values()]
-            planned = held_states(state.plan, numels, 4, micros, [(one,) for one in params])
-            cells = ""
-            for what, width in (("resident weights", 10), ("gradient accumulators", 8)):
-                assert measured[what] == planned[what].bytes, (name, scope, micros, what)
-                cells += f"{measured[what]:{width},}{planned[what].bytes:9,}"
-            worst = [max(abs(a - b) / abs(b) for a, b in zip(*pair)) for pair in ((got, losses), (found, norms))]
-            rows.append(f"{name:11}{micros:7} {scope:9}{worst[0]:9.1e}{worst[1]:9.1e}{cells}")
-            engine.destroy()
-    return "\n".join(rows)
 
 
 def _table(architectures: Iterable[str], presets: Iterable[str]) -> str:
