@@ -165,7 +165,7 @@ FAULTS = (
           "-(-last // step))", "last // step)", (CHECKPOINT,)),
     Fault("some-files-of-a-checkpoint-unchecked", "hzero/deepspeed/checkpoint.py",
           "[rank::world]", "[rank :: world + 1]", ("tests/faults/test_stops.py -k disk or kill", CHECKPOINT,
-           f"{STAGE} -k not_what_was_written")),
+           f"{STAGE} -k damaged_checkpoint")),
     Fault("stock-load-may-run-code", "hzero/deepspeed/checkpoint.py",
           'os.environ[forces] = "1"', 'os.environ[forces] = "0"', (CHECKPOINT, "tests/clients/test_resume.py")),
     Fault("writes-into-shards-are-not-followed", "hzero/deepspeed/stage_state.py",

@@ -83,7 +83,7 @@ def _same_norm_weight(engine: Any) -> bool:
     return same_on_all_ranks([deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight)])
 
 
-def check_models_give_the_losses_and_norms_of_no_tensor_parallelism() -> None:
+def check_models_give_the_losses_of_no_tensor_parallelism() -> None:
     for name, (keys, how) in MODELS.items():
         found = list[tuple[list[float], list[float]]]()
         for block, changes in ((None, {}), (block_of("lossless"), {"tensor_parallel": {"autotp_size": TENSOR, **how}})):

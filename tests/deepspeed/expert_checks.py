@@ -73,7 +73,7 @@ def _stock() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def check_experts_over_ranks_give_the_losses_of_the_model_on_every_rank() -> str:
+def check_experts_over_ranks_give_the_same_losses() -> str:
     """Experts over neighbours, over all ranks, and on every rank; also where DeepSpeed keeps parameters whole."""
     stock, stock_norms = _stock()
     table = [f"{'EP':>2} {'preset':8} {'losses':>21} {'norms':>19} {'bytes into a node':>17} {'bytes of states':>15}"]

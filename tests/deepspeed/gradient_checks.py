@@ -65,7 +65,7 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         engine.destroy()
 
 
-def check_sequence_parallelism_has_the_gradients_of_whole_sequences() -> None:
+def check_sequence_parallelism_has_whole_gradients() -> None:
     """Ulysses: two ranks share a sequence. Norms are those of stock ZeRO-3 and of one rank with whole sequences."""
 
     def half(step: int) -> torch.Tensor:

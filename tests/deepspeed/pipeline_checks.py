@@ -266,7 +266,7 @@ def check_stages_go_one_per_cluster_that_is_discovered() -> None:
     assert str(error.value).startswith(says)
 
 
-def check_stages_with_layers_by_rates_give_the_losses_without_a_pipeline() -> None:
+def check_stages_with_layers_by_rates_give_the_same_losses() -> None:
     """Four layers and one, as for clusters whose devices have rates of 4 and 1."""
     losses, _, engine = train_pipeline(NONE, rates=(4, 1))
     assert engine.module.parts == [0, 4, 5]
@@ -470,7 +470,7 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
         engine_of(ds_config({"topology": TOPOLOGY}, zero_optimization={"stage": 1}))
 
 
-def check_exact_weights_of_stages_are_those_of_the_masters_and_their_waits_are_limited() -> None:
+def check_exact_weights_of_stages_are_the_masters() -> None:
     _, _, engine = train_pipeline(LOSSY, 2, steps=1)
     optimizer = engine.optimizer
     rank = optimizer.hzero.optimizer.plan.rank

@@ -29,7 +29,6 @@ from tests.deepspeed.training import (
     ds_config,
     engine_of,
     masters_of,
-    shared_folder,
     train,
 )
 from tests.rank_main import same_on_all_ranks
@@ -134,24 +133,6 @@ def check_codecs_by_dimension_and_their_wire_log() -> None:
         engine.destroy()
 
 
-def check_checkpoints_beside_tensor_groups() -> None:
-    """Stock's files, one set for each tensor rank, load again into the same layout and continue equally."""
-    folder = shared_folder()
-    with tensor_groups(2) as mpu:
-        config = ds_config(block_of("lossless"))
-        _, _, _, engine = train_split(config, mpu, 2, 1)
-        engine.save_checkpoint(str(folder), tag="here")
-        want = train(engine, 2, first=7, loss_of=_loss_of(mpu))
-        engine.destroy()
-        with pytest.raises(ConfigError, match=r"for_dimension: config: found 'nope.json'; expected a DeepSpeed config"):
-            for_dimension("tensor", "nope.json", mpu.get_model_parallel_group())
-        group = for_dimension("tensor", config, mpu.get_model_parallel_group())
-        other = engine_of(config, SplitNet(group), mpu=mpu)
-        other.load_checkpoint(str(folder), tag="here")
-        assert train(other, 2, first=7, loss_of=_loss_of(mpu)) == want
-        other.destroy()
-
-
 def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
     config = ds_config(block_of("lossless"))
 
@@ -179,7 +160,7 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
             engine_of(config, model, mpu=mpu)
 
 
-def check_models_that_are_built_in_shards_of_the_data_parallel_group() -> None:
+def check_models_built_in_shards_of_the_data_parallel_group() -> None:
     with tensor_groups(2) as mpu:
         with deepspeed.zero.Init(config_dict_or_path=ds_config(), data_parallel_group=mpu.get_data_parallel_group()):
             model = SplitNet(None)  # the same on both tensor ranks, which is enough here

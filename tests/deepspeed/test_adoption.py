@@ -63,7 +63,7 @@ def test_every_place_of_the_block_is_served_or_refused(installed: Path) -> None:
     )
 
 
-def test_without_autoload_deepspeed_refuses_the_block_until_hzero_is_imported(installed: Path) -> None:
+def test_without_autoload_the_block_is_refused_until_an_import(installed: Path) -> None:
     found, _ = _run(
         "-m", "tests.deepspeed.adoption", "without_autoload", site=str(installed), TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )

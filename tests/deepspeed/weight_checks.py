@@ -200,7 +200,7 @@ def check_an_edit_that_nobody_is_told_of_is_gone() -> None:
         engine.destroy()
 
 
-def check_packed_codes_without_a_quantisation_state_keep_their_bits() -> None:
+def check_packed_codes_without_a_state_keep_their_bits() -> None:
     """Another frozen weight beside them is rounded."""
     model = AwkwardNet()
     codes = torch.randint(0, 256, (333, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
