@@ -77,6 +77,30 @@ def check_muon_gives_stocks_losses_and_norms() -> None:
         engine_of(config, model)
 
 
+@mock.patch.object(type(get_accelerator()), "is_fp16_supported", mock.Mock(return_value=False))
+@torch._dynamo.config.patch(disable=True)
+def check_muon_forgets_a_gradient_that_is_not_finite() -> None:
+    """A discarded step changes neither weights nor momentum."""
+    if "Muon" in versions.lacking():
+        pytest.skip("the installed DeepSpeed has another Muon")
+    losses = []
+    for spoils in (False, True):
+        config = ds_config({"preset": "lossless", "topology": TOPOLOGY}, zero_optimization={"reduce_scatter": False})
+        params = {"lr": LR, "momentum": 0.9, "torch_adam": True}
+        engine = engine_of(config | {"optimizer": {"type": "Muon", "params": params}}, _Matrices())
+        train(engine, 1)
+        if spoils:
+            matrices = [layer.weight for layer in engine.module.layers]
+            hooks = [matrix.register_hook(lambda gradient: gradient * math.inf) for matrix in matrices]
+            train(engine, 1, first=9)
+            assert engine.optimizer.overflow
+            for hook in hooks:
+                hook.remove()
+        losses.append(train(engine, 2, first=1))
+        engine.destroy()
+    assert losses[0] == losses[1], losses
+
+
 class _Matrices(torch.nn.Module):
     """More matrices than ranks, of odd sizes, beside parameters that Adam steps."""
 

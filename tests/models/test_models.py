@@ -1,4 +1,4 @@
-"""Models of many kinds beside stock ZeRO-3, on four ranks; ``pytest --long -rP tests/models`` prints the table."""
+"""Models of many kinds beside stock ZeRO-3, on four ranks; ``--long`` adds the others of docs/versions.md."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Session:
             config |= changes
         block = None if row.preset is None else row.whole_block
         config = ds_config(block, row.windows[0], zero_optimization=zero, **config)
-        model = functools.partial(zoo.make, row.options)
+        model = row.make or functools.partial(zoo.make, row.options)
         if "zero.Init" in row.options:
             hzero.enable()
             with deepspeed.zero.Init(config_dict_or_path=config):
