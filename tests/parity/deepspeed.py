@@ -72,6 +72,9 @@ class Plain:
         self.optimizer.zero_grad()
         return float(norm)
 
+    def edit(self, way: str, step: int) -> None:
+        """A window that is given up leaves nothing; there is no other edit."""
+
     def evaluate(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return self.model(tokens)
@@ -137,6 +140,9 @@ class Session:
                 if dist.get_rank() == 1:
                     for param in params:
                         param.data.mul_(0.9)
+        elif way == "given up":  # a window without a step
+            self.engine.backward(self.engine(zoo.batch(77, step, self.rank).to(DEVICE)))
+            self.engine.optimizer.zero_grad()
         elif way == "before backward":  # of the next step
             self.writes = True
         else:

@@ -54,6 +54,7 @@ ROWS = {
         *(row(preset, "spare", windows) for preset in ("lossless", "hpz", "zero3") for windows in (1, 2)),
         row("lossless", "spare", "offload", 2),
         row("lossless", "frozen", "tied", 3),
+        *(row(preset, *options, edit="given up") for preset, *options in (("lossless", "offload"), ("hpz",))),
         reference=Plain,
     ),
     "checkpointing": _of(row("lossless", "checkpointing", 2), row("topo", "reentrant")),
