@@ -166,7 +166,7 @@ def train(front: Front, row: Row, measures: bool = True) -> Run:
     session, run, windows = front(row), Run(), row.windows
     for step, count in enumerate(windows):
         last = measures and session.state is not None and step == len(windows) - 1
-        gathers = _begin_to_count(session.state) if last else Counter()
+        gathers = count_gathers(session.state) if last else Counter()
         losses = []
         for micro in range(count):
             for block in session.blocks:
@@ -202,7 +202,7 @@ def _coarsest(state: Any) -> str:
 # ---- bytes and memory ---------------------------------------------------------------------------------------------------
 
 
-def _begin_to_count(state: Any) -> Counter[int]:
+def count_gathers(state: Any) -> Counter[int]:
     """Counts the gathers of each parameter from now on."""
     gathers, unshard = Counter[int](), state.weights.unshard
 
@@ -216,24 +216,37 @@ def _begin_to_count(state: Any) -> Counter[int]:
     return gathers
 
 
-def assert_planned(session: Any, row: Row, gathers: Counter[int], accumulation: int) -> None:
-    """Asserts that bytes of a step and memory are those of the plan."""
-    state = session.state
-    state.settle()
-    planned, states = Counter[Any](), Counter[str]()
+def planned_bytes(state: Any, gathers: Counter[int], accumulation: int, wire: torch.dtype) -> Counter[Any]:
+    """Bytes of a step by role and tier, of all parameters and their gathers."""
+    planned = Counter[Any]()
     for param in state.weights.parameters.values():
         plan, often = param.route.plan, gathers[param.key] / accumulation
         again = {hop.tier for hop in plan.refresh_hops()}
-        for role, dtype in (("weights", param.dtype), ("gradients", session.wire)):
+        for role, dtype in (("weights", param.dtype), ("gradients", wire)):
             how = {"itemsize": dtype.itemsize, "accumulation": accumulation, "fetches": often}
             for one in step_traffic(plan, plan.grid, [param.numel], **how):
                 if one.role == role and (param.trained or (role == "weights" and one.tier not in again)):
                     planned[one.role, one.tier] += one.wire_bytes
-        for name, held in held_states(plan, [param.numel], param.dtype.itemsize, accumulation).items():
-            states[name] += held.bytes if param.trained or name == "resident weights" else 0
+    return planned
+
+
+def logged_bytes(state: Any) -> Counter[Any]:
+    """Bytes of the wire log by role and tier."""
     logged = Counter[Any]()
     for entry in state.wire_log.entries():
         logged[entry.role, entry.tier] += entry.wire_bytes
+    return logged
+
+
+def assert_planned(session: Any, row: Row, gathers: Counter[int], accumulation: int) -> None:
+    """Asserts that bytes of a step and memory are those of the plan."""
+    state, states = session.state, Counter[str]()
+    state.settle()
+    planned, logged = planned_bytes(state, gathers, accumulation, session.wire), logged_bytes(state)
+    for param in state.weights.parameters.values():
+        plan = param.route.plan
+        for name, held in held_states(plan, [param.numel], param.dtype.itemsize, accumulation).items():
+            states[name] += held.bytes if param.trained or name == "resident weights" else 0
     if "spare" in row.options and row.preset:  # gradients of what a backward does not use are not sent
         assert all(size <= planned[place] for place, size in logged.items()), (row, logged, planned)
         return
