@@ -28,7 +28,7 @@ class Loop:
         model: What makes the model, once Accelerate knows the configuration.
         rows: Samples of the loader.
         batch_size: Samples of a rank's batch.
-        accumulation: Micro-steps of a step.
+        accumulation: Micro-batches of a step.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Run:
     """What a client showed of one training.
 
     Attributes:
-        losses: Of every step, mean over ranks and micro-steps.
+        losses: Of every step, mean over ranks and micro-batches.
         norms: Gradient norms; empty where the client shows none.
         evaluations: Losses of the evaluations.
         masters: Exact weights at the end.

@@ -124,7 +124,7 @@ def check_trainer_goes_on() -> None:
             shutil.rmtree(folder / "checkpoint-3")
         _damage(folder / "checkpoint-2")
         assert hzero.newest_checkpoint(folder) == str(folder / "checkpoint-1")
-        trainer = _trainer(folder, 4, PRESETS[2], 1)  # six micro-steps are needed
+        trainer = _trainer(folder, 4, PRESETS[2], 1)  # six micro-batches are needed
         trainer.train(resume_from_checkpoint=True)
         assert trainer.args.gradient_accumulation_steps == 6
         _compare("Trainer", losses(trainer, 1), 1, 4)

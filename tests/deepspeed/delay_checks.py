@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.comm.runtime import Pending
 from hzero.config import TIERS
 from tests.deepspeed.training import AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder
 
@@ -48,7 +47,7 @@ _GROUPS = {
     "boundary_message_bytes": 200,
 }
 _ONE_GCD = {"topology": {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1}}
-#: What is trained: block, micro-steps per step, arguments of the model, and more of DeepSpeed's configuration.
+#: What is trained: block, micro-batches per step, arguments of the model, and more of DeepSpeed's configuration.
 CASES: list[tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
     (block_of("topo", **_AT_RANDOM), 2, {"checkpointing": "reentrant"}, {}),
     (block_of("zero3"), 2, {"checkpointing": "nonreentrant"}, {}),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
+from hzero.errors import ConfigError
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.utils import output_capturing
 
@@ -17,7 +18,6 @@ import hzero
 from hzero.deepspeed.autoep import is_expert
 from hzero.tools.plan.command import plan_dict
 from hzero.tools.plan.scenario import read_scenario
-from hzero.validation import ConfigError
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.training import VOCAB, assert_losses, batch, block_of, ds_config, engine_of, shared_folder, train
 from tests.parity.compare import count_gathers, logged_bytes, planned_bytes
@@ -130,7 +130,7 @@ def check_tokens_go_to_experts_in_the_codec_of_their_tier() -> None:
     assert len(layers) == LAYERS
     (entry,) = [entry for entry in hzero.state(engine).wire_log.entries() if entry.role == "expert"]
     assert (entry.tier, entry.codec) == ("intra_package", "int8")
-    # There and back, forward and backward, in every layer and micro-step.
+    # There and back, forward and backward, in every layer and micro-batch.
     assert entry.hops == 4 * LAYERS * 2 * STEPS
     rows, rest = divmod(entry.raw_bytes, HIDDEN * 4)
     assert rows > 0 and rest == 0

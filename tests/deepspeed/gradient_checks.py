@@ -20,9 +20,9 @@ from deepspeed.utils import groups, safe_get_full_grad
 
 import hzero
 from hzero.comm import HopError
-from hzero.comm.runtime import Collective
+from hzero.comm.runtime import PreparedHop
 from hzero.engine.engine import Engine
-from tests.comm.faulty import FaultyCollectives
+from tests.comm.faulty import FaultyRuntime
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.training import (
     INNER,
@@ -59,7 +59,7 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         again = [
             e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "inter_node")
         ]
-        assert node == again, "a skipped step must leave the resident payloads valid"
+        assert node == again, "a skipped step must leave the secondary partitions valid"
         losses = train(engine, 16, first=2)
         assert not engine.optimizer.overflow and losses[-1] < losses[0]
         engine.destroy()
@@ -116,13 +116,13 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
     """
     changed = "arrived changed from rank"
     config = ds_config(block_of("topo", checksum=True))
-    with mock.patch.object(sys.modules[Engine.__module__], "Collectives", FaultyCollectives):
+    with mock.patch.object(sys.modules[Engine.__module__], "Runtime", FaultyRuntime):
         for device in (contextlib.nullcontext(), recording()):
             with device:
                 engine = engine_of(config)
                 train(engine, 1)
                 before = masters_of(engine)
-                collectives = hzero.state(engine)._collectives
+                collectives = hzero.state(engine)._runtime
                 collectives.spares = lambda lane, what: lane[1] != "inter_node" or "gradients" not in what
                 collectives.faults = ["flip"]
                 loss = engine(batch(1, 0))
@@ -170,7 +170,7 @@ def check_the_guard_ends_training_that_diverges() -> None:
 
 
 def check_a_step_before_the_boundary_takes_what_has_come() -> None:
-    """The optimizer's own ``step``, after the first of two micro-steps: as in stock, where shards have been delivered."""
+    """The optimizer's own ``step``, after the first of two micro-batches: as in stock, where shards have been delivered."""
     masters = []
     for block in (None, block_of("lossless")):
         engine = engine_of(ds_config(block, 2))
@@ -215,9 +215,9 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
     block = block_of("lossless", boundary_message_bytes=0)
     engine = engine_of(ds_config(block, 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
     train(engine, 1, 2)
-    crossed, start = [], Collective.start
+    crossed, start = [], PreparedHop.start
 
-    def failing(collective: Collective, *arguments: Any) -> Any:
+    def failing(collective: PreparedHop, *arguments: Any) -> Any:
         crossed.append("gradients" in str(collective) and "'inter_node'" in str(collective))
         if crossed[-1] and sum(crossed) == 2:
             raise HopError("the second bucket between nodes")
@@ -225,7 +225,7 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
 
     engine.backward(engine(batch(1, 0)))
     engine.step()
-    with mock.patch.object(Collective, "start", failing), pytest.raises(HopError, match="second bucket"):
+    with mock.patch.object(PreparedHop, "start", failing), pytest.raises(HopError, match="second bucket"):
         engine.backward(engine(batch(1, 1)))
     _assert_given_up(engine, HopError)
     engine.destroy()
@@ -264,7 +264,7 @@ def check_an_error_before_any_hop_gives_up_the_window() -> None:
 
 
 def check_reductions_under_way_leave_newer_gradients_alone() -> None:
-    """A micro-step, then several backwards with one reduction and a reader in between, in one window."""
+    """A micro-batch, then several backwards with one reduction and a reader in between, in one window."""
     for preset in ("zero3", "hpz", "lossless"):
         zero = {"stage": 3, "reduce_bucket_size": 300}
         config = ds_config(block_of(preset), 2, gradient_clipping=0.0, zero_optimization=zero)
@@ -286,7 +286,7 @@ def check_reductions_under_way_leave_newer_gradients_alone() -> None:
 def check_sums_of_a_window_have_the_right_bits() -> None:
     """In bfloat16, with buckets smaller than a parameter. All ranks have the same batches, so sums over ranks are exact.
 
-    Partial sums are float32 and rounded once. DeepSpeed rounds each sum of two micro-steps, as does one reduction of several
+    Partial sums are float32 and rounded once. DeepSpeed rounds each sum of two micro-batches, as does one reduction of several
     backwards.
     """
     changes: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "reduce_bucket_size": 300}}

@@ -11,11 +11,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from hzero.errors import ConfigError
 
 import hzero
 from hzero.deepspeed import versions
 from hzero.tools.plan.collectives import muon_traffic
-from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     LR,
     TOPOLOGY,

@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
+from hzero.errors import ConfigError
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
@@ -33,7 +34,6 @@ from hzero.deepspeed import pipeline
 from hzero.deepspeed.pipeline import StageMessages
 from hzero.manifest import Manifest
 from hzero.topology import discovery, resolve_grid
-from hzero.validation import ConfigError
 from tests.deepspeed.training import LR, TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
 from tests.topology import trees
 
@@ -355,7 +355,7 @@ def check_what_the_next_stage_receives_as_it_is() -> None:
 
 def check_a_skipped_step_leaves_no_residuals() -> None:
     _, _, engine = train_pipeline({"preset": "mild", "error_feedback": ["intra_node"]}, 2, steps=2)
-    feedback = engine.optimizer.hzero.gradients._collectives.feedback
+    feedback = engine.optimizer.hzero.gradients._runtime.feedback
 
     def residuals() -> dict[Any, torch.Tensor]:
         return {key: kept.values.clone() for key, kept in feedback._residuals.items()}
@@ -434,7 +434,7 @@ def check_evaluation_and_checkpoints_of_pipelines() -> None:
     assert ["residuals of error feedback start at zero" in call.args[0] for call in warned.mock_calls] == [True] * (
         dist.get_rank() == 0
     )
-    assert not third.optimizer.hzero.gradients._collectives.feedback.bytes
+    assert not third.optimizer.hzero.gradients._runtime.feedback.bytes
     end(third)
 
 

@@ -86,12 +86,12 @@ _GROUPS = {
 
 
 def _shared_boundary_messages() -> Any:
-    """Sums of several buckets wait between the nodes of a group and the groups; without accumulators too."""
+    """Sums of several buckets wait between the nodes of a group and the groups; without gradient accumulation buffers too."""
     return _steps("topo", 1, **_GROUPS)
 
 
 def _scopes_of_one_device() -> Any:
-    """No hop fetches weights or reduces the gradients of a micro-step."""
+    """No hop fetches weights or reduces the gradients of a micro-batch."""
     topology = {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1}
     scopes = {"weights": "package", "gradients": "package"}
     return _steps("topo", topology=topology, shard=scopes)
@@ -149,7 +149,7 @@ def _kept_whole_in_bf16() -> Any:
 
 
 def _read_between_micro_steps() -> Any:
-    """Without accumulators: a micro-step ends while its reductions are under way, and a reader wants their shards."""
+    """Without gradient accumulation buffers: a micro-batch ends while its reductions are under way, and a reader wants their shards."""
     engine = _engine("zeropp", 3)
     for step in range(2):
         for micro in range(3):
@@ -222,7 +222,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "load and offload": _load_and_offload,
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,
-    "a reader between micro-steps": _read_between_micro_steps,
+    "a reader between micro-batches": _read_between_micro_steps,
     "without optimizer": _without_optimizer,
     "without a stage": _without_a_stage,
     "beside tensor groups": _beside_tensor_groups,
@@ -268,7 +268,7 @@ def check_collectives_of_a_step_have_one_order() -> None:
     for preset, block in settings:
         with recording() as trace:
             engine = _steps(preset, 1 + (preset in _ACCUMULATE), order="strict", **block)
-            streams = hzero.state(engine).lanes.streams._streams.values()
+            streams = hzero.state(engine).lanes._streams.values()
             assert len(streams) <= 6 and all(stream.priority < 0 for stream in streams), preset
             engine.destroy()
         pairs, most = trace.unordered()
@@ -276,7 +276,7 @@ def check_collectives_of_a_step_have_one_order() -> None:
             assert not pairs and most == 1, f"{preset}: {most} collectives, {len(pairs)} pairs\n" + "\n".join(pairs[:3])
     with recording() as trace:
         engine = _steps("topo", order="lanes")
-        assert len(hzero.state(engine).lanes.streams._streams) == (6 if WORLD == 8 else 4)
+        assert len(hzero.state(engine).lanes._streams) == (6 if WORLD == 8 else 4)
         engine.destroy()
     pairs, most = trace.unordered()
     if dist.get_rank() == 0:

@@ -10,9 +10,9 @@ import deepspeed
 import pytest
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from hzero.errors import ConfigError
 
 from hzero.deepspeed.versions import check_deepspeed
-from hzero.validation import ConfigError
 from tests.deepspeed.training import TOPOLOGY, block_of, ds_config, engine_of
 
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hzero.deepspeed.handles import GatherHandle
+from hzero.errors import ConfigError
 
 import hzero
 from hzero.comm import HopError
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import TopologyConfig
-from hzero.deepspeed.stage_state import GatherHandle
 from hzero.engine.engine import Owners
-from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     AwkwardNet,
     assert_losses,

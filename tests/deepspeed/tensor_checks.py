@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
+from hzero.errors import ConfigError
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
@@ -19,7 +20,6 @@ from benchmarks.hybrid.model import ColumnParallel, Layout, Mpu, RowParallel
 from hzero.comm import Communicator, for_dimension
 from hzero.config import TopologyConfig
 from hzero.topology import resolve_grid
-from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     TOPOLOGY,
     VOCAB,
@@ -125,7 +125,7 @@ def check_codecs_by_dimension_and_their_wire_log() -> None:
         entries = {(entry.role, entry.tier): entry for entry in own.wire_log.entries()}
         assert {tier for role, tier in entries if role == "tensor"} == {"intra_package"}
         assert entries["tensor", "intra_package"].codec == "int8" and entries["gradients", "inter_node"].codec == "int4"
-        # Of every micro-step one sum in forward and one in backward, each a reduction and a copy, of 2 x 8 x 13 values.
+        # Of every micro-batch one sum in forward and one in backward, each a reduction and a copy, of 2 x 8 x 13 values.
         assert entries["tensor", "intra_package"].hops == 3 * 2 * 2 * 2
         assert entries["tensor", "intra_package"].raw_bytes == 3 * 2 * 2 * 2 * (2 * 8 * WIDTH * 4 // 2)
         assert {name.partition("/")[0] for name in own.ratios} == {"weights", "gradients"}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from hzero.errors import ConfigError
 
 from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Resharding, Sharding, cut, load, only_tensors
-from hzero.validation import ConfigError
 from tests.deepspeed.checkpoint_checks import Planted
 
 SHAPES = [(17, 257), (1,), (3,), (8, 8), (64, 297)]

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import hzero
-from hzero.comm import Collectives
+from hzero.comm import Runtime
 from hzero.config import ALGORITHMS, BASE_TIERS, ROLES
 from tests.deepspeed.training import block_of, ds_config, engine_of, train
 
@@ -19,9 +19,9 @@ def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
     topology = {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2}
     losses, counts, used = [], [], set()
-    prepare = Collectives.prepare
+    prepare = Runtime.prepare
 
-    def noted(self: Collectives, lane: tuple[str, str], kind: str, *arguments: Any, **keywords: Any) -> Any:
+    def noted(self: Runtime, lane: tuple[str, str], kind: str, *arguments: Any, **keywords: Any) -> Any:
         if kind == "all_gather":
             used.add((algorithm, keywords.get("algorithm", "library"), lane[1]))
         return prepare(self, lane, kind, *arguments, **keywords)
@@ -30,7 +30,7 @@ def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
         setting = {"algorithm": algorithm, "below_bytes": 80}
         block = {"preset": "topo", "topology": topology, "node_all_gather": setting}
         engine = engine_of(ds_config(block, zero_optimization=zero))
-        with mock.patch.object(Collectives, "prepare", noted):
+        with mock.patch.object(Runtime, "prepare", noted):
             losses.append(train(engine, 2))
         state = hzero.state(engine)
         state.settle()

@@ -67,7 +67,7 @@ class AwkwardNet(torch.nn.Module):
 
 
 def batch(step: int, micro: int, rank: int | None = None, size: int = 2, length: int = 9) -> torch.Tensor:
-    """Deterministic tokens, int64 ``[size, length]``, other ones for every step, micro-step and rank."""
+    """Deterministic tokens, int64 ``[size, length]``, other ones for every step, micro-batch and rank."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(step * 10_007 + micro * 101 + rank)
     start = torch.randint(0, VOCAB, (size, 1), generator=generator)
@@ -133,11 +133,11 @@ def train(
     managed: bool = True,
     loss_of: Callable[[Any, int, int], torch.Tensor] = lambda engine, step, micro: engine(batch(step, micro)),
 ) -> list[float]:
-    """Losses of ``steps`` optimizer steps, each the mean over ranks and micro-steps.
+    """Losses of ``steps`` optimizer steps, each the mean over ranks and micro-batches.
 
     ``norms`` takes the norm of every step's gradients: with clipping and AdamW losses do not show their scale. ``managed``:
-    ``step`` is called after every micro-step, and not only at the end of a window. ``loss_of`` gives the loss of an engine in a
-    step's micro-step.
+    ``step`` is called after every micro-batch, and not only at the end of a window. ``loss_of`` gives the loss of an engine in a
+    step's micro-batch.
     """
     losses = []
     for step in range(first, first + steps):

@@ -22,7 +22,7 @@ import hzero
 from tests.deepspeed.training import TOPOLOGY, assert_losses, ds_config, engine_of, means_over_ranks
 
 WIDTH, VOCAB, LENGTH, STEPS, MICRO = 36, 31, 7, 2, 2
-#: Through the model: of each micro-step forward and backward, and an evaluation between the steps.
+#: Through the model: of each micro-batch forward and backward, and an evaluation between the steps.
 PASSES = STEPS * 2 * MICRO + 1
 #: Sizes of DeepSpeed's buffers: nothing ahead and nothing kept, a part of a layer ahead, its defaults.
 NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         return x
 
     def odd_ways(self, x: torch.Tensor) -> torch.Tensor:
-        """One layer whole, one in every second micro-step, parts of two in turn, one twice; the others never."""
+        """One layer whole, one in every second micro-batch, parts of two in turn, one twice; the others never."""
         first, second, third, fourth, *_ = self.layers
         x, _ = first(x, used=(2,) if self.micro else (0, 2))
         if not self.micro:
@@ -190,8 +190,8 @@ def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dic
         hops = sum(one.hops for one in state.wire_log.entries() if (one.role, one.tier) == ("weights", "intra_package"))
     assert all(param.ds_status == ZeroParamStatus.NOT_AVAILABLE for param in engine.module.parameters())
     values, messages = _live_bytes()
-    # Parameters that no forward uses have resident payloads too if they are gathered with others.
-    messages -= state.memory()["resident weights"] if state is not None else 0
+    # Parameters that no forward uses have secondary partitions too if they are gathered with others.
+    messages -= state.memory()["secondary partition"] if state is not None else 0
     engine.destroy()
     return means, norms, values, messages, hops
 

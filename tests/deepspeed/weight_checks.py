@@ -1,4 +1,4 @@
-"""Resident weights: audits, refreshes that send differences, packed codes. Run by test_stage.py on 4 ranks."""
+"""Secondary partitions: audits, refreshes that send differences, packed codes. Run by test_stage.py on 4 ranks."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def check_ratios_are_those_of_what_forward_reads() -> None:
 
 
 def _spoil(engine: Any, name: str, row: int = 0) -> None:
-    """Changes one bit of a resident copy on this rank: in the row of its own shard, or ``row`` rows before."""
+    """Changes one bit of a secondary partition on this rank: in the row of its own shard, or ``row`` rows before."""
     own = hzero.state(engine).weights
-    (kept,) = (param.resident for param in own.up_to_date() if param.name == name)
+    (kept,) = (param.secondary for param in own.up_to_date() if param.name == name)
     plan = own.plan
     place = plan.rank if plan.whole_copies else plan.rank_row
-    kept.view(plan.resident_rows, -1).view(torch.uint8)[place - row, 0] ^= 1
+    kept.view(plan.secondary_rows, -1).view(torch.uint8)[place - row, 0] ^= 1
 
 
 def check_a_stale_weight_ends_training_by_its_name() -> None:
@@ -74,7 +74,9 @@ def check_a_stale_weight_ends_training_by_its_name() -> None:
         with pytest.raises(hzero.StaleWeightsError) as caught:
             engine.step()
         text = str(caught.value)
-        assert "guard before step 2 of this engine: the resident copies of 1 of 10 weights are not what" in text, text
+        assert "guard before step 2 of this engine: the secondary partitions of 1 of 10 weights are not what" in text, (
+            text
+        )
         assert "owners hold: up.weight. Something" in text, text
         assert caught.value.reported_elsewhere == (dist.get_rank() != 0)
         engine.destroy()
@@ -185,7 +187,7 @@ def check_an_evaluation_in_inference_mode_may_start_a_refresh() -> None:
 
 
 def check_an_edit_that_nobody_is_told_of_is_gone() -> None:
-    """As in stock. A parameter that is kept whole between steps must not let it into the resident copy."""
+    """As in stock. A parameter that is kept whole between steps must not let it into the secondary partition."""
     for preset in ("zero1", "lossless"):
         zero = {"stage": 3, "stage3_param_persistence_threshold": 10**6}
         engine = engine_of(ds_config(block_of(preset), zero_optimization=zero))

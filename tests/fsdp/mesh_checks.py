@@ -36,7 +36,7 @@ def check_ranks_without_the_model_need_not_take_part() -> None:
         spoil(session.state, "blocks.1")
         with pytest.raises(StaleWeightsError, match=r"blocks\.1"):
             session.optimizer.step()
-        session.state.mark_stale()
+        session.state.note_edit()
         with pytest.raises(DivergenceError, match="in 2 steps in a row"):
             for _ in range(2):
                 session.go(4)

@@ -60,9 +60,9 @@ def check_the_audit_finds_wrong_copies() -> None:
             session.advance()
         session.go(2)
         spoil(session.state, "blocks.1")
-        with pytest.raises(StaleWeightsError, match=r"blocks\.1.*mark_stale"):
+        with pytest.raises(StaleWeightsError, match=r"blocks\.1.*note_edit"):
             session.optimizer.step()
-        session.state.mark_stale()
+        session.state.note_edit()
         session.go(3)
         session.optimizer.step()
 

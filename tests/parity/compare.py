@@ -42,7 +42,7 @@ class Row:
     Attributes:
         preset: Preset of the block; None for stock.
         options: Features of the model, of the front end and of the loop; see the front ends.
-        accumulation: Micro-steps of every step, or of each.
+        accumulation: Micro-batches of every step, or of each.
         layout: Nodes, packages of a node and devices of a package of the ranks that share the model.
         block: More of the block.
         edit: How weights are written after every step but the last two; see the front ends.
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Micro-steps of each step."""
+        """Micro-batches of each step."""
         steps = 3 if self.edit or "spare" in self.options else 2
         return (self.accumulation,) * steps if isinstance(self.accumulation, int) else self.accumulation
 
@@ -111,7 +111,7 @@ class Session(Protocol):
     blocks: Any
 
     def backward(self, tokens: torch.Tensor, last: bool, count: int) -> torch.Tensor:
-        """One forward and backward; the loss. ``last`` of ``count`` micro-steps."""
+        """One forward and backward; the loss. ``last`` of ``count`` micro-batches."""
 
     def step(self) -> float:
         """One optimizer step; the norm of its gradients."""
@@ -137,7 +137,7 @@ class Run:
     """What a training has shown.
 
     Attributes:
-        losses: Of each step, the mean over ranks and micro-steps, and of an evaluation at the end.
+        losses: Of each step, the mean over ranks and micro-batches, and of an evaluation at the end.
         norms: Of the gradients of each step.
         masters: Exact weights at the end, by name.
         read: What forward reads at the end, by name.
@@ -246,7 +246,7 @@ def assert_planned(session: Any, row: Row, gathers: Counter[int], accumulation: 
     for param in state.weights.parameters.values():
         plan = param.route.plan
         for name, held in held_states(plan, [param.numel], param.dtype.itemsize, accumulation).items():
-            states[name] += held.bytes if param.trained or name == "resident weights" else 0
+            states[name] += held.bytes if param.trained or name == "secondary partition" else 0
     if "spare" in row.options and row.preset:  # gradients of what a backward does not use are not sent
         assert all(size <= planned[place] for place, size in logged.items()), (row, logged, planned)
         return

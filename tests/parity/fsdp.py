@@ -148,7 +148,7 @@ class Session:
         return loss.detach()
 
     def go(self, step: int, micro: int = 0) -> torch.Tensor:
-        """A forward and backward of a step's micro-step."""
+        """A forward and backward of a step's micro-batch."""
         count = self.row.windows[0]
         return self.backward(zoo.batch(step, micro, self.rank), micro == count - 1, count)
 
@@ -201,7 +201,7 @@ def _assign(model: Net, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _spoil(model: Net) -> None:
-    """Spoils the weights, and makes resident copies of them."""
+    """Spoils the weights, and makes secondary partitions of them."""
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)
@@ -255,8 +255,8 @@ EDITS: dict[str, Callable[[Any, Any], Any]] = {
 def spoil(state: FsdpState, name: str) -> None:
     """Changes the copies of a module's weights, as a fault of hzero would."""
     for param in state.weights.parameters.values():
-        if name in param.name and param.resident is not None:
-            param.resident.view(-1).view(torch.uint8)[:64] ^= 255
+        if name in param.name and param.secondary is not None:
+            param.secondary.view(-1).view(torch.uint8)[:64] ^= 255
 
 
 @contextlib.contextmanager

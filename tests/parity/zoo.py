@@ -67,6 +67,6 @@ def checkpoint_blocks(model: Net, options: Collection[str]) -> None:
 
 
 def batch(step: int, micro: int, rank: int) -> torch.Tensor:
-    """Deterministic tokens, int64 ``[2, 9]``, other ones for every step, micro-step and rank."""
+    """Deterministic tokens, int64 ``[2, 9]``, other ones for every step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(step * 10_007 + micro * 101 + rank)
     return torch.randint(0, VOCAB, (2, 9), generator=generator)
