@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ def begin_anew() -> None:
         dist.barrier()
 
 
-def same_on_all_ranks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all ranks hold the same bits."""
+def same_on_all_ranks(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks hold the same bits; of several groups, all ranks of each."""
     mine = torch.cat([t.detach().reshape(-1).contiguous().view(torch.uint8) for t in tensors])
     first = mine.clone()
-    dist.broadcast(first, 0)
+    dist.broadcast(first, 0 if group is None else dist.get_global_rank(group, 0), group=group)
     equal = torch.tensor([int(torch.equal(first, mine))])
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)
     return bool(equal.item())
@@ -96,7 +96,7 @@ def _run_rank(rank: int, checks: Sequence[str]) -> None:
         for module, name in (check.split(":") for check in checks):
             started, status, why = time.monotonic(), "passed", ""
             try:
-                why = getattr(sys.modules[module], name)() or ""
+                why = _check_of(sys.modules[module], name)() or ""
             except pytest.skip.Exception as skipped:
                 status, why = "skipped", str(skipped)
             # DeepSpeed, stock as well, leaves 1,500 objects of every engine behind, and collects garbage with every engine.
@@ -116,6 +116,12 @@ def _run_rank(rank: int, checks: Sequence[str]) -> None:
         os._exit(1)
     dist.barrier()  # mpiexec ends all ranks with the first that leaves
     os._exit(0)
+
+
+def _check_of(module: Any, name: str) -> Callable[[], Any]:
+    """A function of a module of checks, or of its tables."""
+    tables = {**getattr(module, "ROWS", {}), **getattr(module, "LONG_ROWS", {})}
+    return tables[name] if name in tables else getattr(module, name)
 
 
 def _prepare(checks: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Runs checks on several ranks: one launch for all checks of a world, since starting ranks takes most of the time.
 
-A module of checks has functions ``check_*()``, which all ranks run alike, in the order in which they are written. A check
-that cannot run here calls ``pytest.skip``, on all ranks alike. `on_ranks` makes a test of each; `collect` gives their names
-without importing the module.
+A module of checks has functions ``check_*()``, which all ranks run alike, in the order in which they are written. Or it has
+tables ``ROWS`` and ``LONG_ROWS``: dictionaries from names to such functions. A check that cannot run here calls
+``pytest.skip``, on all ranks alike. `on_ranks` makes a test of each; `collect` gives their names without importing the module.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from hzero.tools.launch import free_port
 from tests.forks import fork, join
 
 ROOT = Path(__file__).resolve().parent.parent
-#: For tests that .ci/run alone runs.
-LONG = pytest.mark.skipif(
-    os.environ.get("HZERO_TESTS") != "all", reason="takes long: HZERO_TESTS=all runs it, as .ci/run does"
-)
+#: For tests and checks that only ``--long`` runs, as .ci/run does; see conftest.py.
+LONG = pytest.mark.long
 #: Checks of a launch that may fail before the others are given up, which may fail for the same reason, each after a timeout.
 MOST_FAILURES = 3
 
@@ -54,15 +52,20 @@ class Outcome:
 
 def collect(*modules: str) -> list[str]:
     """Names of the checks of modules, in order."""
-    return [name for _, name in _checks(modules)]
+    return [name for _, name, _ in _checks(modules)]
 
 
-def _checks(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _checks(modules: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Modules and names of checks, and whether they take long."""
     for module in modules:
         tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
-                yield module, node.name
+                yield module, node.name, "LONG" in map(ast.unparse, node.decorator_list)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                table = ast.unparse(node.targets[0])
+                rows = node.value.keys if table in ("ROWS", "LONG_ROWS") else []
+                yield from ((module, ast.literal_eval(row), table == "LONG_ROWS") for row in rows if row)
 
 
 def on_ranks(modules: Mapping[int, Sequence[str]], **options: Any) -> Callable[..., None]:
@@ -73,16 +76,20 @@ def on_ranks(modules: Mapping[int, Sequence[str]], **options: Any) -> Callable[.
         options: Of `launch`.
     """
     launched: dict[int, dict[str, Outcome]] = {}
-    cases = [(ranks, check) for ranks, of_world in modules.items() for check in collect(*of_world)]
-    assert len(cases) == len(set(cases)), (
+    cases = [(ranks, check, long) for ranks, of_world in modules.items() for _, check, long in _checks(of_world)]
+    assert len(cases) == len({case[:2] for case in cases}), (
         "checks of one world with the same name, of which one would hide the other's end"
     )
 
-    @pytest.mark.parametrize(("ranks", "check"), cases)
+    @pytest.mark.parametrize(
+        ("ranks", "check"),
+        [pytest.param(ranks, check, marks=[LONG] if long else []) for ranks, check, long in cases],
+    )
     def test(request: pytest.FixtureRequest, ranks: int, check: str) -> None:
         if ranks not in launched:
             others = [item for item in request.session.items if getattr(item, "function", None) is request.function]
-            checks = [other.callspec.params for other in others]  # type: ignore[attr-defined]
+            runs = [other for other in others if other.get_closest_marker("skip") is None]
+            checks = [other.callspec.params for other in runs]  # type: ignore[attr-defined]
             names = [one["check"] for one in checks if one["ranks"] == ranks]
             launched[ranks] = launch(modules[ranks], ranks, names, **options)
         outcome = launched[ranks][check]
@@ -111,7 +118,7 @@ def launch(
         `MOST_FAILURES` the others are skipped.
     """
     deadline, outcomes = time.monotonic() + timeout, dict[str, Outcome]()
-    wanted = [(module, name) for module, name in _checks(modules) if name in checks]
+    wanted = [(module, name) for module, name, _ in _checks(modules) if name in checks]
     for _ in range(MOST_FAILURES):
         left = [f"{module}:{name}" for module, name in wanted if name not in outcomes]
         if left:

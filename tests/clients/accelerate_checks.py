@@ -14,9 +14,10 @@ from accelerate.utils import DummyOptim
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from tests.clients.cells import Run, assert_both, assert_equal, assert_trains, llama, mean, samples, slow
+from tests.clients.cells import Run, assert_both, assert_equal, assert_trains, llama, mean, samples
 from tests.clients.config import ACCUMULATION, BATCH, STEPS, config_of
 from tests.deepspeed.training import shared_folder
+from tests.ranks import LONG
 
 
 class Loop:
@@ -106,7 +107,7 @@ def check_accelerate_configuration_file() -> None:
     assert_trains(loop.end(), stock())
 
 
-@slow
+@LONG
 def check_accelerate_from_pretrained_under_zero_init() -> None:
     """``from_pretrained`` partitions the model while it loads, before hzero sees it."""
     folder = shared_folder()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
@@ -20,7 +18,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hzero  # also has DeepSpeed serve the block
 from tests.clients.config import BATCH
 from tests.deepspeed.training import assert_losses, masters_of
-from tests.ranks import LONG
 
 VOCAB, LENGTH = 53, 16
 
@@ -143,15 +140,3 @@ def reset() -> None:
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_"))]:
         del os.environ[name]
     gc.collect()
-
-
-def slow(check: Any) -> Any:
-    """A check that is not in the short set."""
-
-    @functools.wraps(check)
-    def run() -> Any:
-        if LONG.args[0]:
-            pytest.skip(LONG.kwargs["reason"])
-        return check()
-
-    return run

@@ -12,9 +12,10 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 
 import hzero
-from tests.clients.cells import Run, assert_equal, assert_trains, batches, llama, mean, slow
+from tests.clients.cells import Run, assert_equal, assert_trains, batches, llama, mean
 from tests.clients.config import ACCUMULATION, STEPS, config_of
 from tests.deepspeed.training import assert_losses, engine_of, masters_of
+from tests.ranks import LONG
 
 
 def _train(engine: Any, steps: int) -> Run:
@@ -77,13 +78,6 @@ def check_deepspeed_evaluates_exactly() -> None:
         engine.destroy()
 
 
-def check_deepspeed_drops_auto_values() -> None:
-    """A persistence threshold ``"auto"`` that no client has replaced is DeepSpeed's default: small parameters are kept whole."""
-    engine = engine_of(config_of("topo", zero_optimization={"stage3_param_persistence_threshold": "auto"}), llama())
-    assert any(param.ds_persist for param in engine.module.parameters())
-    engine.destroy()
-
-
 def _inductor(graph: Any, inputs: Any) -> Any:
     """Backend ``inductor``: the first rank compiles a graph, and the others take it from the cache."""
     with open(Path(os.environ["HZERO_CHECKS_OUT"]) / "compiles", "w") as one:
@@ -91,7 +85,7 @@ def _inductor(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs)
 
 
-@slow
+@LONG
 def check_deepspeed_compiles() -> None:
     """The graphs and the hooks between them: by backend ``inductor``, which compiles C++ here, and by ``eager``."""
     want = trained(None)

@@ -25,9 +25,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import hzero
 from hzero.manifest import NOTE
-from tests.clients.cells import Run, assert_both, assert_equal, batches, llama, mean, samples, slow
+from tests.clients.cells import Run, assert_both, assert_equal, batches, llama, mean, samples
 from tests.clients.config import ACCUMULATION, BATCH, LR, STEPS, config_of
 from tests.deepspeed.training import shared_folder
+from tests.ranks import LONG
 
 
 @contextlib.contextmanager
@@ -122,7 +123,7 @@ def check_lightning_trainer() -> None:
     assert_both(trained, stock())
 
 
-@slow
+@LONG
 @_on_processors()
 def check_lightning_checkpoints() -> None:
     """Written under hzero and read under plain ZeRO-3, and the reverse: both continue equally. Lightning restarts the data."""
@@ -164,7 +165,7 @@ def fabricated(preset: str | None) -> Run:
     return run.end(fabric.strategy.model)
 
 
-@slow
+@LONG
 @_on_processors()
 def check_lightning_fabric() -> None:
     """Fabric hands DeepSpeed an optimizer of torch."""

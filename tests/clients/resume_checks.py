@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from transformers import Trainer
 
 import hzero
 from tests.clients.accelerate_checks import Loop
-from tests.clients.cells import LENGTH, VOCAB, llama, mean, reset, samples
+from tests.clients.cells import llama, reset
 from tests.clients.config import config_of
 from tests.clients.trainer_checks import trainer_of
 from tests.deepspeed.checkpoint_checks import small_disk
@@ -191,37 +190,3 @@ def _keeps_one_by_numbers(accelerator: Any) -> None:
 
 
 # ---- a plain script --------------------------------------------------------------------------------------------------
-
-
-def check_plain_script_goes_on() -> None:
-    """``engine.save_checkpoint`` and ``engine.load_checkpoint`` without a tag."""
-    world, rank, folder = dist.get_world_size(), dist.get_rank(), _folder("plain")
-    rows = [row["input_ids"] for row in samples(STEPS * BATCH)]
-
-    def engine_of(preset: str) -> Any:
-        model = llama(seed=0 if world == 4 else 1)
-        config = _config(preset, 3 if world == 4 else 1)
-        return hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-    def trained(engine: Any, last: int) -> list[float]:
-        losses = []
-        while engine.global_steps < last:
-            first, loss = engine.global_steps * BATCH, 0.0
-            for micro in range(engine.gradient_accumulation_steps()):
-                tokens = torch.tensor([rows[first + micro * world + rank]])
-                assert tokens.shape == (1, LENGTH) and int(tokens.max()) < VOCAB
-                out = engine(input_ids=tokens, labels=tokens)
-                loss += mean(out.loss) / engine.gradient_accumulation_steps()
-                engine.backward(out.loss)
-                engine.step()
-            losses.append(loss)
-        return losses
-
-    engine, (first, last) = engine_of(PRESETS[world]), PARTS[world]
-    assert (engine.load_checkpoint(str(folder))[0] is None) == (world == 4)
-    assert engine.global_steps == first
-    losses = trained(engine, last)
-    engine.save_checkpoint(str(folder))
-    losses += trained(engine, STEPS) if world == 4 else []
-    _compare("a plain script", losses, first, first + len(losses))
-    engine.destroy()

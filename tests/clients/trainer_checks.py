@@ -12,9 +12,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hzero.deepspeed import versions
-from tests.clients.cells import Run, assert_equal, assert_trains, llama, reset, samples, slow
+from tests.clients.cells import Run, assert_equal, assert_trains, llama, reset, samples
 from tests.clients.config import ACCUMULATION, BATCH, CLIP, LR, STEPS, config_of
 from tests.deepspeed.training import assert_losses, shared_folder
+from tests.ranks import LONG
 
 #: Of every Trainer.
 ARGUMENTS: dict[str, Any] = {
@@ -84,14 +85,6 @@ def check_trainer_accumulates_and_clips() -> None:
     assert_trains(trained("topo"), stock())
 
 
-@slow
-def check_trainer_checkpoints_activations() -> None:
-    """By hooks, PyTorch's recommended kind; and re-entrant, where backward runs forward again, several backwards in one."""
-    for reentrant in (False, True):
-        kind = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-        assert_equal(trained("lossless", **kind), stock())
-
-
 BEST = {
     "eval_strategy": "steps",
     "save_strategy": "steps",
@@ -102,7 +95,7 @@ BEST = {
 }
 
 
-@slow
+@LONG
 def check_trainer_evaluates_and_loads_the_best_model() -> None:
     """The best is asked to be the worst, which is not the last."""
     best = {**BEST, "greater_is_better": True}
@@ -155,7 +148,7 @@ def check_trainer_resumes() -> None:
     assert_trains(trained("topo", resume=str(saved("lossless")[1])), stock())
 
 
-@slow
+@LONG
 def check_trainer_exports_16_bit_weights() -> None:
     """What ``from_pretrained`` loads are the masters, rounded to bfloat16, and not decoded weights."""
     gathered = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -201,7 +194,7 @@ def check_trainer_trains_lora() -> None:
         assert torch.equal(loaded[name], master), name
 
 
-@slow
+@LONG
 def check_trainer_fills_auto_values() -> None:
     """Trainer sets the persistence threshold to ten times the hidden size: norms are kept whole, matrices are not."""
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")

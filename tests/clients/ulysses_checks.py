@@ -13,8 +13,9 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.clients.cells import LENGTH, Run, assert_both, slow
+from tests.clients.cells import LENGTH, Run, assert_both
 from tests.clients.trainer_checks import trained
+from tests.ranks import LONG
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def _sequences(preset: str | None) -> Run:
         return trained(preset, parallelism_config=parallel)
 
 
-@slow
+@LONG
 def check_trainer_shares_sequences_by_ulysses() -> None:
     """Two ranks share each sequence, and two groups of them the data."""
     assert_both(_sequences, _sequences(None))

@@ -15,7 +15,7 @@ from tests.ranks import LONG, environment, mpiexec, on_ranks
 #: All checks on 8, 16 and 6 ranks: some minutes, in which ranks that look for messages take the cores from other tests.
 FULL = os.environ.get("HZERO_MPI") == "full"
 OWN = ("tests.comm.mpi_checks",)
-FULL_CHECKS = {8: (*CHECKS, "tests.deepspeed.mpi_checks", "tests.deepspeed.equality_checks", *OWN), 16: OWN, 6: OWN}
+FULL_CHECKS = {8: (*CHECKS, "tests.deepspeed.mpi_checks", "tests.parity.deepspeed_scopes", *OWN), 16: OWN, 6: OWN}
 
 test_on_ranks = on_ranks(
     FULL_CHECKS if FULL else {4: ("tests.comm.tiered_checks", "tests.deepspeed.mpi_checks", *OWN)},

@@ -87,7 +87,7 @@ def _fail_on(rank: int) -> None:
         raise Exception("os error 28")
 
 
-def check_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before() -> None:
+def check_a_save_that_fails_on_one_rank_fails_on_all() -> None:
     folder = shared_folder()
     engine = _engine()
     train(engine, 1)
@@ -135,7 +135,7 @@ def check_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before()
     resumed.destroy()
 
 
-def check_a_checkpoint_that_is_not_what_was_written_gives_way_to_the_one_before() -> None:
+def check_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
     folder, made = shared_folder(), shared_folder() / "made"
     engine = _engine()
     for step in range(3):
@@ -268,7 +268,7 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
         other.destroy()
 
 
-def check_a_resume_with_differences_repeats_the_bits_of_a_run_that_went_on() -> None:
+def check_a_resume_with_differences_repeats_the_bits() -> None:
     """Both refresh whole weights after the save; without the key the resumed run alone does."""
     codecs = {
         "weights": dict.fromkeys(("intra_node", "inter_node"), "int4"),

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from hzero.codecs import backends
 from tests.deepspeed.training import (
     ORDER,
     Run,
-    assert_losses,
     batch,
     block_of,
     ds_config,
     engine_of,
     run,
     train,
-    train_ddp,
 )
+from tests.parity.compare import assert_row, row
+from tests.parity.deepspeed import Plain, Session
 
 
 def check_codec_none_gives_stocks_losses() -> None:
-    for accumulation in (1, 3):
-        stock, norms = run(None, accumulation, 3), list[float]()
-        assert_losses(train_ddp(3, accumulation, norms=norms), stock.losses, what="losses of DDP and ZeRO-3")
-        for preset in ("lossless", "zero3"):
-            found = run(block_of(preset), accumulation, 3)
-            assert_losses(found.losses, stock.losses, what=f"losses of {preset} and ZeRO-3")
-            assert_losses(found.norms, norms, what=f"gradient norms of {preset} and DDP")
+    for preset, accumulation in itertools.product(("lossless", "zero3"), (1, 3)):
+        for reference in (Session, Plain):
+            assert_row(Session, row(preset, accumulation), reference)
 
 
 def check_kernels_change_no_bit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -17,13 +16,14 @@ from transformers.utils import output_capturing
 import hzero
 from hzero.deepspeed.autoep import is_expert
 from hzero.errors import ConfigError
-from hzero.tools.plan.collectives import step_traffic
 from hzero.tools.plan.command import plan_dict
 from hzero.tools.plan.scenario import read_scenario
 from tests.deepspeed.race_detector import recording
-from tests.deepspeed.scope_checks import NOTHING_KEPT
 from tests.deepspeed.training import VOCAB, assert_losses, batch, block_of, ds_config, engine_of, shared_folder, train
+from tests.parity.compare import count_gathers, logged_bytes, planned_bytes
 
+#: Stock keeps no gathered weight for its next use.
+NOTHING_KEPT = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "sub_group_size": 700}
 EXPERT, STEPS, HIDDEN, LAYERS = 2, 2, 20, 2
 SHAPE: dict[str, int] = {
     "vocab_size": VOCAB,
@@ -72,7 +72,7 @@ def _stock() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def check_experts_over_ranks_give_the_losses_of_the_model_on_every_rank() -> str:
+def check_experts_over_ranks_give_the_same_losses() -> str:
     """Experts over neighbours, over all ranks, and on every rank; also where DeepSpeed keeps parameters whole."""
     stock, stock_norms = _stock()
     table = [f"{'EP':>2} {'preset':8} {'losses':>21} {'norms':>19} {'bytes into a node':>17} {'bytes of states':>15}"]
@@ -171,20 +171,10 @@ def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:
             engine = _engine(block, EXPERT, **NOTHING_KEPT)
             state = hzero.state(engine)
             train(engine, 1, 2, loss_of=_loss)
+            gathers = count_gathers(state)
+            train(engine, 1, 2, first=1, loss_of=_loss)
             state.settle()
-            state.wire_log.reset()
-            with mock.patch.object(state.weights, "unshard", wraps=state.weights.unshard) as unshard:
-                train(engine, 1, 2, first=1, loss_of=_loss)
-            state.settle()
-        gathers = Counter(param.name for call in unshard.call_args_list for param in call.args[0])
-        logged, planned = Counter[Any](), Counter[Any]()
-        for entry in state.wire_log.entries():
-            logged[entry.role, entry.tier] += entry.wire_bytes
-        for name, param in engine.module.named_parameters():
-            own, often = param.hzero_managed.route.plan, gathers[name] / 2
-            assert own.grid.world_size == dist.get_world_size() // (EXPERT if is_expert(param) else 1)
-            for row in step_traffic(own, own.grid, [param.ds_numel], itemsize=4, accumulation=2, fetches=often):
-                planned[row.role, row.tier] += row.wire_bytes
+        logged, planned = logged_bytes(state), planned_bytes(state, gathers, 2, torch.float32)
         rows = {(row["role"], row["tier"]): row["wire_bytes"] for row in _planned(preset)["traffic"]}
         planned["expert", "intra_package"] = rows["expert", "intra_package"]
         assert logged == +planned, (preset, logged, planned)

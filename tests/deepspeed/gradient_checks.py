@@ -1,8 +1,10 @@
-"""Gradients inside DeepSpeed. Run by test_stage.py on 4 ranks."""
+"""Gradients: accumulation windows, readers, late reductions, errors. Run by test_stage.py on 4 ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import re
 import sys
 from typing import Any
@@ -14,17 +16,17 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
-from deepspeed.utils import groups
+from deepspeed.utils import groups, safe_get_full_grad
 
 import hzero
 from hzero.comm import HopError
+from hzero.comm.runtime import PreparedHop
 from hzero.engine.engine import Engine
 from tests.comm.faulty import FaultyRuntime
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.training import (
     INNER,
     LR,
-    OFFLOAD,
     WIDTH,
     AwkwardNet,
     assert_losses,
@@ -37,74 +39,6 @@ from tests.deepspeed.training import (
     mean_gradient_norm,
     train,
 )
-
-
-class _Sometimes(torch.nn.Module):
-    """A layer used in some micro-batches and steps only, and one that is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.always = torch.nn.Linear(5, 7)
-        self.sometimes = torch.nn.Linear(7, 7)
-        self.never = torch.nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        y = self.always(x)
-        return (self.sometimes(y) if use else y).square().mean()
-
-
-def _sometimes_batch(step: int, micro: int) -> tuple[torch.Tensor, bool]:
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step * 100 + micro * 10 + dist.get_rank()))
-    return x, (step % 3 == 0 and micro == 0) or (step % 3 == 1 and micro == 1)
-
-
-def check_silent_parameters_match_ddp() -> None:
-    """A parameter that is silent at times gets the gradients that DDP would give it, and no stale one; so does the norm."""
-    unmanaged = {"managed_gradient_accumulation": False}
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
-    both = {**OFFLOAD, **unmanaged}
-    for preset, cases in (("lossless", ({}, both)), ("hpz", (OFFLOAD, unmanaged))):
-        for changes in cases:
-            engine = engine_of(ds_config(block_of(preset), 2, **sgd, **changes), _Sometimes())
-            reference = _Sometimes()
-            optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-            for step in range(4):
-                for micro in range(2):
-                    engine.backward(engine(*_sometimes_batch(step, micro)))
-                    if "managed_gradient_accumulation" not in changes or micro:
-                        engine.step()
-                    (reference(*_sometimes_batch(step, micro)) / 2).backward()
-                for param in reference.parameters():
-                    if param.grad is not None:
-                        dist.all_reduce(param.grad)
-                        param.grad /= dist.get_world_size()
-                norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
-                where = f"{preset}, {changes}, step {step}"
-                assert abs(float(engine.get_global_grad_norm()) / norm - 1) < 1e-4, where
-                optimizer.step()
-                optimizer.zero_grad()
-                for name, master in masters_of(engine).items():
-                    want = dict(reference.named_parameters())[name].detach()
-                    torch.testing.assert_close(master, want, msg=f"{where}: {name}")
-            engine.destroy()
-
-
-def check_a_window_given_up_leaves_nothing() -> None:
-    """After ``zero_grad`` instead of a step, neither its gradients nor their norms count, on the host and on the device."""
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
-    x = _sometimes_batch(0, 0)[0]
-    reference = _Sometimes()
-    reference(x, False).backward()
-    norm = mean_gradient_norm(reference)
-    for preset, changes in (("lossless", {}), ("lossless", OFFLOAD), ("hpz", OFFLOAD)):
-        engine = engine_of(ds_config(block_of(preset), 1, **sgd, **changes), _Sometimes())
-        engine.backward(engine(x, True))
-        engine.optimizer.zero_grad()
-        engine.backward(engine(x, False))
-        engine.step()
-        assert abs(float(engine.get_global_grad_norm()) / norm - 1) < 1e-4, (preset, changes)
-        engine.destroy()
 
 
 def check_fp16_skips_a_step_and_goes_on() -> None:
@@ -131,36 +65,19 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         engine.destroy()
 
 
-def check_a_skipped_step_leaves_no_residual() -> None:
-    """What a window's gradients left counts from its step on. A step that is skipped leaves zeros in what it has changed."""
+def check_fp16_sums_of_large_gradients_are_finite() -> None:
+    """Float16 ends at 65,504: the mean over ranks is representable, and their sum is not."""
     get_accelerator().is_fp16_supported = lambda: True
-    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
-    engine = engine_of(ds_config(block_of("topo", error_feedback=["inter_node"]), 1, fp16=fp16))
-    feedback = hzero.state(engine).gradients._runtime.feedback
-
-    def kept() -> dict[Any, torch.Tensor]:
-        return {key: kept.values.clone() for key, kept in feedback._residuals.items()}
-
-    train(engine, 3)
-    before, places = kept(), [kept.values.data_ptr() for kept in feedback._residuals.values()]
-    assert before and any(bool(values.any()) for values in before.values())
-    loss = engine(batch(3, 0))
-    hook = engine.module.gain.register_hook(lambda gradient: gradient * float("inf"))
-    engine.backward(loss)
-    hook.remove()
-    engine.step()
-    assert engine.optimizer.overflow
-    assert not any(bool(values.any()) for values in kept().values())
-    train(engine, 1, first=4)
-    assert not engine.optimizer.overflow
-    changed = [key for key, values in kept().items() if bool(values.any())]
-    assert len(changed) > len(before) // 2
-    assert places == [kept.values.data_ptr() for kept in feedback._residuals.values()]
-    assert feedback.bytes == sum(2 * values.numel() for values in before.values())
-    engine.destroy()
+    for preset in ("zero3", "lossless", "zero1"):
+        config = ds_config(block_of(preset), fp16={"enabled": True, "loss_scale": 1}, gradient_clipping=0.0)
+        engine = engine_of(config, torch.nn.Linear(5, 3, bias=False))
+        engine.backward(engine(torch.full((1, 5), 4e4, dtype=torch.float16)).sum())
+        found = safe_get_full_grad(engine.module.weight)
+        torch.testing.assert_close(found.float(), torch.full((3, 5), 4e4), rtol=1e-3, atol=0.0)
+        engine.destroy()
 
 
-def check_sequence_parallelism_has_the_gradients_of_whole_sequences() -> None:
+def check_sequence_parallelism_has_whole_gradients() -> None:
     """Ulysses: two ranks share a sequence. Norms are those of stock ZeRO-3 and of one rank with whole sequences."""
 
     def half(step: int) -> torch.Tensor:
@@ -252,16 +169,6 @@ def check_the_guard_ends_training_that_diverges() -> None:
     engine.destroy()
 
 
-def check_without_a_guard_training_goes_on_as_in_stock() -> None:
-    """Stock discards such steps for ever."""
-    model = AwkwardNet()
-    engine = engine_of(ds_config(block_of("lossless", guard=0), 1), model)
-    model.up.weight.register_hook(lambda grad: grad * float("inf"))
-    train(engine, 4)
-    assert engine.optimizer.overflow
-    engine.destroy()
-
-
 def check_a_step_before_the_boundary_takes_what_has_come() -> None:
     """The optimizer's own ``step``, after the first of two micro-batches: as in stock, where shards have been delivered."""
     masters = []
@@ -273,3 +180,152 @@ def check_a_step_before_the_boundary_takes_what_has_come() -> None:
         engine.destroy()
     for name, want in masters[0].items():
         torch.testing.assert_close(masters[1][name], want, rtol=1e-5, atol=1e-6)
+
+
+def check_early_gradient_readers_are_told() -> None:
+    """Before the boundary a reader gets an error that says when to come, and then DDP's gradient."""
+    for managed in (True, False):
+        config = ds_config(block_of("lossless"), 2, gradient_clipping=0.0, managed_gradient_accumulation=managed)
+        engine, reference = engine_of(config), AwkwardNet()
+        for micro in range(2):
+            engine.backward(engine(batch(0, micro)))
+            (reference(batch(0, micro)) / 2).backward()
+            if micro == 0:
+                for read in (
+                    lambda engine=engine: safe_get_full_grad(engine.module.up.weight),
+                    engine.optimizer.get_fp32_grad_partitions,
+                ):
+                    with pytest.raises(RuntimeError, match="boundary"):
+                        read()
+                if managed:
+                    engine.step()
+        if not managed:
+            with pytest.raises(RuntimeError, match="finalize_gradient_accumulation_boundary"):
+                safe_get_full_grad(engine.module.up.weight)
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        dist.all_reduce(reference.up.weight.grad)
+        want = reference.up.weight.grad / dist.get_world_size()
+        torch.testing.assert_close(safe_get_full_grad(engine.module.up.weight).float(), want)
+        engine.step()
+        engine.destroy()
+
+
+def check_a_boundary_that_fails_delivers_nothing() -> None:
+    """All or nothing: after an error between nodes no parameter has a new gradient, and the window is given up."""
+    block = block_of("lossless", boundary_message_bytes=0)
+    engine = engine_of(ds_config(block, 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
+    train(engine, 1, 2)
+    crossed, start = [], PreparedHop.start
+
+    def failing(collective: PreparedHop, *arguments: Any) -> Any:
+        crossed.append("gradients" in str(collective) and "'inter_node'" in str(collective))
+        if crossed[-1] and sum(crossed) == 2:
+            raise HopError("the second bucket between nodes")
+        return start(collective, *arguments)
+
+    engine.backward(engine(batch(1, 0)))
+    engine.step()
+    with mock.patch.object(PreparedHop, "start", failing), pytest.raises(HopError, match="second bucket"):
+        engine.backward(engine(batch(1, 1)))
+    _assert_given_up(engine, HopError)
+    engine.destroy()
+
+
+def _assert_given_up(engine: Any, cause: type[BaseException]) -> None:
+    """Nothing of the window is kept, using the rest of it is an error, and ``zero_grad`` begins a new one."""
+    gradients = hzero.state(engine).gradients
+    before = masters_of(engine)
+    for go_on in (engine.optimizer.step, lambda: engine.backward(engine(batch(2, 0)))):
+        with pytest.raises(RuntimeError, match="lost by an error") as told:
+            go_on()
+        assert isinstance(told.value.__cause__, cause)
+    assert_masters(engine, before)
+    engine.optimizer.zero_grad()
+    assert not gradients.waiting
+
+
+def check_an_error_before_any_hop_gives_up_the_window() -> None:
+    """Of the second of two buckets, on one rank or on all: its gradients have been taken and are gone."""
+    for preset in ("lossless", "replica"):
+        engine = engine_of(ds_config(block_of(preset), zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
+        train(engine, 1)
+        gradients = hzero.state(engine).gradients
+        micro, calls = gradients._accumulate, itertools.count()
+
+        def failing(*arguments: Any, micro: Any = micro, calls: Any = calls, **keywords: Any) -> None:
+            if next(calls) == 1:
+                raise MemoryError("for the second bucket")
+            micro(*arguments, **keywords)
+
+        with mock.patch.object(gradients, "_accumulate", failing), pytest.raises(MemoryError, match="second bucket"):
+            engine.backward(engine(batch(1, 0)))
+        _assert_given_up(engine, MemoryError)
+        engine.destroy()
+
+
+def check_reductions_under_way_leave_newer_gradients_alone() -> None:
+    """A micro-batch, then several backwards with one reduction and a reader in between, in one window."""
+    for preset in ("zero3", "hpz", "lossless"):
+        zero = {"stage": 3, "reduce_bucket_size": 300}
+        config = ds_config(block_of(preset), 2, gradient_clipping=0.0, zero_optimization=zero)
+        engine, reference = engine_of(config), AwkwardNet()
+        engine.backward(engine(batch(0, 0)))
+        engine.step()
+        with engine.coalesce_grad_reduction():
+            for micro in (1, 2):
+                engine.backward(engine(batch(0, micro)))
+                if micro == 1 and preset != "lossless":
+                    safe_get_full_grad(engine.module.up.weight)
+        engine.step()
+        for micro in range(3):
+            (reference(batch(0, micro)) / 2).backward()
+        assert_losses([engine.get_global_grad_norm()], [mean_gradient_norm(reference)], 1e-4, f"norms of {preset}")
+        engine.destroy()
+
+
+def check_sums_of_a_window_have_the_right_bits() -> None:
+    """In bfloat16, with buckets smaller than a parameter. All ranks have the same batches, so sums over ranks are exact.
+
+    Partial sums are float32 and rounded once. DeepSpeed rounds each sum of two micro-batches, as does one reduction of several
+    backwards.
+    """
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "reduce_bucket_size": 300}}
+    stock, micros = engine_of(ds_config(**changes)), list[list[torch.Tensor]]()
+    for micro in range(4):
+        stock.backward(stock(batch(0, micro, rank=0)))
+        micros.append(
+            [safe_get_full_grad(param).bfloat16() for param in stock.module.parameters() if param.requires_grad]
+        )
+        stock.optimizer.zero_grad()
+    stock.destroy()
+    each = [functools.reduce(torch.add, parts) for parts in zip(*micros)]
+    once = [functools.reduce(torch.add, [part.float() for part in parts]).bfloat16() for parts in zip(*micros)]
+    assert not all(map(torch.equal, once, each))
+    for preset, coalesced in itertools.product(("zero3", "lossless"), (False, True)):
+        engine = engine_of(ds_config(block_of(preset), **changes))
+        with engine.coalesce_grad_reduction() if coalesced else contextlib.nullcontext():
+            for micro in range(4):
+                loss = engine(batch(0, micro, rank=0))
+                engine.set_gradient_accumulation_boundary(micro == 3)
+                engine.backward(loss)
+        found = [safe_get_full_grad(param) for param in engine.module.parameters() if param.requires_grad]
+        for one, want in zip(found, once if preset == "lossless" and not coalesced else each, strict=True):
+            assert torch.equal(one.float(), want.float()), (preset, coalesced, one - want)
+        engine.destroy()
+
+
+def check_every_rank_rounds_its_gradients_by_itself() -> None:
+    """The noise of a mean over four ranks is below that over two. All ranks have the same batch."""
+    reference = AwkwardNet()
+    reference(batch(0, 0, rank=0)).backward()
+    exact = torch.cat([param.grad.flatten() for param in reference.parameters() if param.grad is not None])
+    codec, errors = {"codec": "int4", "rounding": "stochastic"}, []
+    for nodes, devices in ((2, 2), (4, 1)):
+        topology = {"nodes": nodes, "packages_per_node": 1, "devices_per_package": devices}
+        block = block_of("zero3", topology=topology, codecs={"gradients": {"inter_node": codec}})
+        engine = engine_of(ds_config(block, gradient_clipping=0.0))
+        engine.backward(engine(batch(0, 0, rank=0)))
+        found = [safe_get_full_grad(param) for param in engine.module.parameters() if param.requires_grad]
+        errors.append(float((torch.cat([one.flatten() for one in found]) - exact).norm()))
+        engine.destroy()
+    assert 0 < errors[1] < 0.85 * errors[0], errors

@@ -30,7 +30,7 @@ from hzero.comm import Communicator, for_dimension
 from hzero.comm.wires import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
 from hzero.deepspeed import pipeline
-from hzero.deepspeed.pipeline import HZeroStage1, StageMessages
+from hzero.deepspeed.pipeline import StageMessages
 from hzero.errors import ConfigError
 from hzero.manifest import Manifest
 from hzero.topology import discovery, resolve_grid
@@ -266,7 +266,7 @@ def check_stages_go_one_per_cluster_that_is_discovered() -> None:
     assert str(error.value).startswith(says)
 
 
-def check_stages_with_layers_by_rates_give_the_losses_without_a_pipeline() -> None:
+def check_stages_with_layers_by_rates_give_the_same_losses() -> None:
     """Four layers and one, as for clusters whose devices have rates of 4 and 1."""
     losses, _, engine = train_pipeline(NONE, rates=(4, 1))
     assert engine.module.parts == [0, 4, 5]
@@ -378,27 +378,6 @@ def check_a_skipped_step_leaves_no_residuals() -> None:
     end(engine)
 
 
-def check_sums_of_gradients_stay_within_the_bounds_of_their_codecs() -> None:
-    """A partition of the first step's mean over 2 x 2 ranks, in int8 on both tiers, beside the exact one."""
-    found, largest = [], torch.zeros(1)
-    fill = HZeroStage1._fill
-
-    def filled(self: HZeroStage1, index: int, row: torch.Tensor, start: int) -> None:
-        fill(self, index, row, start)
-        largest[0] = max(float(largest), float(row.abs().max()))
-
-    for codec in ("none", "int8"):
-        with mock.patch.object(HZeroStage1, "step"), mock.patch.object(HZeroStage1, "_fill", filled):
-            _, _, engine = train_pipeline({"codecs": {"gradients": codec}}, steps=1)
-        found.append(engine.optimizer.averaged_gradients[0].flat_partition.clone())
-        end(engine)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    bound = Codec.from_config(CodecConfig(codec="int8")).error_bound
-    inner = 2 * bound(float(largest))  # of the sum of a package
-    allowed = (2 * inner + 2 * bound(2 * float(largest) + inner)) / 4
-    assert 0 < float((found[0] - found[1]).abs().max()) <= allowed
-
-
 def check_the_wire_log_counts_what_the_shapes_say() -> None:
     steps, accumulation = 2, 3
     for tensor in (1, 2):
@@ -497,7 +476,7 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
         engine_of(ds_config({"topology": TOPOLOGY}, zero_optimization={"stage": 1}))
 
 
-def check_exact_weights_of_stages_are_those_of_the_masters_and_their_waits_are_limited() -> None:
+def check_exact_weights_of_stages_are_the_masters() -> None:
     _, _, engine = train_pipeline(LOSSY, 2, steps=1)
     optimizer = engine.optimizer
     rank = optimizer.hzero.optimizer.plan.rank

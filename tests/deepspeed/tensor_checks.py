@@ -16,12 +16,10 @@ from torch.nn import functional as F  # noqa: N812
 
 import hzero
 from benchmarks.hybrid.model import ColumnParallel, Layout, Mpu, RowParallel
-from hzero.codecs.codec import Codec
-from hzero.comm import Communicator, activations, for_dimension
+from hzero.comm import Communicator, for_dimension
 from hzero.config import TopologyConfig
 from hzero.errors import ConfigError
 from hzero.topology import resolve_grid
-from tests.deepspeed.delay_checks import _Late, _late
 from tests.deepspeed.training import (
     TOPOLOGY,
     VOCAB,
@@ -31,7 +29,6 @@ from tests.deepspeed.training import (
     ds_config,
     engine_of,
     masters_of,
-    shared_folder,
     train,
 )
 from tests.rank_main import same_on_all_ranks
@@ -136,24 +133,6 @@ def check_codecs_by_dimension_and_their_wire_log() -> None:
         engine.destroy()
 
 
-def check_checkpoints_beside_tensor_groups() -> None:
-    """Stock's files, one set for each tensor rank, load again into the same layout and continue equally."""
-    folder = shared_folder()
-    with tensor_groups(2) as mpu:
-        config = ds_config(block_of("lossless"))
-        _, _, _, engine = train_split(config, mpu, 2, 1)
-        engine.save_checkpoint(str(folder), tag="here")
-        want = train(engine, 2, first=7, loss_of=_loss_of(mpu))
-        engine.destroy()
-        with pytest.raises(ConfigError, match=r"for_dimension: config: found 'nope.json'; expected a DeepSpeed config"):
-            for_dimension("tensor", "nope.json", mpu.get_model_parallel_group())
-        group = for_dimension("tensor", config, mpu.get_model_parallel_group())
-        other = engine_of(config, SplitNet(group), mpu=mpu)
-        other.load_checkpoint(str(folder), tag="here")
-        assert train(other, 2, first=7, loss_of=_loss_of(mpu)) == want
-        other.destroy()
-
-
 def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
     config = ds_config(block_of("lossless"))
 
@@ -181,7 +160,7 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
             engine_of(config, model, mpu=mpu)
 
 
-def check_models_that_are_built_in_shards_of_the_data_parallel_group() -> None:
+def check_models_built_in_shards_of_the_data_parallel_group() -> None:
     with tensor_groups(2) as mpu:
         with deepspeed.zero.Init(config_dict_or_path=ds_config(), data_parallel_group=mpu.get_data_parallel_group()):
             model = SplitNet(None)  # the same on both tensor ranks, which is enough here
@@ -190,36 +169,3 @@ def check_models_that_are_built_in_shards_of_the_data_parallel_group() -> None:
         losses = train(engine, 3, loss_of=lambda engine, *_: engine(batch(0, 0, mpu.get_data_parallel_rank())))
         assert losses[2] < losses[0]
         engine.destroy()
-
-
-def check_late_hops_beside_tensor_groups_change_no_bit() -> None:
-    """Hops of weights, gradients and activations that arrive late."""
-    block = block_of("topo", codecs={"tensor": {"codec": "int8", "rounding": "stochastic"}})
-    with tensor_groups(2) as mpu:
-        runs = []
-        for delay in (contextlib.nullcontext(), _late(1, did := _Late()), _late(2, did)):
-            with delay:
-                config = ds_config(block, 2, zero_optimization={"reduce_bucket_size": 200})
-                losses, norms, masters, engine = train_split(config, mpu, 2, 2)
-                hzero.state(engine).settle()
-            runs.append((losses, norms, {name: master.tolist() for name, master in masters.items()}))
-            engine.destroy()
-        assert runs[0] == runs[1] == runs[2]
-        assert did.delayed > 0
-
-
-def check_experts_exchange_tokens_in_the_codec_of_their_dimension() -> None:
-    """As layers of experts do: tokens go to the ranks of their experts and back, and their gradients too."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    group = for_dimension("expert", ds_config(block_of("lossless", codecs={"expert": "int8"})))
-    everyones = torch.randn(world, world, 5, 128, generator=torch.Generator().manual_seed(3))
-    tokens = everyones[rank].reshape(-1, 128).requires_grad_()
-    arrived = activations.exchange(tokens, group, 0, 0)
-    error = (arrived.detach().view(world, 5, 128) - everyones[:, rank]).abs().max()
-    bound = Codec.from_config(group.config.codecs.inter_node).error_bound(float(everyones.abs().max()), torch.float32)
-    assert 0 < error <= bound * sum(hop.size > 1 for hop in group.plan.gather_hops())
-    activations.exchange(arrived * (rank + 1), group, 0, 0).sum().backward()
-    assert tokens.grad is not None
-    want = torch.arange(1, world + 1).repeat_interleave(5)[:, None].expand_as(tokens).float()
-    torch.testing.assert_close(tokens.grad, want, rtol=0.02, atol=0)
-    assert {(entry.role, entry.codec) for entry in group.wire_log.entries()} == {("expert", "int8")}

@@ -49,7 +49,7 @@ def _run(*command: str, **environment: str) -> tuple[dict[str, Any], str]:
 def test_every_place_of_the_block_is_served_or_refused(installed: Path) -> None:
     found, errors = _run("-m", "tests.deepspeed.adoption", "places", site=str(installed))
     assert found["loaded"] == ["hzero", "hzero.autoload", "hzero.block"], "torch's entry point loads two small modules"
-    assert len(found["files"]) <= 47, "a front end loads what it uses"
+    assert len(found["files"]) <= 50, "a front end loads what it uses"
     assert found[""] == found["stock again"] == STOCK
     assert found["inside"] == found["top"] == found["file"] == found["zero.Init"] == STAGE
     assert found["both"].startswith("ConfigError: hzero: found at the top level and in zero_optimization")
@@ -63,7 +63,7 @@ def test_every_place_of_the_block_is_served_or_refused(installed: Path) -> None:
     )
 
 
-def test_without_autoload_deepspeed_refuses_the_block_until_hzero_is_imported(installed: Path) -> None:
+def test_without_autoload_the_block_is_refused_until_an_import(installed: Path) -> None:
     found, _ = _run(
         "-m", "tests.deepspeed.adoption", "without_autoload", site=str(installed), TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )

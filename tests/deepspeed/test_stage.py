@@ -9,29 +9,22 @@ from tests.ranks import on_ranks
 #: Modules of checks by the ranks that they need.
 CHECKS = {
     8: (
-        "tests.deepspeed.equality_checks",
         "tests.deepspeed.traffic_checks",
         "tests.deepspeed.race_checks",
         "tests.deepspeed.delay_checks",
         "tests.deepspeed.tensor_checks",
         "tests.deepspeed.pipeline_checks",
     ),
-    6: ("tests.deepspeed.equality_checks",),
     4: (
         "tests.deepspeed.stage_checks",
         "tests.deepspeed.refusal_checks",
         "tests.deepspeed.gradient_checks",
-        "tests.deepspeed.window_checks",
-        "tests.deepspeed.difference_checks",
-        "tests.deepspeed.codec_checks",
-        "tests.deepspeed.scope_checks",
-        "tests.deepspeed.audit_checks",
+        "tests.deepspeed.weight_checks",
         "tests.deepspeed.autotp_checks",
         "tests.deepspeed.expert_checks",
         "tests.deepspeed.race_checks",
         "tests.deepspeed.checkpoint_checks",
     ),
-    1: ("tests.deepspeed.single_checks",),
 }
 
 

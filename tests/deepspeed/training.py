@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ OFFLOAD: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
-LR, VOCAB, WIDTH, INNER = 3e-3, 37, 13, 29
+LR, CLIP, VOCAB, WIDTH, INNER = 3e-3, 0.5, 37, 13, 29
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 #: The machine of these ranks: nodes, packages of a node, devices of a package. 4 ranks have a boundary between nodes and packages
 #: of two devices, which most checks need; 8 have a tier between them too; 6 is not a power of two.
@@ -100,7 +99,7 @@ def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **chan
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": CLIP,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "optimizer": {
             "type": "AdamW",
@@ -195,31 +194,6 @@ def run(
     found = Run(losses, norms, masters, own.wire_log.entries() if own is not None else [])
     engine.destroy()
     return found
-
-
-def train_ddp(
-    steps: int, accumulation: int = 1, model: torch.nn.Module | None = None, norms: list[float] | None = None
-) -> list[float]:
-    """The same under DistributedDataParallel with torch's AdamW and the same clipping."""
-    model = (AwkwardNet() if model is None else model).to(DEVICE)
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
-    losses = []
-    for step in range(steps):
-        total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-        for micro in range(accumulation):
-            with ddp.no_sync() if micro + 1 < accumulation else contextlib.nullcontext():
-                loss = ddp(batch(step, micro))
-                total += loss.detach().double() / accumulation
-                (loss / accumulation).backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainable, 0.5)
-        if norms is not None:
-            norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return means_over_ranks(losses)
 
 
 def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5, what: str = "losses") -> None:

@@ -252,12 +252,6 @@ def _checkpointed() -> Decoder:
     return Decoder(checkpointing=False)
 
 
-def _frozen_embedding(**keywords: Any) -> Decoder:
-    built = Decoder(**keywords)
-    built.embedding.requires_grad_(False)
-    return built
-
-
 def check_a_layer_is_one_gather() -> None:
     hops = _compare(Decoder)
     # Of 3 layers, embedding, norm, head, and what is evaluated outside its module.
@@ -272,16 +266,6 @@ def check_odd_ways_through_layers() -> None:
         return built
 
     _compare(build)
-
-
-def check_frozen_embeddings() -> None:
-    """Under layers that all train."""
-    _compare(_frozen_embedding, "lossless")
-
-
-def check_adapters() -> None:
-    """Of frozen layers, behind a frozen embedding."""
-    _compare(_lora)
 
 
 def check_checkpointing_without_reentry() -> None:

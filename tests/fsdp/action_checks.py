@@ -22,7 +22,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import hzero.fsdp
 from hzero import ConfigError
-from tests.fsdp.training import WORLD, mesh_of
+from tests.parity.compare import WORLD
+from tests.parity.fsdp import mesh_of
 from tests.rank_main import same_on_all_ranks
 
 #: Number of sequences with `lossless`, of which the first ones also run with codecs.
@@ -438,22 +439,6 @@ def check_loops_of_other_shapes_give_what_fsdp2_gives() -> None:
         assert all(near), f"{loop_of.__name__}: {own.seen}; {stock.seen}"
         assert own.state is not None
         own.state.close()
-
-
-def check_a_closure_with_gradients_that_are_not_finite_changes_no_weight() -> None:
-    loop = Loop(0, {"preset": "lossless"})
-    before = [param.detach().clone() for param in loop.params]
-
-    def closure() -> float:
-        loss = loop.loss()
-        loss.backward()
-        loop.grads()[0].mul_(math.nan)
-        return loss.item()
-
-    loop.optimizer.step(closure)
-    assert all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(before, loop.params))  # type: ignore[operator]
-    assert loop.state is not None
-    loop.state.close()
 
 
 def check_the_environment_applies_hzero() -> None:

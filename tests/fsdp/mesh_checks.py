@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD
 
-import hzero.fsdp
 from hzero import DivergenceError, StaleWeightsError
-from tests.fsdp.training import WORLD, Case, backward, build, mesh_of, optimizer_of, spoil
+from tests.parity.compare import WORLD
+from tests.parity.fsdp import applied, mesh_of, spoil
 
 #: Weights are resident on each device.
 GUARDED: dict[str, Any] = {
@@ -24,47 +24,35 @@ GUARDED: dict[str, Any] = {
 
 def check_ranks_without_the_model_need_not_take_part() -> None:
     """The last two ranks train alone, with audits and a guard; the others do nothing."""
-    mesh = mesh_of(WORLD - 2)  # all ranks make all meshes, since torch numbers their groups
+    mesh_of(WORLD - 2)  # all ranks make all meshes, since torch numbers their groups
     if dist.get_rank() < WORLD - 2:
         return
-    what = Case((1, 1, 2))
-    model = build(frozenset(), mesh)
     # One rank alone reads gradients, which have crossed in every backward.
-    state = hzero.fsdp.apply(
-        model, topology={"packages_per_node": 1, "devices_per_package": 2}, accumulation=1, **GUARDED
-    )
-    optimizer = optimizer_of("adamw", model)
-    for step in range(3):
-        backward(what, model, mesh, step, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-    backward(what, model, mesh, 3, 0)
-    spoil(state, "blocks.1")
-    with pytest.raises(StaleWeightsError, match=r"blocks\.1"):
-        optimizer.step()
-    state.note_edit()
-    with pytest.raises(DivergenceError, match="in 2 steps in a row"):
-        for _ in range(2):
-            backward(what, model, mesh, 4, 0)
-            if mesh.get_local_rank() == 1:
-                model.blocks[0].up.weight.grad.to_local().fill_(math.nan)
-            optimizer.step()
-            optimizer.zero_grad()
-    state.close()
+    with applied(GUARDED, "count", layout=(1, 1, 2)) as session:
+        for step in range(3):
+            session.go(step)
+            session.advance()
+        session.go(3)
+        spoil(session.state, "blocks.1")
+        with pytest.raises(StaleWeightsError, match=r"blocks\.1"):
+            session.optimizer.step()
+        session.state.note_edit()
+        with pytest.raises(DivergenceError, match="in 2 steps in a row"):
+            for _ in range(2):
+                session.go(4)
+                if session.rank == 1:
+                    session.model.blocks[0].up.weight.grad.to_local().fill_(math.nan)
+                session.advance()
 
 
 def check_tensor_groups_decide_alike() -> None:
     """What one rank finds is of all ranks that hold a part of the model."""
-    what = Case((2, 1, 1), tensor=2)
-    mesh = mesh_of(WORLD, 2)
-    model = build(frozenset(), mesh)
-    state = hzero.fsdp.apply(model, topology=what.topology, **GUARDED)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    before = [param.full_tensor().clone() for param in model.parameters()]
-    backward(what, model, mesh, 0, 0)
-    if dist.get_rank() == WORLD - 1:
-        model.blocks[0].up.weight.grad.to_local().fill_(math.inf)
-    optimizer.step()
-    for one, param in zip(before, model.parameters(), strict=True):
-        assert torch.equal(one, param.full_tensor())
-    state.close()
+    with applied(GUARDED, layout=(2, 1, 1), tensor=2) as session:
+        optimizer = SGD(session.model.parameters(), lr=0.1)
+        before = session.masters()
+        session.go(0)
+        if dist.get_rank() == WORLD - 1:
+            session.model.blocks[0].up.weight.grad.to_local().fill_(math.inf)
+        optimizer.step()
+        after = session.masters()
+        assert all(torch.equal(before[name], after[name]) for name in before)

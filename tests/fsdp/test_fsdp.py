@@ -1,12 +1,12 @@
-"""hzero under FSDP2, on real ranks: a launch of 4 ranks, and with HZERO_TESTS=all one more of 4 and one of 8 with three tiers."""
+"""FSDP2 under hzero, on real ranks: what the rows of tests/parity do not show."""
 
 from __future__ import annotations
 
 from tests.ranks import LONG, on_ranks
 
-CHECKS, MORE, TIERS = (
+CHECKS, MORE = (
     [f"tests.fsdp.{name}_checks" for name in names]
-    for names in (("parity", "window", "weight", "action", "mesh"), ("feature", "torch", "trainer"), ("tier",))
+    for names in (("window", "weight", "action", "mesh"), ("torch", "trainer"))
 )
 test_fsdp = on_ranks({4: CHECKS})
-test_fsdp_at_length = LONG(on_ranks({4: MORE, 8: TIERS}))
+test_fsdp_at_length = LONG(on_ranks({4: MORE}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ from transformers.distributed import DistributedConfig
 
 import hzero.fsdp
 from hzero import ConfigError
-from tests.fsdp.training import WORLD, relative
+from tests.deepspeed.training import shared_folder
+from tests.parity.compare import WORLD, relative
 
 TOPOLOGY = {"nodes": 2, "packages_per_node": WORLD // 4, "devices_per_package": 2}
 LAYERS = 2
+if importlib.util.find_spec("torchtitan") is not None:
+    from tests.fsdp import titan  # before the ranks are forked
+
 #: With 3 sequences of each rank and windows of 2, every epoch ends with a short window.
 ROWS, WINDOW, STEPS = 3 * WORLD, 2, 4
 
@@ -69,14 +73,8 @@ def losses_of(trainer: Trainer, resume: str | None = None) -> list[float]:
     return [entry[key] for key in ("loss", "grad_norm") for entry in trainer.state.log_history if key in entry]
 
 
-def _folder() -> Path:
-    found = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(found)
-    return Path(found[0])
-
-
 def check_trainer() -> None:
-    folder = _folder()
+    folder = shared_folder()
     wanted = losses_of(trainer_of(None, folder))
     callback = hzero.fsdp.Callback("lossless", TOPOLOGY, guard={"every": 2})
     found = losses_of(trainer_of(callback, folder, save_strategy="steps", save_steps=2))
@@ -96,7 +94,7 @@ def check_trainer() -> None:
 
 def check_a_model_that_transformers_have_sharded() -> None:
     """``from_pretrained`` shards over the ranks, without Accelerate."""
-    folder = _folder()
+    folder = shared_folder()
     if dist.get_rank() == 0:
         llama().save_pretrained(folder)
     dist.barrier()
@@ -111,6 +109,18 @@ def check_a_model_that_transformers_have_sharded() -> None:
 
 def check_trainer_without_fsdp2_is_refused() -> None:
     with pytest.raises(ConfigError, match="without fully_shard"):
-        losses_of(trainer_of(hzero.fsdp.Callback("lossless", TOPOLOGY), _folder(), fsdp=False))
+        losses_of(trainer_of(hzero.fsdp.Callback("lossless", TOPOLOGY), shared_folder(), fsdp=False))
     with pytest.raises(ConfigError, match="error_feedbak"):
         hzero.fsdp.Callback("lossless", error_feedbak=["inter_node"])
+
+
+def check_torchtitans_trainer_gives_the_same_losses() -> None:
+    if importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("torchtitan is not installed")
+    wanted, norms, _ = titan.train(None)
+    found, clipped, (state,) = titan.train(
+        {"preset": "lossless", "topology": {"packages_per_node": 1, "devices_per_package": 2}}
+    )
+    assert len(found) == titan.STEPS and wanted[-1] < wanted[0] - 1
+    assert relative(found, wanted) < 1e-6 and relative(clipped, norms) < 1e-6, (found, wanted, clipped, norms)
+    state.close()

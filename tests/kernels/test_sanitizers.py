@@ -74,7 +74,7 @@ def _sanitized(target: str) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
     }
     if target == "host":
-        env |= {"HZERO_TESTS_LIBRARY": _library(), "HZERO_TESTS": ""}
+        env |= {"HZERO_TESTS_LIBRARY": _library()}
         tests = "(baseline or avx) and not forked or host"
     else:
         env |= {"HZERO_TESTS_CXXFLAGS": " ".join(_SANITIZE)}

@@ -1,4 +1,4 @@
-"""Models of many kinds beside stock ZeRO-3, on four ranks; ``HZERO_TESTS=all pytest -rP tests/models`` prints the table."""
+"""Models of many kinds beside stock ZeRO-3, on four ranks; ``--long`` adds the others of docs/versions.md."""
 
 from __future__ import annotations
 
