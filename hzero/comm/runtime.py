@@ -258,8 +258,9 @@ class BoundProgram:
                 for tensor in [value] if first is value else value:
                     used(tensor)
         else:
-            flight, chain.flight = chain.flight, None
+            flight = chain.flight
             value = flight.output if flight.hop.finish is None else flight.hop.finish(flight.output, flight.number)
+            chain.value = chain.flight = flight = None  # frees the message
         seed = call.seed if stage else call.first_seed
         for step in chain.steps[stage]:
             room = None if arena is None or step.room is None else arena.take(step.room, chain.device)
