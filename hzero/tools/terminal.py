@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import reprlib
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hzero.errors import ConfigError, one_of
 
@@ -24,6 +25,15 @@ class Parser(argparse.ArgumentParser):
         about, _, more = (text or "").partition("\n\n")
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=about, epilog=more, formatter_class=formatter)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises `ConfigError` for an argument with a NUL, which no file or folder can have in its name."""
+        for option, text in zip(["", *args], args):
+            key, equals, value = text.partition("=")
+            if "\0" in text:
+                key = key if equals else option if option.startswith("-") else self.prog
+                raise ConfigError(f"{key}: found {reprlib.repr(value or text)}; expected a text without NUL")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` with the nearest option, instead of printing the usage and exiting."""

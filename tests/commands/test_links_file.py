@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hzero.config import NodeAllGather
+from hzero.errors import ConfigError
 from hzero.tools.cli import main
 from hzero.tools.commands.links import summary
 from hzero.tools.plan.links_file import (
     node_all_gather,
+    read_links,
     write_links,
 )
 from hzero.tools.plan.scenario import read_scenario
@@ -86,3 +89,39 @@ def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixtu
     ):
         assert main([*plan, str(file)]) == 2
         assert f"{file}: {says}" in capsys.readouterr().err
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    write_links(path, links())
+    assert read_links(path) == links()
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_links(tmp_path / "missing" / "links.json", links())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
+        ("rows.0.median_us", float("nan"), "rows.0.median_us: found nan"),
+        ("rows.0.median_us", 1e-300, "rows.0.median_us: found 1e-300; expected"),
+        ("rows.0.max_us", 1e300, "rows.0.max_us: found 1e+300; expected"),
+        ("date", "a\0", "date: found 'a\\x00'; expected a text without NUL"),
+        ("rows.0.min_us", 10**400, "rows.0.min_us"),
+        ("grid.inter_node", 4, "rows.2.ranks: found 2, but tier inter_node has 4"),
+        ("rows.1.algorithm", "broadcast", "rows.1.algorithm: found 'broadcast'"),
+        ("extra\nline", 1, "found key"),
+    ],
+)
+def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    path = tmp_path / "bad.json"
+    content = inner = links().model_dump(by_alias=True)
+    *blocks, last = key.split(".")
+    for block in blocks:
+        inner = inner[int(block)] if block.isdigit() else inner[block]
+    inner[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as error:
+        read_links(path)
+    assert str(error.value).startswith(f"{path}: {message}"), error.value
+    assert "\n" not in str(error.value)

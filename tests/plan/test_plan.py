@@ -297,6 +297,12 @@ def test_numbers_of_nodes() -> None:
         ([*FRONTIER, "nodes=2", "topology.nics_per_node=4"], "topology.nics_per_node: found 4 without topology.nic_gbit"),
         (["zero=stock"], "zero.preset: found none; expected one"),
         (["zero.codecs.weights.inter_node=exp"], "codecs.weights.inter_node.codec: found 'exp'; expected none, bf16, int8,"),
+        ([*NICS, "topology.nic_gbit=1e-320"], "topology.nic_gbit: found 1e-320; expected"),
+        ([*NICS, "topology.bandwidth_gb_s.inter_node=1e-320"], "topology.bandwidth_gb_s.inter_node: found 1e-320; expected"),
+        (["model.num_layers=1000000000"], "model.num_layers: found 1000000000"),
+        (["topology=frontier", "nodes=1000000000000"], "topology.nodes: found 1000000000000"),
+        ([*FRONTIER, "nodes=2", "--links", "a\0"], "--links: found 'a\\x00'; expected a text without NUL"),
+        (["model=hf", "model.path=a\0"], "model.path: found 'a\\x00'; expected a text without NUL"),
         ([*FRONTIER, "nodes=2", f"memory={'9' * 400}"], "memory: found '999999999999...9999999999999'; expected GB as in"),
     ],
 )  # fmt: skip

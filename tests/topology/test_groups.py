@@ -8,10 +8,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import TopologyConfig, parse_config
+from hzero.engine.engine import undeclared
 from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import compose
@@ -28,6 +30,11 @@ def test_a_group_has_the_divisor_nearest_to_the_root(nodes: int) -> None:
     near = [size for size in range(1, nodes + 1) if nodes % size == 0 and root / 4 <= size <= 4 * root]
     expected = min(near, key=lambda size: abs(size - root), default=None)
     assert chosen_group(nodes) == (expected if nodes >= 64 else None)
+
+
+def test_a_part_of_a_switch_group_is_preferred() -> None:
+    assert chosen_group(9408, switch_nodes=128) == 64, "whole groups of one dragonfly group of Frontier"
+    assert chosen_group(1176, switch_nodes=128) == 28, "8, their only common divisor near, is too far from the root"
 
 
 def _grid(topology: Any, nodes: int, width: int = 2) -> Grid:
@@ -93,6 +100,35 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
         _grid(source, 72)
 
 
+def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
+    with pytest.raises(ConfigError, match=r"hzero\.topology: found no file 'frontierr'"):
+        resolve_grid(parse_config({"topology": {"source": "frontierr"}}).topology, 8)
+    cpu = torch.device("cpu")
+    start_line = undeclared(parse_config({"topology": "discover"}), cpu)
+    for topology in ({"source": "discover"}, {"nodes_per_group": 4}):
+        assert undeclared(parse_config({"topology": topology}), cpu) == start_line
+    assert not undeclared(parse_config({"topology": {"source": "frontier"}}), cpu)
+
+
+@pytest.mark.parametrize(
+    ("topology", "says"),
+    [
+        ({"nodes_per_group": 5}, r"nodes_per_group: found 5; expected a divisor of the 72 nodes: 1, 2, 3"),
+        (
+            {"packages_per_node": 2, "nodes_per_group": "many"},
+            "nodes_per_group: found 'many'; expected a number of nodes, null",
+        ),
+        (
+            {"source": "frontier", "devices_per_package": 2},
+            r"devices_per_package: found together with .*source 'frontier'",
+        ),
+    ],
+)
+def test_what_cannot_be_groups_is_refused(topology: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _grid(topology, 72)
+
+
 def test_a_count_without_a_divisor_is_warned_about_with_the_nearest_that_has_one() -> None:
     machine = {"packages_per_node": 2, "devices_per_package": 2}
     grid = _grid(machine, 67, width=4)
@@ -120,6 +156,34 @@ def test_ranks_of_a_part_of_the_world_form_groups_of_their_own(order: Any) -> No
         for rank in (0, 1, len(ranks) - 1):
             first, *others = [number[ranks[peer]] for peer in part.tier_group(rank, "inter_node")]
             assert first % size == 0 and others == list(range(first + 1, first + size))
+
+
+@pytest.mark.parametrize(
+    ("block", "weights", "gradients"),
+    [
+        ({"preset": "topo"}, "int8", "int8"),
+        ({"preset": "zeropp"}, "int8", "int8"),
+        ({"preset": "lossless"}, "none", "none"),
+        ({"preset": "topo", "codecs": {"gradients": {"inter_node": "none"}}}, "int8", "none"),
+        (
+            {"preset": "topo", "codecs": {"gradients": {"inter_group": "int4"}, "weights": {"inter_node": "int4"}}},
+            "int8",
+            "int4",
+        ),
+    ],
+)
+def test_groups_exchange_in_int8_or_better(block: dict[str, Any], weights: str, gradients: str) -> None:
+    plan = ShardPlan.from_config(parse_config(block), Grid(64, 4, 2, automatic=True), 0)
+    for hops, codec in ((plan.gather_hops(), weights), (plan.reduce_hops(), gradients)):
+        assert {hop.tier: hop.codec.codec for hop in hops}["inter_group"] == codec
+
+
+def test_the_plan_makes_the_groups_of_the_run() -> None:
+    keys = ["topology=frontier", "zero=topo", "topology.nodes=128"]
+    assert compose(keys).grid.nodes_per_group == 8
+    off = compose([*keys, "topology.nodes_per_group=null"])
+    assert off.grid.nodes_per_group is None
+    assert off.block is not None and parse_config(off.block).topology.nodes_per_group is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "laptop"])

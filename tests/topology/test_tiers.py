@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.topology.node import AmbiguousTopologyError, Device, Link, Node, packages_of, tiers_of
+from hzero.errors import ConfigError
+from hzero.topology.node import AmbiguousTopologyError, Device, Link, Node, bus_id, packages_of, tiers_of
 from tests.topology.trees import FRONTIER_LINKS
 
 FRONTIER = {n: [pair for pair, count in FRONTIER_LINKS.items() if count == n] for n in (4, 2, 1)}
@@ -68,6 +71,14 @@ def test_ambiguous_machines_are_reported_with_the_choice(kind: str, pairs: dict[
         assert len(packages_of(declared)) == len(json.loads(way))
 
 
+def test_links_without_counts_are_ambiguous_where_a_module_may_have_two_dies() -> None:
+    links = tuple(Link(a, b) for a, b in itertools.combinations(range(4), 2))
+    with pytest.raises(AmbiguousTopologyError, match=r"0-1: \?"):
+        tiers_of(Node("test", tuple(Device(i, kind="gfx90a") for i in range(4)), links))
+    single = Node("test", tuple(Device(i, kind="MI300X") for i in range(4)), links)
+    assert sizes(single)["intra_package"] == 1
+
+
 def test_one_process_does_not_judge_devices_that_are_hidden_from_it() -> None:
     devices = (Device(0, kind="MI250X"), *(Device(i, hidden=True) for i in range(1, 8)))
     links = tuple(Link(a, b, "xgmi", n) for n, pairs in FRONTIER.items() for a, b in pairs if a == 0)
@@ -104,3 +115,10 @@ def test_any_links_give_tiers_or_an_ambiguity(drawn: list[tuple[int, int, int]],
     for tier in tiers:
         assert sorted(number for group in tier.groups for number in group) == list(range(8))
         assert tier.size == max(len(group) for group in tier.groups)
+
+
+@given(st.text(max_size=20))
+def test_other_text_is_no_bus_id(text: str) -> None:
+    assert bus_id("C1:00.0") == bus_id("00000000:c1:00.0") == "0000:c1:00.0"
+    with contextlib.suppress(ConfigError):
+        assert bus_id(bus_id(text, "test"), "test")
