@@ -19,7 +19,7 @@ from pathlib import Path
 from hzero import autoload
 from hzero.errors import ConfigError
 from hzero.tools.launch import launched
-from hzero.tools.terminal import Parser, keep_lines
+from hzero.tools.terminal import Parser, keep_streams
 
 
 def run_script(arguments: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def run_script(arguments: Sequence[str]) -> int:
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    keep_lines()
+    keep_streams()
     try:
         parsed = parser.parse_args(list(arguments))
         if not parsed.module and not Path(parsed.script).is_file():

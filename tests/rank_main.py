@@ -120,8 +120,10 @@ def _run_rank(rank: int, checks: Sequence[str]) -> None:
 
 def _check_of(module: Any, name: str) -> Callable[[], Any]:
     """A function of a module of checks, or of its tables."""
-    tables = {**getattr(module, "ROWS", {}), **getattr(module, "LONG_ROWS", {})}
-    return tables[name] if name in tables else getattr(module, name)
+    for table in (getattr(module, "ROWS", None), getattr(module, "LONG_ROWS", None)):
+        if isinstance(table, dict) and name in table:
+            return table[name]
+    return getattr(module, name)
 
 
 def _prepare(checks: Sequence[str]) -> None:

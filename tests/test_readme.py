@@ -294,7 +294,7 @@ def test_figures_of_many_nodes(folder: Path) -> None:
         (words[1], *words[2:]) for words in _keys("docs/model.md", "hzero plan --against", folder)[:2]
     ):
         nodes = node_counts(counts)
-        curves = against_dict(read_scenario([*keys, f"topology.nodes={nodes[-1]}"]), nodes, None)["curves"]
+        curves = against_dict(read_scenario([*keys, f"topology.nodes={nodes[-1]}"]), nodes)["curves"]
         rates.append({name: {point["nodes"]: point["tflops"] for point in points} for name, points in curves.items()})
     frontier, ordinary = rates
     head, _, *rows = re.findall(r"^\|.*\|$", text.partition("### 20B")[2].partition("\n- ")[0], flags=re.MULTILINE)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.errors import ConfigError, of_file, one_of, report
-from hzero.tools.terminal import Parser, keep_lines
+from hzero.tools.terminal import Parser, keep_streams, lost_output
 
 #: Function and help of each command. The function is imported when the command runs: a plan needs no torch.
 COMMANDS = {
@@ -54,7 +54,7 @@ NEEDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status. Invalid input gives one line on stderr and status 2."""
-    keep_lines()
+    keep_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if argv[:1] == ["run"]:
         from hzero.run import run_script
@@ -86,14 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if parsed.command == "plan":  # hydra-core's antlr4 runtime is not axolotl's
                 needed = "hydra-core transformers rich in its own environment"
             raise ConfigError(f"{parsed.command}: {missing[0]} is not installed; run pip install {needed}")
-        return int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
+        status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
+        if why := lost_output():
+            print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)
+            # A run writes its results to files. The output of the other commands is their result.
+            return status if parsed.command == "train" else status or 1
+        return status
     except ConfigError as error:
         if not error.reported_elsewhere:
             report(error)
         return 2
-    except BrokenPipeError:  # the reader has ended, as in `hzero plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
-        return 1
     except OSError as error:
         report(of_file(error))
         return 2

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from hzero.errors import ConfigError, PeerError, PlainError, printable, report, tell_peers
 from hzero.files import regular
-from hzero.tools.terminal import keep_lines
+from hzero.tools.terminal import keep_streams
 
 #: Exit statuses: after Ctrl-C, for invalid input, and for work that has saved and must be started again.
 INTERRUPTED, REFUSED, UNFINISHED = 130, 2, os.EX_TEMPFAIL
@@ -228,7 +228,7 @@ def _enter(work: Callable[[], int | None], log: Path | None, pipe: Connection, p
             os.dup2(file, 2)
         except OSError as error:
             _say(f"hzero: warning: {printable(str(log))}: {error.strerror}; this rank writes to the terminal")
-    keep_lines()
+    keep_streams()
     renew_thread_pool()
     status = _work(work, lambda error: pipe.send(_failure(error)))
     atexit._run_exitfuncs()  # monitors flush their files

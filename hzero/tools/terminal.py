@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import reprlib
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hzero.errors import ConfigError, one_of
 
@@ -56,11 +57,58 @@ def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float
     return read
 
 
-def keep_lines() -> None:
-    """Writes output line by line, so that a log shows the progress, and characters that its encoding lacks as escapes."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+class _Output(io.FileIO):
+    """The file of a standard stream. Output that cannot be written is lost, and the first reason is kept.
+
+    Attributes:
+        reason: Why output was lost; None if none was.
+    """
+
+    reason: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.reason = self.reason or error
+            return memoryview(data).nbytes
+
+
+def keep_streams() -> None:
+    """Replaces stdout and stderr by streams that never raise, even on a full disk, if closed, or for an unencodable character.
+
+    ``reconfigure`` would not do: it fails on the sockets that srun gives to ranks. Characters that the encoding lacks are
+    written as escapes. Streams that other code has replaced stay. A closed descriptor is opened on the null device, since the
+    next opened file would get its number.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stock: TextIO | None = getattr(sys, name)
+        if stock is not getattr(sys, f"__{name}__"):
+            continue
+        os.set_blocking(number, True)  # a parent may have made a non-blocking pipe, which loses output when full
+        raw = _Output(number, "w", closefd=False)
+        unbuffered = getattr(stock, "write_through", False)
+        stream = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]  # as Python itself does
+            encoding=getattr(stock, "encoding", "utf-8"),
+            errors="backslashreplace",
+            line_buffering=True,  # so that a log shows the progress
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+
+
+def lost_output() -> str:
+    """The reason why stdout has lost output, such as a full disk. Empty without loss, or if the reader closed the pipe."""
+    sys.stdout.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", getattr(sys.stdout, "buffer", None))
+    reason = raw.reason if isinstance(raw, _Output) else None
+    return "" if reason is None or isinstance(reason, BrokenPipeError) else reason.strerror or str(reason)
 
 
 def size_text(count: float) -> str:

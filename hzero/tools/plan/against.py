@@ -79,7 +79,7 @@ class Price:
 
     @property
     def setting(self) -> str:
-        """Text of its degrees, and of micro-batch x micro-batches."""
+        """Text of its degrees, and of sequences x micro-batches."""
         return f"{self.degrees or ''}{', ' * bool(self.degrees)}{self.job.micro_batch} x {self.job.accumulation}"
 
 

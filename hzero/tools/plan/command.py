@@ -457,7 +457,7 @@ def _show_search(result: dict[str, Any]) -> None:
         f"{result['tried']:,} settings simulated on {result['world_size']:,} devices of {size_text(result['memory_bytes'])}, "
         f"{result['left_out']:,} do not fit; s: predicted seconds per sequence of a device"
     )
-    _table(title, ("", "setting, micro-batch x micro-batches", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
+    _table(title, ("", "setting, sequences x micro-batches", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
     _say(result["about"])
     _say("settings that differ by less than the error are equal: prefer the one that loses less")
     _say(f'\nbest: {result["best"]["setting"]}\n"hzero": {json.dumps(result["best"]["block"])}\n{result["command"]}')
