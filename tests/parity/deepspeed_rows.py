@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
+
 from hzero.config import BASE_TIERS
+from hzero.deepspeed import versions
 from tests.parity.compare import row, rows
 from tests.parity.deepspeed import Plain, Session
 
@@ -27,6 +30,16 @@ SCOPES = {
         }
     }
 }
+
+#: Stock of older releases sometimes trains with other weights if parameters are kept whole, and fails with checkpointing.
+OLD = bool(versions.lacking())
+
+
+def _checkpointing() -> None:
+    if OLD:
+        pytest.skip("stock fails with this release of DeepSpeed")
+    _of(row("lossless", "checkpointing", 2), row("topo", "reentrant"))()
+
 
 ROWS = {
     "presets_without_codecs": _of(row("zero1"), row("zero2", 3), row("zero3", 3), row("hpz"), row("lossless", 3)),
@@ -55,13 +68,14 @@ ROWS = {
         *(row(preset, *options, edit="given up") for preset, *options in (("lossless", "offload"), ("hpz",))),
         reference=Plain,
     ),
-    "checkpointing": _of(row("lossless", "checkpointing", 2), row("topo", "reentrant")),
+    "checkpointing": _checkpointing,
     "buffers": _of(
         row("lossless", "kept", 2),
         row("topo", "kept"),
         row("topo", "small", 3),
         row("lossless", "prefetch", block={"boundary_message_bytes": 4096}),
         row("topo", "small", block={"unit": "module", "refresh_message_bytes": 4096}),
+        reference=Plain if OLD else None,
     ),
     "a_model_built_in_shards": _of(row("lossless", "zero.Init"), row("topo", "zero.Init", "kept")),
     "unmanaged_accumulation": _of(
