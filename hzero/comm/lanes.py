@@ -274,7 +274,7 @@ class Lanes:
         Args:
             program: The program to run.
             call: Its arguments.
-            after: Chains whose results are arguments of ``call.read``, which drops them.
+            after: Chains that compute the inputs. ``call.read`` receives them, and may take their results.
 
         Returns:
             The chain. This call has read its inputs, unless ``after`` has chains.
@@ -445,13 +445,13 @@ class ThreadLanes(Lanes):
                 self._end(chain, error)
                 if not started and lane is not None:  # peers may have started it, and pair it with the next chain's
                     self._broken.setdefault(lane, error)
+            elif lane is None:
+                self._end(chain)
             elif index + 1 < len(hops):
                 with chain.changed:
                     chain.ended = index + 1
                     chain.changed.notify_all()
             else:
-                if arrived is not None:
-                    self._end(arrived)
                 arrived = chain
             if arrived is not None and jobs.empty():
                 self._end(arrived)

@@ -29,7 +29,7 @@ AUDITED = {"every": 1}
 
 
 def check_ratios_are_those_of_what_forward_reads() -> None:
-    """With one codec on all tiers, its ratio is that of what a forward reads against the exact weight."""
+    """With one codec on all tiers, its ratio equals the noise of the weights that a forward reads."""
     model = AwkwardNet()
     engine = engine_of(ds_config(block_of("topo", guard=AUDITED), 1), model)
     train(engine, 1)
@@ -109,14 +109,14 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
 
 
 def _block(weights: Scope, **changes: Any) -> dict[str, Any]:
-    """int4 on the tiers of the refresh, nothing lossy on those of the fetches."""
+    """int4 on the tiers of the refresh, no loss on the tiers of the gathers."""
     codecs = {"weights": dict.fromkeys(tiers_outside(weights), "int4")}
     shard = {"weights": weights, "gradients": "world"}
     return block_of("lossless", **{"shard": shard, "codecs": codecs, "refresh_differences": True, **changes})
 
 
 def _noise_db(engine: Any) -> float:
-    """Noise of what forward reads against the masters, below the weights, in decibels."""
+    """Noise of the weights that forward reads, relative to the masters, in decibels below the weights."""
     masters, noise, signal = masters_of(engine), 0.0, 0.0
     for name, copy in read_of(engine).items():
         if name in masters:

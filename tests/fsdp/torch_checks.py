@@ -1,7 +1,7 @@
 """PyTorch's own tests of fully_shard, written again for gloo: with hzero and without it the results are the same.
 
 A row has the name of the test in PyTorch's test/distributed/_composable/fsdp/test_fully_shard_*.py that does the same. Its own
-runner skips most of them without GPUs. Tests of what the rows of tests/parity show are left out. Run by test_fsdp.py on 4 ranks.
+runner skips most of them without GPUs. Tests that rows of tests/parity repeat are left out. Run by test_fsdp.py on 4 ranks.
 """
 
 from __future__ import annotations

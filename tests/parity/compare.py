@@ -1,6 +1,6 @@
 """What every row of the parity tables asserts, for both front ends.
 
-1. Losses, norms of gradients and weights are those of stock: with codec `none` to the order of sums in float32, else within
+1. Losses, gradient norms and weights equal stock's: with codec `none` up to the order of sums in float32, otherwise within
    what the codecs lose. What forward reads is within the codec's error bound of the exact weights.
 2. The wire log has the bytes of the plan, and the states have its memory.
 3. All ranks read the same bits.
@@ -239,7 +239,7 @@ def logged_bytes(state: Any) -> Counter[Any]:
 
 
 def assert_planned(session: Any, row: Row, gathers: Counter[int], accumulation: int) -> None:
-    """Asserts that bytes of a step and memory are those of the plan."""
+    """Asserts that the bytes of a step, and the memory, equal the plan's."""
     state, states = session.state, Counter[str]()
     state.settle()
     planned, logged = planned_bytes(state, gathers, accumulation, session.wire), logged_bytes(state)
@@ -247,7 +247,7 @@ def assert_planned(session: Any, row: Row, gathers: Counter[int], accumulation: 
         plan = param.route.plan
         for name, held in held_states(plan, [param.numel], param.dtype.itemsize, accumulation).items():
             states[name] += held.bytes if param.trained or name == "secondary partition" else 0
-    if "spare" in row.options and row.preset:  # gradients of what a backward does not use are not sent
+    if "spare" in row.options and row.preset:  # gradients of unused parameters are not sent
         assert all(size <= planned[place] for place, size in logged.items()), (row, logged, planned)
         return
     assert +logged == +planned, (row, logged, +planned)

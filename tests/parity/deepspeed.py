@@ -130,7 +130,7 @@ class Session:
 
     def edit(self, way: str, step: int) -> None:
         params = list(self.engine.module.parameters())
-        if way == "load":  # of what stock has saved
+        if way == "load":  # stock's checkpoint
             if self.row.preset is None:
                 self.engine.save_checkpoint(_folder(self.row), tag=str(step))
             dist.barrier()
@@ -151,11 +151,7 @@ class Session:
                     WRITES[way](param.ds_tensor)
 
     def evaluate(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.engine.eval()
-        with torch.no_grad():
-            loss = self.engine(tokens)
-        self.engine.train()
-        return loss
+        return zoo.evaluate(self.engine, tokens)
 
     def masters(self) -> dict[str, torch.Tensor]:
         return masters_of(self.engine)

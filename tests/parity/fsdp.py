@@ -56,7 +56,7 @@ def _mesh_of(ranks: int, tensor: int) -> DeviceMesh:
 
 
 def build(options: frozenset[str], mesh: DeviceMesh, seed: int = 0) -> Net:
-    """The model, sharded; ``options`` are names of what it has or how it is sharded."""
+    """The sharded model; ``options`` name its features and how it is sharded."""
     model = zoo.make(options, seed)
     how: dict[str, Any] = {"mesh": mesh["data"] if mesh.ndim > 1 else mesh}
     whole = {name: value.clone() for name, value in model.state_dict().items()}
@@ -167,11 +167,7 @@ class Session:
         EDITS[way](self.model, self.optimizer)
 
     def evaluate(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            loss = self.model(tokens)
-        self.model.train()
-        return loss
+        return zoo.evaluate(self.model, tokens)
 
     def masters(self) -> dict[str, torch.Tensor]:
         for module in self.model.modules():

@@ -12,6 +12,15 @@ from torch.nn import functional as F  # noqa: N812
 VOCAB, WIDTH, INNER, BLOCKS = 37, 13, 29, 2
 
 
+def evaluate(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of a model, or of a front end's engine, in evaluation mode and without gradients."""
+    model.eval()
+    with torch.no_grad():
+        loss: torch.Tensor = model(tokens)
+    model.train()
+    return loss
+
+
 class Block(nn.Module):
     """A residual block; with ``spare`` it has parameters that a backward uses by turns."""
 
