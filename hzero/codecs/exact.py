@@ -1,0 +1,245 @@
+"""Codec ``exact``: 16-bit weights to the last bit, as changes from the copy that the receivers hold.
+
+An optimizer step moves a weight by a few units in the last place, and the exponent of the old weight tells how far. A change is
+a difference of bit patterns as ordered integers. Rice codes (Rice and Plaunt, IEEE Trans. Commun. 19(6), 1971) have one
+parameter for each class of old exponents and message. Lanes of weights have their own words, so they decode side by side.
+
+A record holds one row of a whole bucket: head, then stream (docs/payload_format.md). `measure` makes the head, which tells the
+size of the stream. Ranks agree on the largest stream, and `encode` writes the record.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hzero.codecs.formats import ALIGNMENT
+
+#: Weights of a lane, and lanes of a block. A lane has at most 248 words, so that a byte holds their number.
+LANE, BLOCK = 256, 64
+#: Ones before 16 raw bits. Fewer ones are the quotient of a Rice code.
+ESCAPE = 15
+#: Classes of old weights; their parameters have 4 bits each.
+CLASSES, HIGHEST = 64, 15
+#: Bytes of the table of parameters and of the fixed part of a head; places of the check and of the number of words.
+TABLE, FIXED_PART, CHECK, WORDS = CLASSES // 2, 48, 32, 36
+#: Dtypes that the codec has, with the shift and the offset that make a class of a magnitude.
+CLASS_OF = {torch.bfloat16: (7, 84), torch.float16: (9, 0)}
+
+
+class Layout(NamedTuple):
+    """Places in the record of a bucket's row.
+
+    Attributes:
+        chunks: Elements of one shard of each tensor.
+        lanes: Lanes of all tensors.
+        blocks: Blocks of all tensors.
+        lane_bytes: Place of the lanes' numbers of words, after the blocks' starts.
+        head: Bytes of the head.
+    """
+
+    chunks: tuple[int, ...]
+    lanes: int
+    blocks: int
+    lane_bytes: int
+    head: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(chunks: tuple[int, ...]) -> Layout:
+        """Returns the layout of a bucket whose shards have ``chunks`` elements."""
+        counts = [-(-chunk // LANE) for chunk in chunks]
+        lanes, blocks = sum(counts), sum(-(-count // BLOCK) for count in counts)
+        lane_bytes = _padded(FIXED_PART + 4 * blocks)
+        return Layout(chunks, lanes, blocks, lane_bytes, _padded(lane_bytes + lanes))
+
+    def record_bytes(self, words: int) -> int:
+        """Bytes of a record with a stream of at least ``words`` words of 32 bits.
+
+        A stream's size has five significant bits, so that few sizes occur.
+        """
+        step = 1 << max((4 * words).bit_length() - 5, 0)
+        return self.head + _padded(-(-4 * words // step) * step)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the row without a codec."""
+        return 2 * sum(self.chunks)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+# ---- reference ----------------------------------------------------------------------------------------------------------
+
+
+def ordered(bits: torch.Tensor) -> torch.Tensor:
+    """Bit patterns as integers in the order of their values, int32; -0 is one below +0."""
+    bits = bits.to(torch.int32) & 0xFFFF
+    return torch.where(bits < 0x8000, bits, 0x7FFF - bits)
+
+
+def _classes(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    shift, offset = CLASS_OF[dtype]
+    return (((bits.to(torch.int32) & 0x7FFF) >> shift) - offset).clamp_(0, CLASSES - 1)
+
+
+def _zigzag(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    change = ordered(new) - ordered(old)
+    return torch.where(change >= 0, 2 * change, -2 * change - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _lanes(chunks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lane and place in the lane of every weight of a row, and the first lane of every block. Neighbours are in other lanes."""
+    lanes, places, firsts, before = [], [], [], 0
+    for chunk in chunks:
+        for start in range(0, chunk, LANE * BLOCK):
+            size = min(chunk - start, LANE * BLOCK)
+            count, at = -(-size // LANE), torch.arange(size)
+            lanes.append(before + at % count)
+            places.append(at // count)
+            firsts.append(before)
+            before += count
+    empty = torch.zeros(0, dtype=torch.int64)
+    return torch.cat(lanes or [empty]), torch.cat(places or [empty]), torch.tensor(firsts, dtype=torch.int64)
+
+
+def _joined(tensors: Sequence[torch.Tensor], olds: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Bits of a row, int16; missing elements are unchanged."""
+    return torch.cat([torch.cat((one, old[one.numel() :])).view(torch.int16) for one, old in zip(tensors, olds)])
+
+
+def _codes(new: torch.Tensor, old: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes of weights, int64, and their numbers of bits."""
+    zigzag, parameter = _zigzag(new, old).long(), table[_classes(old, dtype).long()]
+    quotient = zigzag >> parameter
+    far = quotient >= ESCAPE
+    quotient = quotient.clamp(max=ESCAPE)
+    ones = (1 << quotient) - 1
+    near = ones | (zigzag & (1 << parameter) - 1) << quotient + 1
+    return torch.where(far, ones | (new.long() & 0xFFFF) << ESCAPE, near), torch.where(
+        far, ESCAPE + 16, quotient + 1 + parameter
+    )
+
+
+def measure(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], head: torch.Tensor) -> None:
+    """Chooses the parameters of a record, and writes its head.
+
+    Args:
+        new: This rank's shard of each tensor, flat; missing elements count as unchanged.
+        old: The same shards as all ranks hold them, flat, ``[chunk]``.
+        head: uint8 ``[Layout.head]`` to write.
+    """
+    layout, dtype = Layout.of(tuple(one.numel() for one in old)), old[0].dtype
+    news, olds = _joined(new, old), _joined(old, old)
+    zigzag, classes = _zigzag(news, olds).long(), _classes(olds, dtype).long()
+    costs = torch.zeros(CLASSES, HIGHEST + 1, dtype=torch.int64, device=head.device)
+    for parameter in range(HIGHEST + 1):
+        quotient = zigzag >> parameter
+        bits = torch.where(quotient >= ESCAPE, ESCAPE + 16, quotient + 1 + parameter)
+        costs[:, parameter].index_add_(0, classes, bits)
+    table = costs.argmin(dim=1)
+    _, lengths = _codes(news, olds, dtype, table)
+    lanes, _, firsts = (one.to(head.device) for one in _lanes(layout.chunks))
+    bits = torch.zeros(layout.lanes, dtype=torch.int64, device=head.device).index_add_(0, lanes, lengths)
+    words = (bits + 31) // 32
+    starts = words.cumsum(0) - words
+    head.zero_()
+    head[:TABLE] = (table[0::2] | table[1::2] << 4).to(torch.uint8)
+    head[CHECK : CHECK + 4].view(torch.int32).copy_(_check(news)[0])
+    head[WORDS : WORDS + 4].view(torch.int32).copy_(words.sum())
+    head[FIXED_PART : FIXED_PART + 4 * layout.blocks].view(torch.int32).copy_(starts[firsts])
+    head[layout.lane_bytes :][: layout.lanes] = words.to(torch.uint8)
+
+
+def encode(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], record: torch.Tensor) -> None:
+    """Writes the stream of a record behind its head.
+
+    Args:
+        new: As in `measure`, unchanged since.
+        old: As in `measure`.
+        record: uint8, with the head of `measure`, and at least as many words as the head states.
+    """
+    layout, dtype = Layout.of(tuple(one.numel() for one in old)), old[0].dtype
+    news, olds = _joined(new, old), _joined(old, old)
+    codes, lengths = _codes(news, olds, dtype, _table(record))
+    lanes, places, _ = (one.to(record.device) for one in _lanes(layout.chunks))
+    by_lane = torch.zeros(layout.lanes, LANE + 1, dtype=torch.int64, device=record.device)
+    by_lane[lanes, places + 1] = lengths
+    words = record[layout.lane_bytes :][: layout.lanes].long()
+    starts = words.cumsum(0) - words
+    at = 32 * starts[lanes] + by_lane.cumsum(1)[lanes, places]
+    stream = torch.zeros((record.numel() - layout.head) // 4 + 1, dtype=torch.int64, device=record.device)
+    low, high = codes << at % 32 & 0xFFFFFFFF, codes >> 32 - at % 32
+    stream.index_add_(0, at // 32, low).index_add_(0, at // 32 + 1, high)
+    record[layout.head :].view(torch.int32).copy_(_wrapped(stream[:-1]))
+
+
+def decode(message: torch.Tensor, copies: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+    """Replaces old weights by new ones. Accepts any bytes.
+
+    Args:
+        message: uint8, one record for each row of ``order``.
+        copies: The old weights of each tensor, ``[rows, chunk]``; rows may be apart in memory.
+        order: For each record, the row of the tensors.
+
+    Returns:
+        Whether each record had the weights that its check states, bool ``[records]``.
+    """
+    layout, dtype = Layout.of(tuple(one.shape[1] for one in copies)), copies[0].dtype
+    records = message.view(len(order), -1)
+    right = []
+    for record, row in zip(records, order):
+        olds = torch.cat([copy[row] for copy in copies]).view(torch.int16)
+        news = _decoded(record, layout, olds, dtype)
+        for copy, part in zip(copies, news.view(dtype).split(layout.chunks)):
+            copy[row] = part
+        right.append(_check(news)[0] == record[CHECK : CHECK + 4].clone().view(torch.int32)[0])
+    return torch.stack(right)
+
+
+def _decoded(record: torch.Tensor, layout: Layout, olds: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bits of a row's new weights, int16: all lanes side by side, one weight after the other."""
+    lanes, places, _ = (one.to(record.device) for one in _lanes(layout.chunks))
+    stream = record[layout.head :].clone().view(torch.int32).long() & 0xFFFFFFFF
+    stream = torch.cat((stream, stream.new_zeros(2)))
+    words = record[layout.lane_bytes :][: layout.lanes].long()
+    at = 32 * (words.cumsum(0) - words)
+    parameters, order = _table(record)[_classes(olds, dtype).long()], ordered(olds).long()
+    news = torch.empty_like(olds)
+    for place in range(int(places.max()) + 1 if len(places) else 0):
+        (here,) = (places == place).nonzero(as_tuple=True)
+        lane, parameter = lanes[here], parameters[here]
+        start = at[lane]
+        word = (start // 32).clamp(max=len(stream) - 2)  # bytes that no encoder writes may lead anywhere
+        window = (stream[word] | stream[word + 1] << 32) >> start % 32  # of 63 bits, the sign's aside
+        ones = window & (1 << ESCAPE) - 1
+        quotient = torch.log2((~ones & ones + 1).double()).long()
+        far = quotient == ESCAPE
+        zigzag = quotient << parameter | window >> quotient + 1 & (1 << parameter) - 1
+        moved = order[here] + torch.where(zigzag % 2 == 0, zigzag // 2, -(zigzag // 2) - 1)
+        bits = torch.where(far, window >> ESCAPE, torch.where(moved >= 0, moved, 0x7FFF - moved))
+        news[here] = _wrapped(bits & 0xFFFF, 16).to(torch.int16)
+        at[lane] = start + torch.where(far, ESCAPE + 16, quotient + 1 + parameter)
+    return news
+
+
+def _table(record: torch.Tensor) -> torch.Tensor:
+    pairs = record[:TABLE].long()
+    return torch.stack((pairs & HIGHEST, pairs >> 4), dim=1).view(-1)
+
+
+def _check(bits: torch.Tensor) -> torch.Tensor:
+    """Sum of a row's bit patterns, each times an odd number for its place, modulo 2**32; int32 ``[1]``."""
+    places = 2 * torch.arange(len(bits), device=bits.device) + 1
+    return _wrapped(((bits.long() & 0xFFFF) * places).sum().view(1) & 0xFFFFFFFF).to(torch.int32)
+
+
+def _wrapped(numbers: torch.Tensor, bits: int = 32) -> torch.Tensor:
+    """Unsigned numbers as signed ones of the same bits."""
+    return torch.where(numbers < 1 << bits - 1, numbers, numbers - (1 << bits))
