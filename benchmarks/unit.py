@@ -109,7 +109,7 @@ schemes: dict[str, Any] = {
     "ZeRO-3": zero3,
     "ZeRO-3, leaf modules": lambda: zero3(leaf=True),
 }
-for preset in ("lossless", "topo", "lean"):
+for preset in ("lossless", "topo", "exact"):
     schemes |= {f"{preset}, {unit}": partial(zero3, preset=preset, unit=unit) for unit in ("module", "layer")}
 steps = {name: schemes[name]() for name in (SCHEMES.split(";") if SCHEMES else schemes)}
 counts, times = {}, {name: list[float]() for name in steps}

@@ -77,19 +77,19 @@ class Preset(NamedTuple):
     Attributes:
         weights, gradients: Shard degrees.
         weights_codec, gradients_codec: Codecs on every tier.
-        differences_codec: Codec of the differences that refreshes send. The tiers inside the weights' scope keep
-            `weights_codec`. None: refreshes send whole weights.
+        between_nodes: Codec of gradients on the tiers between nodes; None: `gradients_codec`.
     """
 
     weights: Scope
     gradients: Scope
     weights_codec: Written
     gradients_codec: Written
-    differences_codec: Written | None = None
+    between_nodes: Written | None = None
 
     def codec_of(self, role: Role | Dimension, tier: Tier) -> Written:
         """The codec of a role on a tier."""
-        codec = {"weights": self.weights_codec, "gradients": self.gradients_codec}.get(role, "none")
+        gradients = (self.between_nodes if tier in NET_TIERS else None) or self.gradients_codec
+        codec = {"weights": self.weights_codec, "gradients": gradients}.get(role, "none")
         finer = TRAITS[codec].between_groups if tier == "inter_group" and isinstance(codec, str) else None
         return finer or codec
 
@@ -102,12 +102,13 @@ PRESETS: dict[str, Preset] = {
     "zero3": Preset("world", "world", "none", "none"),
     "hpz": Preset("node", "world", "none", "none"),
     "zeropp": Preset("node", "world", "int8", "int4"),
-    "lossless": Preset("package", "node", "none", "none"),
+    "lossless": Preset("package", "node", "exact", "none"),
+    "exact": Preset("package", "node", "exact", "int8", "int4"),
     "topo": Preset("package", "node", "int8", "int4"),
-    "lean": Preset("package", "node", "int8", "int4", differences_codec={"codec": "int2", "block_size": 64}),
 }
-#: Former presets. ``conf/zero`` has a file with the settings of each.
-_FILES = ("mild", "hybrid", "zhybrid", "mzhybrid")
+#: Former presets, with what replaces each. ``conf/zero`` has a file with the settings of most.
+_FORMER = {name: f"the settings in conf/zero/{name}.yaml" for name in ("mild", "hybrid", "zhybrid", "mzhybrid")}
+_FORMER["lean"] = "exact, which rounds no weights and sends about as many bytes"
 
 
 class CodecConfig(Frozen):
@@ -115,7 +116,9 @@ class CodecConfig(Frozen):
 
     Attributes:
         codec: Codec of the hop. Its name instead of the block sets the defaults of the other keys. `zfp` has a fixed `rate`.
-            `mpc` keeps every bit in a number of bytes that depends on the data; only a `Communicator` has it.
+            `mpc` keeps every bit in a number of bytes that depends on the data; only a `Communicator` has it. `exact` is
+            for weights that are refreshed: it keeps every bit of 16-bit weights, and sends how far an optimizer step has moved
+            them from the receivers' copy. Where there is no such copy, it is `none`.
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder, which has no bias and more
             noise.
@@ -125,6 +128,7 @@ class CodecConfig(Frozen):
         rate: For `zfp`: bits of a value, by default 16.
         dimension: For `mpc`: distance of the earlier value that is subtracted from each, such as the number of interleaved
             series; by default 1.
+        bits: For `exact`: bits per weight that `hzero plan` expects, by default 3.5. A run sends as many as it needs.
     """
 
     codec: CodecName
@@ -133,6 +137,7 @@ class CodecConfig(Frozen):
     rotation: Literal[0, 64, 128] = 0
     rate: int | None = Field(default=None, ge=4, le=24)
     dimension: int | None = Field(default=None, ge=1, le=32)
+    bits: float | None = Field(default=None, gt=0, le=16)
 
     @model_validator(mode="after")
     def _own_settings(self) -> CodecConfig:
@@ -156,7 +161,8 @@ class CodecConfig(Frozen):
     @property
     def format(self) -> RecordFormat:
         """The layout of the codec's records."""
-        return RecordFormat.of(self.codec, self.block_size, self.rotation, rate=self.rate, dimension=self.dimension)
+        settings: dict[str, Any] = {"rate": self.rate, "dimension": self.dimension, "bits": self.bits}
+        return RecordFormat.of(self.codec, self.block_size, self.rotation, **settings)
 
 
 #: No codec: values in their own type.
@@ -302,7 +308,7 @@ class GuardConfig(Frozen):
             parameters and the signal-to-noise ratio of each lossy tier. 0 means no limit, as in DeepSpeed.
         every: Optimizer steps between two audits. An audit also runs before the first step, and before the first step after a
             load. It compares secondary partitions with equal copies on other ranks. It also compares them with their owners'
-            shards, unless they are refreshed by differences or rounded stochastically. If a weight differs, all ranks raise
+            shards, unless they are rounded stochastically. If a weight differs, all ranks raise
             `hzero.StaleWeightsError` with its name. An audit also logs the signal-to-noise ratios of the codecs
             (`hzero.state(engine).ratios`), without `codecs.except`. 0 disables audits.
     """
@@ -449,8 +455,6 @@ class Block(Frozen):
     error_feedback: TierList = ()
     refresh_message_bytes: int = Field(0, ge=0, le=1 << 30)
     boundary_message_bytes: int | None = Field(None, ge=0, le=1 << 24)
-    refresh_differences: bool = False
-    full_refresh_every: int = Field(1000, ge=1)
     node_all_gather: NodeAllGather = NodeAllGather()
     exact_evaluation: bool = False
     checksum: bool = False
@@ -494,15 +498,6 @@ class HZeroConfig(Block):
             Buckets with smaller parts wait and share a message, since with many peers latency dominates the time of a small
             part. Until then their float32 sums stay in memory. With 0 every bucket has a message. Default: 64 KiB if the tier
             has 16 ranks or more, else 0.
-        refresh_differences: Whether a refresh sends the difference between the new weights and the receivers' copy instead of
-            the weights. Codec `int4` on the refreshed tiers sends half the bytes of `int8`, and `int2` a quarter. The copy is
-            closer to the weights than with `int8`. A difference contains the error of the previous one, so errors do not
-            accumulate. The copy has the weights' type. The scope of the weights must be smaller than the world.
-        full_refresh_every: With `refresh_differences`: steps between two refreshes of whole weights, without codec. The first
-            refresh is always whole, and so is the refresh after a load or after an edit inside `GatheredParameters`. With
-            `checkpoint`, the refresh after a save is whole too, so that a resumed run has the same bits as an uninterrupted
-            run. A master that a script sets (`safe_set_full_fp32_param`) is sent as a difference, and is exact after a few
-            steps.
         node_all_gather: Algorithm of the all-gathers on tier ``inter_node``.
         exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints store.
             Logged evaluations, and the choice of the best checkpoint, then use the saved weights; otherwise they use the
@@ -536,19 +531,8 @@ class HZeroConfig(Block):
         shard = ShardConfig(weights=weights, gradients=gradients)
         return self.model_copy(update={"shard": shard, "written": written})
 
-    def codecs_of_differences(self, weights: Scope) -> TierCodecs:
-        """The weights' codecs where refreshes send differences and the weights' scope is ``weights``."""
-        codec = PRESETS[self.preset].differences_codec
-        if codec is None or "codecs.weights" in self.written:
-            return self.codecs.weights
-        inside, coarse = tiers_inside(weights), CodecConfig.model_validate(codec)
-        return TierCodecs(**{tier: self.codecs.weights[tier] if tier in inside else coarse for tier in TIERS})
-
 
 # ---- from a written block to its configuration ------------------------------------------------------------------------------
-
-#: Codecs of differences between weights.
-_OF_DIFFERENCES = tuple(name for name in FIXED if not TRAITS[name].exact)
 
 
 def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
@@ -565,9 +549,11 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     if not isinstance(block, Mapping):
         validated(Block, block, path)  # refuses it
     preset = block.get("preset", DEFAULT_PRESET)
-    if preset in _FILES:
+    if isinstance(preset, str) and preset in _FORMER:
+        raise ConfigError(f"{path}.preset: found {preset!r}, which is gone; expected {_FORMER[preset]}")
+    if former := sorted({"refresh_differences", "full_refresh_every"} & block.keys()):
         raise ConfigError(
-            f"{path}.preset: found {preset!r}, which is now a file; expected the preset and codecs in conf/zero/{preset}.yaml"
+            f"{path}.{former[0]}: found a key that is gone; expected codec 'exact' in {path}.codecs.weights"
         )
     if preset not in tuple(PRESETS):
         raise one_of(f"{path}.preset", preset, PRESETS)
@@ -575,8 +561,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     written, size = block.get("shard", {}), block.get("block_size", DEFAULT_BLOCK_SIZE)
     shard = {"weights": start.weights, "gradients": start.gradients}
     codecs = _codecs(start, block.get("codecs", {}), size)
-    values = {"refresh_differences": start.differences_codec is not None, **block}
-    values |= {"preset": preset, "block_size": size, "shard": written, "codecs": codecs}
+    values = {**block, "preset": preset, "block_size": size, "shard": written, "codecs": codecs}
     if isinstance(written, Mapping):
         values["shard"] = {**shard, **written}
     parsed = validated(Block, values, path)
@@ -591,28 +576,23 @@ def _check_together(block: Block, path: str) -> None:
     def refuse(key: str, found: str, possible: str) -> ConfigError:
         return ConfigError(f"{path}.{key}: {found}; expected {possible}")
 
-    scope, weights = block.shard.weights, block.codecs.weights
+    scope = block.shard.weights
     if block.resident == "decoded" and scope != "device":
         raise refuse("resident", f"found 'decoded' with weights over the {scope}", "weights over the device")
-    if block.refresh_differences and scope == "world":
-        why = "found true with weights over the world, of which no copy is kept"
-        raise refuse("refresh_differences", why, f"{path}.shard.weights {', '.join(SCOPES[:-1])}")
     for key, patterns in (("shard", block.shard.exceptions), ("codecs", block.codecs.exceptions)):
         if any(not pattern.strip() for pattern in patterns):
             raise refuse(f"{key}.except", "found an empty pattern", "one such as *norm*")
-    codecs = {f"{role}.{tier}": block.codecs[role][tier] for role in ROLES for tier in block.codecs[role].written}
+    of_role = {role: block.codecs[role] for role in (*ROLES, *DIMENSIONS)}
+    codecs = {f"{role}.{tier}": tiers[tier] for role, tiers in of_role.items() for tier in tiers.written}
     codecs |= {f"except.{pattern}": codec for pattern, codec in block.codecs.exceptions.items()}
     for key, codec in codecs.items():
-        if not codec.traits.fixed:
+        role, traits = key.partition(".")[0], codec.traits
+        if traits.changes and role != "weights":
+            found = f"found {codec.codec!r}, which sends changes of weights"
+            raise refuse(f"codecs.{key}", found, f"{', '.join(FIXED)}; {codec.codec!r} only in {path}.codecs.weights")
+        if not traits.fixed and not traits.changes and role not in DIMENSIONS:
             found = f"found {codec.codec!r}, whose messages have no fixed size"
             raise refuse(f"codecs.{key}", found, ", ".join(FIXED))
-    every = tiers_outside(scope)
-    refreshed = [tier for tier in every if tier in weights.written] or every
-    if block.refresh_differences and all(weights[tier].traits.plain for tier in refreshed):
-        found = (
-            f"weights are refreshed on {', '.join(refreshed)} with codec none, where a difference has no fewer bytes"
-        )
-        raise refuse("refresh_differences", found, f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights")
 
 
 def _codecs(start: Preset, written: Any, size: Any) -> Any:

@@ -74,6 +74,11 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def words_of(head: torch.Tensor) -> torch.Tensor:
+    """Returns the words of the stream that a head of `measure` states, int32 ``[]``."""
+    return head[WORDS : WORDS + 4].view(torch.int32)[0]
+
+
 # ---- reference ----------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 #: A payload format.
-CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "int2", "zfp", "mpc"]
+CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "int2", "zfp", "mpc", "exact"]
 
 #: Number of the payload format. Raise it with every change of docs/payload_format.md after which another release would read a
 #: payload differently. Ranks compare it before their first message (`hzero.comm.peers.unused_name`), and every checksum has it.
@@ -85,6 +85,7 @@ class RecordFormat(NamedTuple):
         rotation: Elements that are rotated together before encoding, a divisor of the block size; 0 for none.
         rate: Bits per value in codec ``zfp``.
         dimension: Distance between the values that codec ``mpc`` subtracts.
+        bits: Expected bits of a weight in codec ``exact``. Only plans use it.
         stochastic: Whether codes are rounded stochastically instead of to nearest even; only with scales. It changes no size.
     """
 
@@ -93,11 +94,12 @@ class RecordFormat(NamedTuple):
     rotation: int = 0
     rate: int = 0
     dimension: int = 0
+    bits: float = 0
     stochastic: bool = False
 
     @classmethod
     def of(
-        cls, codec: CodecName, block_size: int = 0, rotation: int = 0, stochastic: bool = False, **own: int | None
+        cls, codec: CodecName, block_size: int = 0, rotation: int = 0, stochastic: bool = False, **own: float | None
     ) -> RecordFormat:
         """Returns the format for valid settings. Settings that do not apply to the codec are ignored.
 
@@ -192,6 +194,10 @@ def _mpc_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...
     return (MPC_HEADER + fmt.blocks(numel) * MPC_CHUNK // 8 + 4 * words if numel else 0,)
 
 
+def _exact_regions(fmt: RecordFormat, numel: int, itemsize: int) -> tuple[int, ...]:
+    return (min(math.ceil(numel * fmt.bits / 8), numel * 2) if itemsize == 2 else numel * itemsize,)
+
+
 def _bf16_error(fmt: RecordFormat, absmax: float) -> tuple[float, float]:
     mantissa, exponent = math.frexp(absmax)
     rounded = math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8)
@@ -269,6 +275,7 @@ class Traits:
         plain: Whether codes are the elements themselves, which a library can sum.
         fixed: Whether messages have a fixed size, as a stage requires. Otherwise, a message may use less than its records'
             space.
+        changes: Whether messages have the changes of weights from the receivers' copy, which only a refresh can send.
         codes: The integer codes of a codec whose blocks share a scale. Only these codecs have the settings block size, rotation
             and stochastic rounding.
         block: Elements of a block, for codecs without scales.
@@ -288,11 +295,12 @@ class Traits:
     exact: bool = False
     plain: bool = False
     fixed: bool = True
+    changes: bool = False
     codes: BlockCodes | None = None
     block: int = 0
     span: Callable[[bool, int], int] | None = None
     between_groups: CodecName | None = None
-    settings: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 TRAITS: dict[CodecName, Traits] = {
@@ -352,6 +360,14 @@ TRAITS: dict[CodecName, Traits] = {
         block=MPC_CHUNK,
         span=lambda encodes, longest: longest if encodes else MPC_CHUNK,  # single chunks can be decoded
         settings={"dimension": 1},
+    ),
+    "exact": Traits(
+        _exact_regions,
+        keeps=tuple(FLOATS),
+        exact=True,
+        fixed=False,
+        changes=True,
+        settings={"bits": 3.5},
     ),
 }
 #: Codecs whose blocks share a scale.

@@ -8,7 +8,7 @@ detected, even if it arrives with its checksum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -70,6 +70,21 @@ class Arrived(NamedTuple):
     message: torch.Tensor
     parts: int
     compare: Callable[[torch.Tensor], None]
+
+
+class Verdict(Protocol):
+    """A comparison of int64 ``[k, 2]`` whose result may still be on its way on a device."""
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """What the senders state."""
+
+    @property
+    def arrived(self) -> torch.Tensor:
+        """What has arrived."""
+
+    def check(self) -> None:
+        """Waits for the device. Raises `HopError` if something has arrived changed."""
 
 
 class Comparison(NamedTuple):

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from hzero.block import load, split
 from hzero.codecs.codec import FLOAT_DTYPES
-from hzero.codecs.formats import chunk_numel
+from hzero.codecs.formats import LOSSLESS, chunk_numel
 from hzero.comm.lanes import Chain, shared_lanes
 from hzero.comm.peers import Peers, peers_of, unused_name, wires_of
 from hzero.comm.runtime import BoundProgram, Bucket, ErrorFeedback, Runtime, seed_of
@@ -103,6 +103,11 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     plain = dict.fromkeys(BASE_TIERS, "none")
     codecs = {key: codecs_by_tier(tiers, plain, size, groups_as_nodes=True) for key, tiers in written.items()}
     parsed = validated(CommunicatorConfig, {**block, **codecs}, where)
+    for key, tiers in (("codecs", parsed.codecs), ("gather", parsed.gather)):
+        for tier in tiers.written:
+            if tiers[tier].traits.changes:
+                found = f"found {tiers[tier].codec!r}, which sends changes of weights"
+                raise ConfigError(f"{where}.{key}.{tier}: {found}; expected {', '.join(LOSSLESS)} or another codec")
     for tier in parsed.error_feedback:
         if parsed.codecs[tier].traits.exact and parsed.gather[tier].traits.exact:
             raise ConfigError(

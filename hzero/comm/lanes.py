@@ -45,7 +45,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.profiler import record_function
 
 from hzero.comm.arena import Arena, Room
-from hzero.comm.checksum import Comparison
+from hzero.comm.checksum import Verdict
 from hzero.comm.watchdog import stop_watchdog
 from hzero.comm.wires import Lane, Work, messages_dropped
 from hzero.config import CollectiveOrder, Tier, TransportName
@@ -285,7 +285,7 @@ class Lanes:
         """Returns ``tensor``. On a device, keeps its memory until the current stream has passed this point."""
         return tensor
 
-    def compare(self, comparison: Comparison) -> None:
+    def compare(self, comparison: Verdict) -> None:
         """Compares checksums: immediately, or in `verify` on an asynchronous device, where the host would have to wait."""
         comparison.check()
 
@@ -492,7 +492,7 @@ class StreamLanes(Lanes):
         self.in_order = self.collective if order == "strict" else None
         self._streams: dict[Any, Any] = {}
         self._tiers: dict[Tier | None, int] = {}
-        self._unread: list[Comparison] = []
+        self._unread: list[Verdict] = []
 
     def submit(self, program: Program, call: Call, after: Sequence[Chain[Any]] = ()) -> Chain[Any]:
         """As in `Lanes`."""
@@ -607,7 +607,7 @@ class StreamLanes(Lanes):
 
     # ---- checksums ----------------------------------------------------------------------------------------------
 
-    def compare(self, comparison: Comparison) -> None:
+    def compare(self, comparison: Verdict) -> None:
         """As in `Lanes`."""
         self._unread.append(comparison)
         if len(self._unread) >= _UNREAD:

@@ -279,7 +279,7 @@ class BoundProgram:
         return self._program.checked(index) if self._runtime.plan.checksum else (0, 0)
 
     def _hop(self, index: int, step: Cross) -> PreparedHop | _UnsizedHop:
-        if not step.codec.traits.fixed:
+        if step.record is None and not step.codec.traits.fixed:
             return _UnsizedHop(self._runtime, self.bucket, step)
         size = step.message_bytes(self.bucket.chunks, self.bucket.dtype.itemsize)
         how = dict(zip(("written", "read"), map(bool, self._checked(index))))
@@ -376,17 +376,13 @@ class BoundProgram:
         bucket, order = self.bucket, step.order
         codec = Codec.from_config(step.codec)
         layout = Rows.of(bucket.chunks, order.sizes, order.strides, step.outer, parts[0])
-        decode = codec.decoder(layout, bucket.dtype, device, step.add)
+        decode = codec.decoder(layout, bucket.dtype, device)
         if order.table is None:
             return [_Step(decode, self._floats(bucket.dtype, order.rows))]
-        shards, rows = _rows_of(order.table, device)
+        rows = _rows_of(order.table, device)[1]
 
         def in_order(message: torch.Tensor, into: Any, checks: torch.Tensor | None = None) -> Any:
-            added = None
-            if step.add:
-                assert into is not None, "there is nothing to add to"
-                added = [tensor.view(order.rows, -1)[shards].view(-1) for tensor in into]
-            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, added, checks)]
+            whole = [tensor.view(order.rows, -1)[rows].view(-1) for tensor in decode(message, None, checks)]
             return whole if into is None else [place.view(-1).copy_(one) for place, one in zip(into, whole)]
 
         return [_Step(in_order)]

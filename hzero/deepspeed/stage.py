@@ -390,16 +390,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.after_load()
         self._new_window()
 
-    def checkpoint_event_prologue(self) -> None:
-        """Partitions all parameters before a save or a load, as stock does.
-
-        With refreshes of differences, a resumed run first refreshes whole weights. The run that saves must do the same, so
-        that both continue with the same weights.
-        """
-        super().checkpoint_event_prologue()
-        if self.hzero.config.refresh_differences and self.hzero.config.checkpoint is not None:
-            self.hzero.note_edit()
-
     def checkpoint_event_epilogue(self) -> None:
         """Gathers the parameters that are kept whole after a save or a load, as stock does."""
         self.hzero.gather_kept_whole()

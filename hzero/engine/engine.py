@@ -206,7 +206,7 @@ class Engine(Traffic):
             peers |= peers_of(one, channels=list(dict.fromkeys(every)), ranks=of_it.ranks, lanes=self.lanes)
         self._runtime = Runtime(plan, peers, self.wire_log, self.lanes, roles)
         self._synchronous = accelerator is None
-        self.weights = Weights(self._runtime, parameters, bucket_numel, accelerator)
+        self.weights = Weights(self._runtime, parameters, bucket_numel, self._largest, accelerator)
         self.gradients = Gradients(self._runtime, bucket_numel, len({param.route.number for param in parameters}))
         self.guard = Guard(self.weights, config.guard, device, self.ADVICE, group)
 
@@ -242,6 +242,12 @@ class Engine(Traffic):
                 "weights in the same order, also for logging"
             )
         return found[len(_MEETINGS) :]
+
+    def _largest(self, numbers: torch.Tensor) -> list[int]:
+        with blaming():
+            self.lanes.between(dist.all_reduce, numbers, dist.ReduceOp.MAX, self.group)
+            found: list[int] = numbers.tolist()
+        return found
 
     def follow_writes(self, where: str = PASS) -> list[Parameter]:
         """Marks parameters whose primary shards any rank has written, so that all ranks refresh them. See `meet`.

@@ -58,7 +58,7 @@ class Guard:
 
     Attributes:
         ratios: Signal-to-noise ratios from the last audit, in dB, for each lossy tier's codec, such as ``weights/node``. An
-            audit measures one of the larger weights (or its copy if refreshes send differences) and the summed gradient of one.
+            audit measures one of the larger weights and the summed gradient of one.
             Ratios without a finite signal are left out.
         audit_due: Whether the next step is audited regardless of its number.
     """
@@ -235,12 +235,9 @@ class Guard:
     def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:
         """Ratios of one round trip for the shards of one weight and one gradient over all ranks; each audit takes others.
 
-        Shards with values that are not finite are left out. If refreshes send differences, the ratio is computed for the copy of
-        the weight that all ranks have: a difference alone loses far more.
+        Shards with values that are not finite are left out.
         """
-        differs, refreshed = self._plan.differences > 0, self._plan.refresh_hops()
-        measured = self._weights.up_to_date() if differs else list(self._weights.parameters.values())
-        weights = self._one_of(param for param in measured if param.trained or not differs)  # frozen copies are exact
+        weights = self._one_of(self._weights.parameters.values())
         shards: dict[Role, list[torch.Tensor]] = {
             "weights": [self._weights.primary_shard(param) for param in weights],
             "gradients": [gradient_of(param).detach().flatten() for param in self._one_of(params)],
@@ -251,16 +248,12 @@ class Guard:
         powers = torch.zeros(len(lossy), 2, dtype=torch.float64, device=self._device)  # signal and noise
         for power, (role, hop) in zip(powers, lossy):
             codec = Codec.from_config(hop.codec)
-            of_copy = differs and role == "weights" and hop in refreshed
-            for index, shard in enumerate(shards[role]):
+            for shard in shards[role]:
                 if shard.numel() and bool(shard.isfinite().all()):
                     values, numel = shard.to(self._device, torch.float32), [shard.numel()]
-                    if of_copy:
-                        decoded = self._weights.held_shard(weights[index])
-                    else:
-                        (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
+                    (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
                     exact = values.double()
-                    noise = decoded[: values.numel()].double() - exact
+                    noise = decoded.double() - exact
                     power += torch.stack([exact.square().sum(), noise.square().sum()])
         dist.all_reduce(powers, group=self._group)
         return {

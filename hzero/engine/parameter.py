@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hzero.codecs import exact
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import chunk_numel, owned_numel
 from hzero.comm import Bucket, Chain
 from hzero.config import PLAIN
-from hzero.program.program import StagePrograms
+from hzero.program.program import StagePrograms, changes_program
 from hzero.program.shards import ShardPlan
 
 #: Name parts that module wrappers add.
@@ -35,6 +37,7 @@ class Route:
         copies: Whether secondary partitions are kept.
         lossy: Whether a hop of weights has a lossy codec.
         sums_travel: Whether a hop of gradients has codec ``none``. The library may then compute sums on the way.
+        changes: Returns the program of a refresh that sends changes, by the bytes of a record.
     """
 
     def __init__(self, plan: ShardPlan, number: int) -> None:
@@ -42,6 +45,7 @@ class Route:
         self.programs, self.copies = StagePrograms.of(plan), plan.keeps_copies
         self.lossy = any(not hop.codec.traits.exact for hop in plan.gather_hops())
         self.sums_travel = any(hop.codec.traits.plain for hop in plan.reduce_hops())
+        self.changes = functools.lru_cache(READY)(functools.partial(changes_program, plan))
 
 
 @dataclass(eq=False)
@@ -64,7 +68,7 @@ class Parameter:
         chunk: Elements of each shard of the secondary partition.
         refreshing: The chain that makes the secondary partition, even after it has ended.
         fingerprint: Checksum of the `memory` from which the secondary partition is made, int64 ``[]``. None if there is none.
-        age: Refreshes with differences since the last refresh with whole weights. None: the next refresh sends whole weights.
+        known: Whether all ranks hold the bits of the last refresh, so that the next one may send changes.
     """
 
     key: int
@@ -81,12 +85,12 @@ class Parameter:
     chunk: int = 0
     refreshing: Chain[None] | None = None
     fingerprint: torch.Tensor | None = None
-    age: int | None = None
+    known: bool = False
 
     @property
-    def differs(self) -> bool:
-        """Whether the next refresh sends a difference."""
-        return self.age is not None and self.age + 1 < self.route.plan.differences
+    def changes(self) -> bool:
+        """Whether the next refresh sends changes, unless they need more bytes than whole weights."""
+        return self.known and self.route.plan.exact and self.dtype in exact.CLASS_OF
 
     def memory(self) -> list[torch.Tensor]:
         """Returns the tensors of this rank's primary shard, which the user may write at any time."""

@@ -4,7 +4,8 @@ A front end's optimizer owns a primary shard of each parameter over the world. I
 the part of the parameter that it sends to the other ranks of the weights' scope. A parameter passes these methods in a step:
 
 1. `note_step`: the optimizer has changed primary shards.
-2. `refresh`: payloads are rebuilt from primary shards. This crosses the outer tiers, once per step.
+2. `refresh`: payloads are rebuilt from primary shards. This crosses the outer tiers, once per step. With codec ``exact`` the
+   messages have the changes from the old payloads.
 3. `unshard`: whole weights are gathered from payloads, at every use, over the inner tiers only.
 
 If the scope is the world, there is no payload, and `unshard` gathers primary shards. If the scope is one device, the
@@ -16,23 +17,72 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from hzero.codecs import exact
 from hzero.codecs.codec import Codec, fingerprints
-from hzero.codecs.formats import Rows, chunk_numel
+from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Chain, Runtime, in_buckets
 from hzero.comm.runtime import BoundProgram
+from hzero.comm.watchdog import HopError
 from hzero.config import PLAIN
 from hzero.engine.parameter import READY, Parameter, alike, bucket_of
+from hzero.errors import some
 from hzero.program.program import IN_FLIGHT, Program
 
 #: Parameters of one message of an unshard, and the program that carries them. None: the copies are whole.
 _Gather: TypeAlias = tuple[list[Parameter], BoundProgram | None]
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
 Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
+
+
+@dataclass(eq=False)
+class _Refresh:
+    """Stale parameters that one message refreshes.
+
+    Attributes:
+        params: The parameters.
+        changes: Whether the message has their changes.
+        record: The encoded changes of this rank's shards; None: not encoded yet.
+    """
+
+    params: list[Parameter]
+    changes: bool
+    record: torch.Tensor | None = None
+
+
+class _Arrived(NamedTuple):
+    """A message of changes that has been decoded.
+
+    Attributes:
+        sent, arrived: int64 ``[n, 2]``, equal if the new weights of a sender are what it has stated.
+        ranks: The senders.
+        label: The bucket.
+    """
+
+    sent: torch.Tensor
+    arrived: torch.Tensor
+    ranks: Sequence[int]
+    label: str
+
+    def check(self) -> None:
+        """Waits for the device.
+
+        Raises:
+            HopError: New weights are wrong.
+        """
+        pairs = zip(self.ranks, (self.sent != self.arrived).any(dim=1).tolist())
+        wrong = [str(rank) for rank, differs in pairs if differs]
+        if wrong:
+            raise HopError(
+                f"hzero: {self.label} in codec exact: the new weights of rank {some(wrong, 8)} are not what it has sent. Either "
+                "their secondary partitions were written (call note_edit() after such writes), or the message arrived changed "
+                '("checksum": true tells). No step used it'
+            )
 
 
 class Weights:
@@ -42,6 +92,7 @@ class Weights:
         runtime: The engine's runtime.
         parameters: The parameters.
         bucket_numel: Maximum number of elements in one refresh message, unless the block sets longer ones.
+        largest: Returns the largest number over all ranks for each of int32 ``[n]``. Collective; waits for the device.
         accelerator: Makes events of an asynchronous device on which the front end changes primary shards; None on CPU.
 
     Attributes:
@@ -53,14 +104,19 @@ class Weights:
     follows_writes = True
 
     def __init__(
-        self, runtime: Runtime, parameters: Iterable[Parameter], bucket_numel: int, accelerator: Any = None
+        self,
+        runtime: Runtime,
+        parameters: Iterable[Parameter],
+        bucket_numel: int,
+        largest: Callable[[torch.Tensor], list[int]],
+        accelerator: Any = None,
     ) -> None:
         self.runtime, self.plan = runtime, runtime.plan
         self.version = 0
         self.parameters = {param.key: param for param in parameters}
-        self._bucket_numel, self._accelerator = bucket_numel, accelerator
+        self._bucket_numel, self._largest, self._accelerator = bucket_numel, largest, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
-        self._stale: dict[int, list[Parameter]] = {}  # the refresh bucket of each stale parameter, by key
+        self._stale: dict[int, _Refresh] = {}  # the refresh of each stale parameter, by key
         self._gathers = functools.lru_cache(READY)(partial(_gathers_of, runtime))  # a layer is gathered often
         self._copies = any(param.route.copies for param in self.parameters.values())
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes before their first unshard, with their last keys
@@ -69,11 +125,9 @@ class Weights:
     # ---- primary shards change -----------------------------------------------------------------------------------
 
     def note_step(self, stepped: Sequence[Parameter]) -> None:
-        """Notes that an optimizer step has changed parameters. Their next use refreshes them, maybe by differences."""
+        """Notes that an optimizer step has changed parameters. Their next use refreshes them, maybe by changes."""
         self.version += 1
         self._mark(stepped)
-        # Other refreshes read the shards as they will be, but a difference cannot express what a user may write meanwhile.
-        self._take_fingerprints([param for param in stepped if param.differs])
 
     def note_edit(self, edited: Sequence[Parameter] | None = None) -> None:
         """Notes that the user has changed parameters, which may have other sizes. Their next use refreshes whole weights.
@@ -84,7 +138,7 @@ class Weights:
         self.version += edited is None
         params = list(self.parameters.values()) if edited is None else edited
         for param in params:
-            param.age = None
+            param.known = False
             if chunk_numel(param.numel, param.route.plan.grid.world_size) * param.code_bytes != param.chunk:
                 self._gathers.cache_clear()
         self._mark(params)
@@ -94,7 +148,8 @@ class Weights:
         outdated = {param.refreshing for param in params}
         self._ahead = [one for one in self._ahead if one[0] not in outdated]
         for bucket in self._in_buckets(param for param in params if param.route.copies) if self._copies else ():
-            self._stale.update((param.key, bucket) for param in bucket)
+            refresh = _Refresh(bucket, bucket[0].changes)
+            self._stale.update((param.key, refresh) for param in bucket)
         if self._changed is not None:
             self._changed.record(self._accelerator.current_stream())
 
@@ -109,9 +164,9 @@ class Weights:
 
         Returns:
             The compared parameters, the same on all ranks. And for each one, whether its shard was written in whatever way since
-            its refresh or, if it sends a difference, since the step; bool ``[n]`` on the shards' device, None for none.
+            its refresh; bool ``[n]`` on the shards' device, None for none.
         """
-        kept = [param for param in self.parameters.values() if param.key not in self._stale or param.differs]
+        kept = [param for param in self.parameters.values() if param.key not in self._stale]
         pairs = [(param, param.fingerprint) for param in kept if param.fingerprint is not None]
         if not pairs:
             return [], None
@@ -155,18 +210,20 @@ class Weights:
     def refresh_stepped(self, stepped: Iterable[Parameter]) -> None:
         """Starts to rebuild copies of parameters whose step is done, while the optimizer steps others."""
         for param in stepped:
-            if param.key in self._stale and len(self._ahead) < IN_FLIGHT:
-                self._refresh_ahead(self._stale[param.key])
+            # Changes wait until all parameters are stepped, for one agreement on their sizes.
+            refresh = self._stale.get(param.key)
+            if refresh is not None and not refresh.changes and len(self._ahead) < IN_FLIGHT:
+                self._refresh_ahead(refresh)
 
-    def _refresh_ahead(self, bucket: list[Parameter]) -> None:
-        self._ahead.append((self._start_refresh(bucket), bucket[-1].key))
+    def _refresh_ahead(self, refresh: _Refresh) -> None:
+        self._ahead.append((self._start_refresh(refresh), refresh.params[-1].key))
 
     def _in_buckets(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
         """Messages of refreshes. Only a unit larger than a message is split, so that its first use waits for one message."""
         in_order = sorted(params, key=lambda param: param.key)
         buckets: list[list[Parameter]] = []
         for same in alike(
-            in_order, lambda param: (str(param.dtype), param.differs, param.route.number, not param.urgent)
+            in_order, lambda param: (str(param.dtype), param.changes, param.route.number, not param.urgent)
         ):
             limit = same[0].route.plan.refresh_numel(self._bucket_numel, same[0].dtype.itemsize)
             units = itertools.groupby(same, lambda param: param.unit or param)
@@ -175,31 +232,23 @@ class Weights:
             buckets += [[param for part in bucket for param in part] for bucket in in_buckets(sized, limit)]
         return buckets
 
-    def _start_refresh(self, together: list[Parameter]) -> Chain[None]:
-        # A parameter may have changed again since, and then belongs to a later bucket.
-        params = [param for param in together if self._stale.get(param.key) is together]
-        route, differs = params[0].route, params[0].differs
-        if differs:
-            refresh = _bound(self.runtime, route.programs.difference, params)
-            chain = refresh.run(
-                partial(self._difference, params, refresh.bucket, self.version),
-                partial(self._add_difference, params),
-                seed=self.version,
-                # Rows of a payload may be padded. The sums are then computed in a contiguous copy.
-                into=lambda: [self._copy(param).contiguous() for param in params],
-                after=_chains(params),
-            )
+    def _start_refresh(self, refresh: _Refresh) -> Chain[None]:
+        if refresh.changes and refresh.record is None:
+            self._encode_changes()
+        # A parameter may have changed again since, and then belongs to a later refresh.
+        params = [param for param in refresh.params if self._stale.get(param.key) is refresh]
+        route, bucket = params[0].route, bucket_of(params, params[0].dtype, "weights")
+        if refresh.record is not None and len(params) == len(refresh.params):
+            chain = self._send_changes(refresh, refresh.record)
         else:
-            program = route.programs.uncoded if route.plan.differences else route.programs.refresh
-            refresh = _bound(self.runtime, program, params)
-            keep = partial(self._keep, params, refresh.bucket)
-            chain = refresh.run(partial(self._shards, params, refresh.bucket), keep, seed=self.version)
-        for param, chunk in zip(params, refresh.bucket.chunks):
-            param.refreshing, param.chunk = chain, chunk
-            param.age = (param.age or 0) + 1 if differs else 0
+            program = route.programs.uncoded if route.plan.exact else route.programs.refresh
+            bound = self.runtime.bind(program, bucket)
+            keep = partial(self._keep, params, bound.bucket)
+            chain = bound.run(partial(self._shards, params, bound.bucket), keep, seed=self.version)
+        for param, chunk in zip(params, bucket.chunks):
+            param.refreshing, param.chunk, param.known = chain, chunk, True
             del self._stale[param.key]
-        if not differs:
-            self._take_fingerprints(params)
+        self._take_fingerprints(params)
         return chain
 
     def _shards(self, params: Sequence[Parameter], bucket: Bucket, *_: Any) -> list[torch.Tensor]:
@@ -225,33 +274,55 @@ class Weights:
             payload.view(rows, -1).copy_(records)
             param.secondary = payload
 
-    # ---- differences ---------------------------------------------------------------------------------------------
+    # ---- changes -------------------------------------------------------------------------------------------------
 
-    def _difference(self, params: Sequence[Parameter], bucket: Bucket, seed: int, *_: Any) -> torch.Tensor:
-        """Encodes the difference between this rank's shards and the copy that all ranks have."""
-        shards = self._shards(params, bucket)
-        copies = [self.held_shard(param)[: shard.numel()] for param, shard in zip(params, shards)]
-        codec = Codec.from_config(params[0].route.plan.refresh_hops()[0].codec)
-        encoder = codec.encoder(Rows.of(bucket.chunks, (1,)), shards[0].dtype, shards[0].device, "base")
-        return encoder(shards, seed=seed, added=copies)
+    def _encode_changes(self) -> None:
+        """Encodes the changes of all stale copies, with sizes that all ranks agree on. Collective; waits for the device once.
 
-    def _add_difference(self, params: Sequence[Parameter], sums: Sequence[torch.Tensor]) -> None:
-        """Stores the sums of copies and differences, in the weights' dtype: the same bits on all ranks."""
-        for param, total in zip(params, sums):
-            copy = self._copy(param)
-            if total.data_ptr() != copy.data_ptr():
-                copy.copy_(total)
+        Everything is encoded here, from one state of the shards, so that a write by the user cannot come in between.
+        """
+        waiting = [one for one in dict.fromkeys(self._stale.values()) if one.changes and one.record is None]
+        measured = []
+        for one in waiting:
+            for chain in _chains(one.params):
+                chain.wait()
+            bucket = bucket_of(one.params, one.params[0].dtype, "weights")
+            new, layout = self._shards(one.params, bucket), exact.Layout.of(bucket.chunks)
+            old = [self._copy(param)[param.route.plan.rank_row] for param in one.params]
+            head = new[0].new_empty(layout.head, dtype=torch.uint8)
+            exact.measure(new, old, head)
+            measured.append((one, layout, new, old, head))
+        words = torch.stack([exact.words_of(head) for *_, head in measured])
+        for (one, layout, new, old, head), most in zip(measured, self._largest(words)):
+            size = layout.record_bytes(most)
+            print("SIZE", size, layout.dense_bytes, layout.head, most, len(one.params), file=open("/tmp/w/sizes","a"))
+            if size >= layout.dense_bytes:
+                one.changes = False
+                continue
+            one.record = head.new_empty(size)
+            one.record[: len(head)] = head
+            exact.encode(new, old, one.record)
 
-    def held_shard(self, param: Parameter) -> torch.Tensor:
-        """Returns this rank's shard as all ranks have it, with padding, if refreshes send differences."""
-        plan = param.route.plan
-        return self._copy(param)[plan.rank if plan.whole_copies else plan.rank_row]
+    def _send_changes(self, one: _Refresh, record: torch.Tensor) -> Chain[None]:
+        params, program = one.params, one.params[0].route.changes(record.numel())
+        bucket = bucket_of(params, params[0].dtype, "weights")
+        joined = replace(bucket, chunks=(sum(bucket.chunks),), owned=())  # a record has all tensors
+        refresh = self.runtime.bind(program, joined)
+        return refresh.run(lambda: record, partial(self._apply_changes, params, joined.label))
+
+    def _apply_changes(self, params: Sequence[Parameter], label: str, message: torch.Tensor) -> None:
+        """Replaces the weights of the copies. Compares them with the owners' on arrival, on a device before the next step."""
+        plan = params[0].route.plan
+        shards = plan.secondary_shards
+        rows = shards if plan.whole_copies else range(len(shards))
+        right = exact.decode(message, [self._copy(param) for param in params], rows)
+        found = right.long().view(-1, 1).expand(-1, 2)
+        self.runtime.lanes.compare(_Arrived(torch.ones_like(found), found, shards, label))
 
     def _copy(self, param: Parameter) -> torch.Tensor:
-        """A view of the secondary partition in the weights' dtype, ``[rows, chunk]``: all shards, or the shards of a payload."""
-        plan, copy = param.route.plan, _secondary(param)
-        rows = plan.secondary_rows
-        if plan.whole_copies:
+        """A view of a decoded secondary partition, ``[rows, chunk]``: all shards, or the `ShardPlan.secondary_shards`."""
+        copy, rows = _secondary(param), param.route.plan.secondary_rows
+        if param.route.plan.whole_copies:
             return copy.view(rows, param.chunk)
         record = PLAIN.format.record_bytes(param.chunk, param.dtype.itemsize) // param.dtype.itemsize
         return copy.view(param.dtype).view(rows, record)[:, : param.chunk]
@@ -327,14 +398,13 @@ class Weights:
     def is_stale(self, param: Parameter) -> torch.Tensor:
         """Whether a refresh would now change the bytes of this rank's shard in its copy; bool ``[]``. Not collective.
 
-        False if the bytes depend on more than the shard: on earlier steps with differences, on the message with stochastic
-        rounding.
+        False if the bytes depend on more than the shard: on the message with stochastic rounding.
         """
         plan, copy, chunks = param.route.plan, _secondary(param), (param.chunk,)
-        codecs = [hop.codec for hop in plan.refresh_hops()]
+        codecs = [PLAIN] if plan.exact else [hop.codec for hop in plan.refresh_hops()]
         if not plan.whole_copies:
             codecs.append(plan.secondary_codec)
-        if plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
+        if any(codec.rounding == "stochastic" for codec in codecs):
             return torch.zeros((), dtype=torch.bool, device=copy.device)
         fresh = Codec.from_config(codecs[0]).encode([self.primary_shard(param)], chunks)
         for source, target in itertools.pairwise(codecs):

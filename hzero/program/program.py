@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hzero.config import NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
@@ -108,6 +108,7 @@ class Cross:
             reduction.
         algorithms: Algorithms of an all-gather, by the bytes of the message.
         root: Coordinate of the broadcasting rank. For a send or a receive: rank of the peer.
+        record: Bytes of a row, if the data decide them; None: as the codec's format says.
         uneven: For an all-to-all with parts of different sizes: rows for each rank of the group, and rows from each rank.
     """
 
@@ -119,6 +120,7 @@ class Cross:
     rows: int
     algorithms: NodeAllGather = _LIBRARY
     root: int = 0
+    record: int | None = None
     uneven: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
@@ -134,6 +136,8 @@ class Cross:
 
     def message_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
         """Bytes of one rank's message for a bucket whose parameters have shards of ``chunks`` elements."""
+        if self.record is not None:
+            return self.rows * self.record
         return self.codec.format.message_bytes(chunks, self.rows, itemsize)
 
     def part_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
@@ -168,13 +172,11 @@ class Decode:
         codec: Codec of the message.
         order: Order of the tensors' rows.
         outer: Number of pieces of the message.
-        add: Whether to add to existing tensors, in float32 with one rounding.
     """
 
     codec: CodecConfig
     order: Order
     outer: int = 1
-    add: bool = False
 
 
 Step: TypeAlias = Encode | Turn | Cross | Sum | Decode
@@ -302,6 +304,17 @@ def gather_program(
     return Program((*steps, *_recoded(codec, result, outer, rows)))
 
 
+def changes_program(plan: ShardPlan, record: int) -> Program:
+    """The program of a refresh that sends changes. Its message has ``record`` bytes for each shard of a bucket.
+
+    It starts with the message of this rank and ends with the messages of all ranks whose shards are in the secondary partition.
+    """
+    message = gather_program(
+        plan, plan.refresh_hops(), held=plan.refresh_hops()[0].codec, result=plan.refresh_hops()[0].codec
+    )
+    return Program(tuple(replace(step, record=record) if isinstance(step, Cross) else step for step in message.steps))
+
+
 def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_order: bool) -> Program:
     """The program from tensors of ``rows`` shards to the float32 sums of this rank's shards.
 
@@ -357,8 +370,7 @@ class StagePrograms:
 
     Attributes:
         refresh: From primary shards to secondary partitions, as payloads or decoded.
-        uncoded: The refresh without codecs, if other refreshes send differences.
-        difference: From the message with a difference of primary shards to the secondary partition, to which it is added.
+        uncoded: The refresh without codecs, if other refreshes send changes. These are for plans, and run as `changes_program`.
         unshard: To whole weights, from secondary partitions or, without copies, from primary shards.
         micro: Reduction of gradients in every micro-batch.
         boundary: Reduction of gradients once per step, without the outermost tier.
@@ -367,7 +379,6 @@ class StagePrograms:
 
     refresh: Program
     uncoded: Program
-    difference: Program
     unshard: Program
     micro: Program
     boundary: Program
@@ -376,14 +387,11 @@ class StagePrograms:
     @classmethod
     def of(cls, plan: ShardPlan) -> StagePrograms:
         """The programs of a shard plan."""
-        refresh = uncoded = difference = unshard = Program(())
+        refresh = uncoded = unshard = Program(())
         if hops := plan.refresh_hops():
             kept = None if plan.whole_copies else plan.secondary_codec
             refresh = gather_program(plan, hops, result=kept)
             uncoded = gather_program(plan, plain(hops), result=kept)
-            message = gather_program(plan, hops, held=hops[0].codec, result=hops[-1].codec)
-            order = Order.of_hops(plan) if plan.whole_copies else Order.of_rows(plan.secondary_rows)
-            difference = Program((*message.steps, Decode(hops[-1].codec, order, plan.secondary_rows, add=True)))
             unshard = gather_program(plan, plan.unshard_hops(), held=plan.secondary_codec, rows=plan.secondary_rows)
         elif hops := plan.gather_hops():
             unshard = gather_program(plan, hops)
@@ -392,7 +400,6 @@ class StagePrograms:
         return cls(
             refresh,
             uncoded,
-            difference,
             unshard,
             micro=reduce_program(plan, micro, plan.grid.world_size, shard_order=True),
             boundary=reduce_program(plan, inner, plan.gradient_rows, shard_order=not micro),

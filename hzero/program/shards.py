@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,7 @@ class ShardPlan:
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message carries a checksum.
         whole_copies: Whether secondary partitions are whole weights in their own type instead of payloads.
-        differences: Steps between two refreshes of whole weights, if the refreshes in between send differences; else 0.
+        exact: Whether refreshes send the changes of 16-bit weights in codec ``exact``.
         exceptions: Patterns of parameters' names with their codecs; see `plans_of`.
         scoped: Patterns of parameters' names with the plans of their scopes.
         transport: Transport of the messages.
@@ -133,7 +134,7 @@ class ShardPlan:
     node_all_gather: config.NodeAllGather = field(default_factory=config.NodeAllGather)
     checksum: bool = False
     whole_copies: bool = False
-    differences: int = 0
+    exact: bool = False
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
     scoped: tuple[tuple[str, ShardPlan], ...] = ()
     transport: config.TransportName = "torch"
@@ -197,11 +198,6 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].traits.plain and not excepted:
                 notes.append(f"error feedback on tier {tier} has no effect: codec none is exact")
-        refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
-        differs = config.refresh_differences and any(not config.codecs.weights[tier].traits.plain for tier in refreshed)
-        if config.refresh_differences and not differs:
-            how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
-            notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
         noisy = [
             f"{codec.codec} of {role} on {tier}"
             for role, tier, codec in written
@@ -211,16 +207,7 @@ class ShardPlan:
             adaptations.append(
                 f"stochastic rounding of {', '.join(noisy)} adds as much noise as signal (+0.5 to -1 dB); use nearest or int4"
             )
-        fetched = [tier for tier in tiers_inside(weights) if grid.size(tier) > 1]
-        codecs = config.codecs
-        if differs:
-            codecs = codecs.model_copy(update={"weights": config.codecs_of_differences(weights)})
-        coarse = [tier for tier in fetched if codecs.weights[tier].format.element_bytes(2) < 1]
-        if differs and coarse:
-            adaptations.append(
-                f"refresh_differences: on {', '.join(coarse)} every use gathers weights instead of differences in "
-                f"{codecs.weights[coarse[0]].codec}; codec none sends the copy unchanged"
-            )
+        codecs, exact = _with_changes(config.codecs, [tier for tier in tiers_outside(weights) if grid.size(tier) > 1])
         return cls(
             grid,
             rank,
@@ -230,7 +217,7 @@ class ShardPlan:
             adaptations=tuple(adaptations),
             notes=tuple(notes),
             whole_copies=weights == "device" and config.resident != "payload" and grid.world_size > 1,
-            differences=config.full_refresh_every if differs else 0,
+            exact=exact,
             exceptions=tuple(config.codecs.exceptions.items()),
             scoped=tuple((name, cls.from_config(one, grid, rank, f"{key}.except.{name}")) for name, one in scoped),
             unit_numel=config.unit_numel if config.unit == "layer" else 0,
@@ -309,7 +296,7 @@ class ShardPlan:
     def way(self) -> Hashable:
         """The properties that determine messages and copies. Parameters of plans with equal ways can share messages."""
         hops = self.refresh_hops(), self.unshard_hops(), self.micro_hops(), self.boundary_hops()
-        return self.channel, hops, self.accumulates, self.whole_copies, self.differences
+        return self.channel, hops, self.accumulates, self.whole_copies, self.exact
 
     def with_codec(self, codec: CodecConfig) -> ShardPlan:
         """The plan with one codec on every tier, for weights and gradients."""
@@ -317,7 +304,7 @@ class ShardPlan:
         return replace(
             self,
             codecs=config.CodecsConfig(weights=codecs, gradients=codecs),
-            differences=self.differences if not codec.traits.plain else 0,
+            exact=False,
             exceptions=(),
             scoped=(),
         )
@@ -377,20 +364,26 @@ class ShardPlan:
     def secondary_codec(self) -> CodecConfig:
         """The codec of secondary partitions: the codec of the first unshard hop, or else of the last refresh hop.
 
-        If the refresh sends differences, which are added to the payload, it is codec ``none`` (`PLAIN`).
+        If the refresh sends changes of the payload, it is codec ``none`` (`PLAIN`).
         """
-        if self.differences:
+        if self.exact:
             return PLAIN
         unshard = self.unshard_hops()
         return unshard[0].codec if unshard else self.refresh_hops()[-1].codec
 
-    @property
+    @functools.cached_property
+    def secondary_shards(self) -> tuple[int, ...]:
+        """The shards that refreshes bring, and so the ranks that own them. The innermost refreshed tier comes first."""
+        place, hops = self.grid.coordinates(self.rank), self.refresh_hops()[::-1]
+        found = itertools.product(*(range(hop.size) for hop in hops))
+        return tuple(
+            self.grid.rank(place._replace(**{hop.tier: at for hop, at in zip(hops, indices)})) for indices in found
+        )
+
+    @functools.cached_property
     def rank_row(self) -> int:
-        """Row of this rank's shard among its `secondary_rows`."""
-        place, row = self.grid.coordinates(self.rank), 0
-        for hop in self.refresh_hops()[::-1]:
-            row = row * hop.size + getattr(place, hop.tier)
-        return row
+        """Row of this rank's shard in its secondary partition. Whole copies have shard order."""
+        return self.rank if self.whole_copies else self.secondary_shards.index(self.rank)
 
     @property
     def accumulates(self) -> bool:
@@ -403,7 +396,8 @@ class ShardPlan:
         ``bucket_numel``, or more if a rank's part of the message would have less than `refresh_message_bytes`. On many ranks,
         latency would otherwise dominate the time of a hop.
         """
-        element = self.gather_hops()[0].codec.format.element_bytes(itemsize)
+        codec = PLAIN if self.exact else self.gather_hops()[0].codec  # some refreshes send whole weights
+        element = codec.format.element_bytes(itemsize)
         return max(bucket_numel, math.ceil(self.refresh_message_bytes * self.grid.world_size / element))
 
     def boundary_numel(self, bucket_numel: int, itemsize: int) -> int:
@@ -426,6 +420,32 @@ class ShardPlan:
     def tier_group(self, tier: Tier) -> Sequence[int]:
         """Ranks of this rank's tier group."""
         return self.grid.tier_group(self.rank, tier)
+
+
+def _with_changes(codecs: config.CodecsConfig, refreshed: Sequence[Tier]) -> tuple[config.CodecsConfig, bool]:
+    """The codecs with codec ``exact`` on all refreshed tiers or on none, and whether it is on them.
+
+    A payload of changes is forwarded from tier to tier. Where no copy is refreshed, codec ``exact`` is ``none``.
+
+    Raises:
+        ConfigError: Another refreshed tier has a lossy codec.
+    """
+    weights = {tier: codecs.weights[tier] for tier in TIERS}
+    if not any(codec.traits.changes for codec in weights.values()):
+        return codecs, False
+    changes = [tier for tier in refreshed if weights[tier].traits.changes]
+    for tier in refreshed if changes else ():
+        if not weights[tier].traits.exact:
+            raise ConfigError(
+                f"hzero.codecs.weights.{tier}: found {weights[tier].codec!r}, with 'exact' on {changes[0]}; expected 'exact' "
+                f"on both or on neither: weights are refreshed over both tiers, and changes of rounded weights are not exact"
+            )
+    for tier, codec in weights.items():
+        if changes and tier in refreshed:
+            weights[tier] = weights[changes[0]]
+        elif codec.traits.changes:
+            weights[tier] = PLAIN
+    return codecs.model_copy(update={"weights": config.TierCodecs(**weights)}), bool(changes)
 
 
 def _first_match(patterns: Sequence[tuple[str, Any]], names: Iterable[str]) -> int | None:

@@ -43,7 +43,7 @@ def parts(preset: str, nodes: int) -> list[tuple[str, str, int, float, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=positive(int, 100_000), nargs="+", default=[48, 384, 9408])
-    parser.add_argument("presets", nargs="*", default=["topo", "lossless", "lean"])
+    parser.add_argument("presets", nargs="*", default=["topo", "lossless", "exact"])
     arguments = parser.parse_args()
     for preset in arguments.presets:
         if preset not in PRESETS:

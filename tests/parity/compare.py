@@ -195,8 +195,8 @@ def _mean(session: Session, loss: torch.Tensor) -> float:
 
 def _coarsest(state: Any) -> str:
     plans = [param.route.plan for param in state.weights.parameters.values()]
-    used = {hop.codec.codec for plan in plans for hop in (*plan.gather_hops(), *plan.reduce_hops())}
-    return max(used, key=list(TOLERANCES).index, default="none")
+    used = {hop.codec for plan in plans for hop in (*plan.gather_hops(), *plan.reduce_hops())}
+    return max((codec.codec for codec in used if not codec.traits.exact), key=list(TOLERANCES).index, default="none")
 
 
 # ---- bytes and memory ---------------------------------------------------------------------------------------------------
@@ -250,6 +250,10 @@ def assert_planned(session: Any, row: Row, gathers: Counter[int], accumulation: 
     if "spare" in row.options and row.preset:  # gradients of unused parameters are not sent
         assert all(size <= planned[place] for place, size in logged.items()), (row, logged, planned)
         return
+    if any(param.changes for param in state.weights.parameters.values()):  # never more than whole weights
+        sent = {place: size for place, size in logged.items() if place[0] == "weights"}
+        assert all(size <= planned[place] for place, size in sent.items()), (row, sent, planned)
+        logged |= {place: planned[place] for place in sent}
     assert +logged == +planned, (row, logged, +planned)
     measured = state.memory()
     # Residuals of the first hop have no padding.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hzero.config import BASE_TIERS
 from hzero.deepspeed import versions
 from tests.parity.compare import row, rows
 from tests.parity.deepspeed import Plain, Session
@@ -18,7 +17,8 @@ ZFP = {"codecs": {"weights": {"codec": "zfp", "rate": 12}, "gradients": {"codec"
 AT_RANDOM: dict[str, Any] = {"codec": "int8", "rounding": "stochastic", "block_size": 64}
 FEEDBACK = {"error_feedback": ["intra_package", "inter_node"], "checksum": True}
 MILD = {"codecs": {"gradients": "int8"}}
-DIFFERENCES = {"refresh_differences": True, "codecs": {"weights": {tier: "int4" for tier in BASE_TIERS[1:]}}}
+#: The plan then expects whole weights.
+CHANGES = {"codecs": {"weights": {"codec": "exact", "bits": 16}}}
 EXCEPT = {"codecs": {"except": {"*norm*": "none", "*down.weight": "none", "*.weight": AT_RANDOM}}}
 SCOPES = {
     "shard": {
@@ -45,13 +45,12 @@ def _checkpointing() -> None:
 ROWS = {
     "presets_without_codecs": _of(row("zero1"), row("zero2", 3), row("zero3", 3), row("hpz"), row("lossless", 3)),
     "presets_with_codecs": _of(
-        *(row(preset, 1 + number % 2) for number, preset in enumerate(("replica", "half", "zeropp", "topo", "lean")))
+        *(row(preset, 1 + number % 2) for number, preset in enumerate(("replica", "half", "zeropp", "topo", "exact")))
     ),
     "codecs": _of(
         row("topo", 2, block=FEEDBACK),
         row("half", 2, block=FEEDBACK),
         row("replica", 2, block={**FEEDBACK, "resident": "payload"}),
-        row("lossless", block=DIFFERENCES),
         row("lossless", block=ZFP),
         row("topo", block={"codecs": {"weights": AT_RANDOM, "gradients": AT_RANDOM}}),
     ),
@@ -87,10 +86,16 @@ ROWS = {
     ),
     "optimizer_on_the_host": _of(row("lossless", "offload", 3), row("topo", "offload", "bf16", 2)),
     "sixteen_bits": _of(
-        row("lossless", "bf16", 2), row("hpz", "bf16"), row("topo", "bf16", block=MILD), row("topo", "states16", 2)
+        row("lossless", "bf16", 2, block=CHANGES),
+        row("hpz", "bf16"),
+        row("zero2", "bf16", 2, block=CHANGES),
+        row("topo", "bf16", block=MILD),
+        row("topo", "states16", 2),
     ),
     "loads_of_stocks_checkpoints": _of(
-        row("lossless", 2, edit="load"), row("topo", "bf16", "offload", 2, edit="load"), row("lean", edit="load")
+        row("lossless", 2, edit="load"),
+        row("topo", "bf16", "offload", 2, edit="load"),
+        row("exact", "bf16", edit="load", block=CHANGES),
     ),
     "edits": _of(
         *(row("lossless", edit=way) for way in ("copy", "lerp", "data", "foreach", "replaced", "one rank")),
@@ -100,6 +105,6 @@ ROWS = {
         *(() if OLD else (row("lossless", edit="gathered"), row("topo", edit="gathered"))),
     ),
     "exact_evaluation": _of(
-        row("topo", "kept", block={"exact_evaluation": True}), row("lean", block={"exact_evaluation": True})
+        row("topo", "kept", block={"exact_evaluation": True}), row("exact", block={"exact_evaluation": True})
     ),
 }

@@ -8,7 +8,7 @@ import torch._dynamo  # noqa: F401  # once, before the ranks are forked
 from torch.distributed.fsdp import FSDPModule
 
 from tests.parity.compare import row, rows
-from tests.parity.deepspeed_rows import AT_RANDOM, DIFFERENCES, EXCEPT, FEEDBACK, MILD, NONE
+from tests.parity.deepspeed_rows import AT_RANDOM, CHANGES, EXCEPT, FEEDBACK, MILD, NONE
 from tests.parity.fsdp import EDITS, FLAGS, Session
 
 _of = functools.partial(rows, Session)
@@ -24,8 +24,7 @@ ROWS = {
     ),
     "codecs": _of(
         row("topo", 2, block=FEEDBACK),
-        row("lean"),
-        row("topo", block=DIFFERENCES),
+        row("exact", "bf16", block=CHANGES),
         row("topo", block={"codecs": {"weights": AT_RANDOM, "gradients": AT_RANDOM}}),
         row("replica", "bf16", block={"codecs": {"weights": "int4"}}),
         row("half", block={"codecs": {"weights": "bf16", "gradients": "bf16"}}),
@@ -39,7 +38,8 @@ ROWS = {
         *_SPARE,
         row("lossless", "meta", "prefetch", "offload", layout=(1, 2, 2)),
         row("lossless", 2, layout=(2, 1, 1), tensor=2),
-        row("lossless", "bf16", 3),
+        row("lossless", "bf16", 3, block=CHANGES),
+        row("zero1", "bf16", block=CHANGES),
     ),
     "signs_of_the_last_backward": _of(*(row("lossless", flag, 3) for flag in FLAGS[:3])),
     "edits": _of(*(row("lossless", "fused", edit=way) for way in EDITS)),

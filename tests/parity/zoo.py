@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F  # noqa: N812
 
-VOCAB, WIDTH, INNER, BLOCKS = 37, 13, 29, 2
+VOCAB, WIDTH, WIDE, BLOCKS = 37, 13, 75, 2
 
 
 def evaluate(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -24,12 +24,12 @@ def evaluate(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 class Block(nn.Module):
     """A residual block; with ``spare`` it has parameters that a backward uses by turns."""
 
-    def __init__(self, spare: bool) -> None:
+    def __init__(self, spare: bool, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.norm, inner = nn.LayerNorm(width), 2 * width + 3
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.gain = nn.Parameter(torch.ones(1))
-        self.spare = nn.Linear(WIDTH, WIDTH) if spare else None
+        self.spare = nn.Linear(width, width) if spare else None
         self.skips = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,11 +40,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Mean next-token loss, a scalar, of int64 ``[batch, length]``."""
 
-    def __init__(self, tied: bool = False, spare: bool = False) -> None:
+    def __init__(self, tied: bool = False, spare: bool = False, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(spare) for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(spare, width) for _ in range(BLOCKS))
+        self.head = nn.Linear(width, VOCAB, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -56,9 +56,9 @@ class Net(nn.Module):
 
 
 def make(options: Collection[str], seed: int = 0) -> Net:
-    """Makes the model: ``tied``, ``spare``, ``frozen``, and two kinds of activation ``checkpointing``."""
+    """Makes the model: ``tied``, ``spare``, ``frozen``, ``wide``, and two kinds of activation ``checkpointing``."""
     torch.manual_seed(seed)
-    model = Net("tied" in options, "spare" in options)
+    model = Net("tied" in options, "spare" in options, WIDE if "wide" in options else WIDTH)
     if "frozen" in options:
         model.embed.weight.requires_grad_(False)
         for name in ("up.weight", "norm.bias"):

@@ -253,8 +253,10 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         if one.keeps_copies:
             refreshed = min(max(one.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
             decoded = refreshed * itemsize // one.grid.scope_size(one.weights_scope)
-            decoded *= one.whole_copies or one.differences > 0
-            size = ahead * peak(programs.uncoded if one.differences else programs.refresh, refreshed) + decoded
+            decoded *= one.whole_copies
+            size = ahead * peak(programs.uncoded if one.exact else programs.refresh, refreshed) + decoded
+            if one.exact:  # changes of all shards are encoded at once, and never take more than the shards
+                size += sum(numels) * itemsize // one.grid.world_size
             what = f"{ahead} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
             states["transient refresh"] = max(states["transient refresh"], State(size, what))
         together = min(one.boundary_numel(bucket, itemsize), sum(numels))

@@ -1,0 +1,91 @@
+"""Codec exact trains as codec none, to the last bit, under both front ends. Run by test_parity.py on 8 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.deepspeed.training import shared_folder
+from tests.parity import deepspeed, fsdp, zoo
+from tests.parity.compare import Row
+from tests.rank_main import DEVICE, same_on_all_ranks
+
+NONE, EXACT = {"codecs": {"weights": "none"}}, {"codecs": {"weights": "exact"}}
+#: Nodes, packages and devices: two and three tiers, and no tier inside nodes.
+LAYOUTS = [(2, 2, 2), (4, 1, 2), (8, 1, 1)]
+#: Steps between a save and its load. Weights are written after as many more.
+APART = 4
+
+
+def _save(session: Any, folder: str) -> Callable[[], Any]:
+    """Saves a checkpoint, and returns what loads it."""
+    if isinstance(session, deepspeed.Session):
+        session.engine.save_checkpoint(folder)
+        return lambda: session.engine.load_checkpoint(folder)
+    saved = {name: value.clone() for name, value in session.model.state_dict().items()}
+    return lambda: session.model.load_state_dict(saved)
+
+
+def _write(session: Any) -> None:
+    """Writes in place into the shards of one rank."""
+    if isinstance(session, deepspeed.Session):
+        session.edit("one rank", 0)
+    elif dist.get_rank() == 2:
+        with torch.no_grad():
+            session.model.blocks[1].up.weight.to_local().mul_(0.5)
+
+
+def _train(front: Any, row: Row, steps: int) -> tuple[list[Any], int]:
+    """Losses, norms and weights of a training with warm-up, and the bytes of its refreshes between nodes."""
+    session, found = front(row), list[Any]()
+    groups = (session.engine if isinstance(session, deepspeed.Session) else session).optimizer.param_groups
+    folder, middle, load = str(shared_folder()), steps // 2, None
+    for step in range(steps):
+        for group in groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
+        loss = session.backward(zoo.batch(step, 0, session.rank).to(DEVICE), True, 1)
+        found += [float(loss), session.step()]
+        if step == middle:
+            load = _save(session, folder)
+        elif load is not None and step == middle + APART:
+            load()
+        elif step == middle + 2 * APART:
+            _write(session)
+        if step % 10 == 9:
+            found.append(float(session.evaluate(zoo.batch(99, 0, session.rank).to(DEVICE))))
+    session.state.settle()
+    sent = sum(entry.wire_bytes for entry in session.state.wire_log.entries() if (entry.codec == "exact"))
+    read = session.read()
+    assert same_on_all_ranks(list(read.values()), session.group)
+    found += [*session.masters().values(), *read.values()]
+    session.end()
+    return found, sent
+
+
+def _equal(front: Any, preset: str, layouts: list[tuple[int, int, int]], steps: int) -> None:
+    for layout in layouts:
+        options = frozenset({"bf16", "wide"})
+        exact, sent = _train(front, Row(preset, options, layout=layout, block=EXACT), steps)
+        none, unsent = _train(front, Row(preset, options, layout=layout, block=NONE), steps)
+        assert sent > 0 and not unsent, (sent, unsent)
+        for place, (one, other) in enumerate(zip(exact, none, strict=True)):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), (layout, place, one, other)
+
+
+def _of(front: Any, preset: str) -> Callable[[], None]:
+    return lambda: _equal(front, preset, LAYOUTS[:1], 24)
+
+
+ROWS = {
+    "deepspeed_lossless": _of(deepspeed.Session, "lossless"),
+    "deepspeed_zero2": _of(deepspeed.Session, "zero2"),
+    "fsdp_lossless": _of(fsdp.Session, "lossless"),
+    "fsdp_zero1": _of(fsdp.Session, "zero1"),
+}
+LONG_ROWS = {
+    "deepspeed_for_long": lambda: _equal(deepspeed.Session, "lossless", LAYOUTS, 200),
+    "fsdp_for_long": lambda: _equal(fsdp.Session, "lossless", LAYOUTS, 200),
+}
