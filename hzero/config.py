@@ -95,8 +95,8 @@ class Preset(NamedTuple):
 
 
 PRESETS: dict[str, Preset] = {
-    "zero1": Preset("device", "device", "none", "none"),
-    "zero2": Preset("device", "world", "none", "none"),
+    "zero1": Preset("device", "device", "exact", "none"),
+    "zero2": Preset("device", "world", "exact", "none"),
     "replica": Preset("device", "device", "int8", "int4"),
     "half": Preset("node", "node", "int8", "int4"),
     "zero3": Preset("world", "world", "none", "none"),

@@ -21,7 +21,7 @@ def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
     """The other codecs and the degrees of presets are those of docs/presets.md (tests/test_site.py)."""
     for preset, inside, between in (
         ("topo", "int4", "int4"),
-        ("lean", "int4", "int4"),
+        ("exact", "int8", "int4"),
         ("lossless", "none", "none"),
     ):
         config = parse_config({"preset": preset})
@@ -33,6 +33,10 @@ def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
 
 
 def test_former_presets_are_files_of_conf() -> None:
+    with pytest.raises(
+        ConfigError, match="preset: found 'lean', which is gone; expected exact, which rounds no weights"
+    ):
+        parse_config({"preset": "lean"})
     for name, role, codec in (
         ("mild", "gradients", {"codec": "int8"}),
         ("hybrid", "tensor", {"codec": "int8", "rotation": 64}),
@@ -49,7 +53,7 @@ def test_former_presets_are_files_of_conf() -> None:
 def test_settings_belong_to_one_codec() -> None:
     """What names another codec has none of the preset's settings."""
     config = parse_config(
-        {"preset": "lean", "codecs": {"weights": {"intra_package": {"rotation": 64}, "intra_node": "zfp"}}}
+        {"preset": "topo", "codecs": {"weights": {"intra_package": {"rotation": 64}, "intra_node": "zfp"}}}
     )
     assert config.codecs.weights.intra_package == CodecConfig(codec="int8", rotation=64)
     assert config.codecs.weights.intra_node == CodecConfig(codec="zfp")
@@ -119,7 +123,7 @@ def test_exceptions_take_the_defaults_of_the_block() -> None:
 def test_scopes_of_exceptions_are_the_blocks_unless_they_are_written() -> None:
     patterns = {"*experts*": {"weights": "world"}, "*norm*": {"gradients": "world"}, "*": {"weights": "device"}}
     codecs = {"except": {"*bias": "none"}}
-    block = parse_config({"preset": "lean", "shard": {"gradients": "node", "except": patterns}, "codecs": codecs})
+    block = parse_config({"preset": "exact", "shard": {"gradients": "node", "except": patterns}, "codecs": codecs})
     plan = ShardPlan.from_config(block, Grid(2, 2, 2), 3)
     names = [(name,) for name in ("experts.up", "experts.norm", "norm.bias", "head.bias", "head")]
     plans = plan.plans_of(names)
@@ -132,8 +136,8 @@ def test_scopes_of_exceptions_are_the_blocks_unless_they_are_written() -> None:
         ("device", "node"),
     ]
     assert [own.whole_copies for own in plans] == [False, False, False, True, True]
-    assert [bool(own.differences) for own in plans] == [False, False, False, False, True]
-    assert [hop.codec.codec for hop in plans[0].gather_hops()] == ["int8"] * 3, "no copy, so no differences"
+    assert [own.exact for own in plans] == [False, False, False, False, True]
+    assert [hop.codec.codec for hop in plans[0].gather_hops()] == ["none"] * 3, "no copy, so no changes"
     assert plan.parts([7, 1, 2, 3, 5], names) == [(plans[0], [7, 1]), (plans[2], [2]), (plans[3], [3]), (plans[4], [5])]
     assert "; weights over the world, gradients over the node for *experts*; weights" in str(plan)
     # A machine without packages of several devices: what is inherited is what the preset's degree became.
@@ -173,18 +177,18 @@ BAD: list[tuple[Any, str]] = [
     ({"error_feedback": ["inter_nodes"]}, "did you mean 'inter_node'"),
     ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling'; expected a block with keys algorithm"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "node_all_gather: found algorithm 'pairs' without below_bytes"),
-    (codec("exp"), "codecs.weights.intra_node.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp or mpc"),
+    (codec("exp"), "codecs.weights.intra_node.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp, mpc or exact"),
     (codec("mpc", "gradients", "inter_node"), f"codecs.gradients.inter_node: {NO_FIXED_SIZE}"),
     (codec("mpc"), f"codecs.weights.intra_node: {NO_FIXED_SIZE}"),
     ({"codecs": {"except": {"*": "mpc"}}}, f"codecs.except.*: {NO_FIXED_SIZE}"),
     (codec({"codec": "int8", "rate": 8}), "codecs.weights.intra_node: found rate 8 with codec int8; expected zfp"),
     (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.intra_node: found dimension 1 with codec bf16; expected mpc"),
-    ({"preset": "zero3", "refresh_differences": True}, "refresh_differences: found true with weights over the world, of which"),
-    ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on "
-     "intra_node, inter_node with codec none, where a difference has no fewer bytes; "
-     "expected bf16, int8, int4, int2, zfp in hzero.codecs.weights"),
+    ({"refresh_differences": True}, "refresh_differences: found a key that is gone; expected codec 'exact' in hzero.codecs.we"),
+    ({"codecs": {"gradients": "exact"}}, "codecs.gradients.intra_package: found 'exact', which sends changes of weights; exp"),
+    ({"codecs": {"tensor": "exact"}}, "codecs.tensor.intra_package: found 'exact', which sends changes of weights; expected"),
+    ({"codecs": {"except": {"*": "exact"}}}, "codecs.except.*: found 'exact', which sends changes of weights"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
-    ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
+    ({"full_refresh_every": 9}, "full_refresh_every: found a key that is gone"),
     ({"refresh_message_bytes": 1 << 31}, "refresh_message_bytes: found 2147483648"),
     ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),
     ({"guard": 5.5}, "guard.discarded_steps: found 5.5; expected a valid integer"),

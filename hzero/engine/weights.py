@@ -295,7 +295,6 @@ class Weights:
         words = torch.stack([exact.words_of(head) for *_, head in measured])
         for (one, layout, new, old, head), most in zip(measured, self._largest(words)):
             size = layout.record_bytes(most)
-            print("SIZE", size, layout.dense_bytes, layout.head, most, len(one.params), file=open("/tmp/w/sizes","a"))
             if size >= layout.dense_bytes:
                 one.changes = False
                 continue

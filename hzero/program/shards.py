@@ -425,27 +425,31 @@ class ShardPlan:
 def _with_changes(codecs: config.CodecsConfig, refreshed: Sequence[Tier]) -> tuple[config.CodecsConfig, bool]:
     """The codecs with codec ``exact`` on all refreshed tiers or on none, and whether it is on them.
 
-    A payload of changes is forwarded from tier to tier. Where no copy is refreshed, codec ``exact`` is ``none``.
+    The outermost refreshed tier decides, since a payload of changes is forwarded from there inwards. Elsewhere codec ``exact``
+    is ``none``.
+
+    Args:
+        codecs: The codecs as written.
+        refreshed: Tiers that refreshes cross, innermost first.
 
     Raises:
-        ConfigError: Another refreshed tier has a lossy codec.
+        ConfigError: The outermost tier has codec ``exact``, and another one a lossy codec.
     """
     weights = {tier: codecs.weights[tier] for tier in TIERS}
     if not any(codec.traits.changes for codec in weights.values()):
         return codecs, False
-    changes = [tier for tier in refreshed if weights[tier].traits.changes]
-    for tier in refreshed if changes else ():
-        if not weights[tier].traits.exact:
-            raise ConfigError(
-                f"hzero.codecs.weights.{tier}: found {weights[tier].codec!r}, with 'exact' on {changes[0]}; expected 'exact' "
-                f"on both or on neither: weights are refreshed over both tiers, and changes of rounded weights are not exact"
-            )
+    outermost = weights[refreshed[-1]] if refreshed else PLAIN
     for tier, codec in weights.items():
-        if changes and tier in refreshed:
-            weights[tier] = weights[changes[0]]
+        if outermost.traits.changes and tier in refreshed:
+            if not codec.traits.exact:
+                raise ConfigError(
+                    f"hzero.codecs.weights.{tier}: found {codec.codec!r}, with 'exact' on {refreshed[-1]}; expected 'exact' on "
+                    "both or on neither: weights are refreshed over both tiers, and changes of rounded weights are not exact"
+                )
+            weights[tier] = outermost
         elif codec.traits.changes:
             weights[tier] = PLAIN
-    return codecs.model_copy(update={"weights": config.TierCodecs(**weights)}), bool(changes)
+    return codecs.model_copy(update={"weights": config.TierCodecs(**weights)}), outermost.traits.changes
 
 
 def _first_match(patterns: Sequence[tuple[str, Any]], names: Iterable[str]) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import random
@@ -18,7 +17,7 @@ from hzero.comm import Bucket, Chain, HopError, Runtime, WireLog, peers_of
 from hzero.comm.wires import STAGE, world_timeout
 from hzero.config import ALGORITHMS, CodecConfig, parse_config
 from hzero.errors import ConfigError, agreed
-from hzero.program.program import Program, gather_program, reduce_program
+from hzero.program.program import gather_program, reduce_program
 from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
 from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT, begin_anew, same_on_all_ranks
@@ -75,35 +74,6 @@ def check_gather_exact() -> None:
         whole = _everyones(dtype)[0]
         for got, want in zip(_gather(_collectives(grid), whole, dtype), whole):
             assert torch.equal(got[: want.numel()], want)
-
-
-def check_gathered_differences_are_added() -> None:
-    """Whatever the order of ranks; rotated or not, the same bits everywhere, and those of a decode that is added."""
-    for grid, leaf in itertools.product(GRIDS[WORLD], ("none", "int4", {"codec": "int8", "rotation": 64})):
-        _add_gathered(_collectives(grid, weights=dict.fromkeys(("intra_package", "intra_node", "inter_node"), leaf)))
-
-
-def _add_gathered(collectives: Runtime) -> None:
-    bucket, rank, hops = _bucket("weights", torch.bfloat16), dist.get_rank(), collectives.plan.gather_hops()
-    whole, copies = _everyones(torch.bfloat16)[:2]
-    shards = [tensor[rank * chunk : (rank + 1) * chunk] for tensor, chunk in zip(whole, bucket.chunks)]
-    before = [torch.cat([t, t.new_zeros(WORLD * chunk - t.numel())]) for t, chunk in zip(copies, bucket.chunks)]
-    after = [tensor.clone() for tensor in before]
-    codec = Codec.from_config(hops[0].codec)
-    decoded = bucket if codec.format.codec == "none" else dataclasses.replace(bucket, dtype=torch.float32)
-
-    program = gather_program(collectives.plan, hops, result=hops[-1].codec)
-    decode = gather_program(collectives.plan, hops).steps[-1]
-    adding = Program((dataclasses.replace(decode, add=True),))
-
-    def add(message: torch.Tensor) -> list[torch.Tensor]:
-        collectives.bind(adding, bucket).run(lambda: message, into=lambda: after).wait()
-        return collectives.bind(Program((decode,)), decoded).run(lambda: message).wait()
-
-    added = collectives.bind(program, bucket).run(lambda: shards, add).wait()
-    for old, part, new in zip(before, added, after):
-        assert torch.equal(new, (old.float() + part.float()).bfloat16())
-    assert same_on_all_ranks(after)
 
 
 def check_gather_bfloat16_in_codec_bf16() -> None:

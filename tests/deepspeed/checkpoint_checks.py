@@ -268,29 +268,6 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
         other.destroy()
 
 
-def check_a_resume_with_differences_repeats_the_bits() -> None:
-    """Both refresh whole weights after the save; without the key the resumed run alone does."""
-    codecs = {
-        "weights": dict.fromkeys(("intra_node", "inter_node"), "int4"),
-        "gradients": dict.fromkeys(("intra_package", "intra_node", "inter_node"), "int4"),
-    }
-    more = {"codecs": codecs, "refresh_differences": True, "full_refresh_every": 3}
-    for key, same in (({}, True), (None, False)):
-        folder = shared_folder()
-        engine = _engine(checkpoint=key, block=more)
-        train(engine, 2)
-        engine.save_checkpoint(str(folder))
-        want = train(engine, 4, first=2)
-        masters = masters_of(engine)
-        engine.destroy()
-        resumed = _engine(checkpoint=key, block=more, seed=9)
-        resumed.load_checkpoint(str(folder))
-        assert (train(resumed, 4, first=2) == want) == same
-        found = masters_of(resumed)
-        assert all(torch.equal(found[name], master) for name, master in masters.items()) == same
-        resumed.destroy()
-
-
 def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
     """Seeds are saved: same bits. Stock takes such files. Residuals start at zero, with a warning."""
     folder = shared_folder()

@@ -10,7 +10,7 @@ BLOCKS: list[dict[str, Any]] = [
     {"preset": "lossless"},
     {"preset": "topo", "error_feedback": ["inter_node"], "checksum": True},
     {"preset": "zero3", "node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 20}},
-    {"preset": "topo", "codecs": {"gradients": "int8"}, "refresh_differences": True},
+    {"preset": "exact", "codecs": {"gradients": "int8"}},
 ]
 
 

@@ -213,8 +213,6 @@ _ACCUMULATE = ("lossless", "topo", "replica")
 #: What is recorded. Each makes an engine and does something with it.
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{f"steps, {preset}": functools.partial(_steps, preset, 1 + (preset in _ACCUMULATE)) for preset in _SCHEDULES},
-    "steps, differences": functools.partial(_steps, "topo", 1, refresh_differences=True),
-    "steps, differences of whole weights": functools.partial(_steps, "replica", 1, refresh_differences=True),
     "steps, gathers by doubling": _node_gathers_by_doubling,
     "steps, shared boundary messages": _shared_boundary_messages,
     "steps, audits": functools.partial(_steps, "topo", 1, guard={"every": 1}),

@@ -59,9 +59,9 @@ def check_unused_parameters_do_not_delay_refreshes() -> None:
         engine.step()
     refresh, gather = state.weights._start_refresh, state.gather
 
-    def refreshing(params: Any) -> Any:
-        events.extend(("refresh", param.key) for param in params)
-        return refresh(params)
+    def refreshing(one: Any) -> Any:
+        events.extend(("refresh", param.key) for param in one.params)
+        return refresh(one)
 
     def gathering(params: Any, *rest: Any, **keywords: Any) -> Any:
         params = list(params)

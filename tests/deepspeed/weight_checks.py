@@ -1,4 +1,4 @@
-"""Secondary partitions: audits, refreshes that send differences, packed codes. Run by test_stage.py on 4 ranks."""
+"""Secondary partitions: audits, refreshes, packed codes. Run by test_stage.py on 4 ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.config import TIERS, Scope, tiers_outside
 from tests.deepspeed.training import (
     AwkwardNet,
     batch,
     block_of,
     ds_config,
     engine_of,
-    masters_of,
     mean_over_ranks,
     read_of,
-    shared_folder,
     train,
 )
 
@@ -91,9 +88,9 @@ def check_a_stale_weight_ends_training_by_its_name() -> None:
 
 
 def check_a_copy_that_differs_ends_training_by_its_name() -> None:
-    """One bit of another rank's shard, in one of the copies; also where copies are updated by differences, or have two scopes."""
+    """One bit of another rank's shard, in one of the copies; also where copies have two scopes."""
     scoped = {"shard": {"except": {"norm*": {"weights": "device"}}}}
-    for block in ({}, {"refresh_differences": True}, scoped):
+    for block in ({}, scoped):
         model = AwkwardNet()
         engine = engine_of(ds_config(block_of("topo", guard=AUDITED, **block), 1), model)
         train(engine, 1)
@@ -108,62 +105,11 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
         engine.destroy()
 
 
-def _block(weights: Scope, **changes: Any) -> dict[str, Any]:
-    """int4 on the tiers of the refresh, no loss on the tiers of the gathers."""
-    codecs = {"weights": dict.fromkeys(tiers_outside(weights), "int4")}
-    shard = {"weights": weights, "gradients": "world"}
-    return block_of("lossless", **{"shard": shard, "codecs": codecs, "refresh_differences": True, **changes})
-
-
-def _noise_db(engine: Any) -> float:
-    """Noise of the weights that forward reads, relative to the masters, in decibels below the weights."""
-    masters, noise, signal = masters_of(engine), 0.0, 0.0
-    for name, copy in read_of(engine).items():
-        if name in masters:
-            noise += float((copy.double() - masters[name].double()).square().sum())
-            signal += float(masters[name].double().square().sum())
-    return 10 * torch.log10(torch.tensor(signal / max(noise, 1e-300))).item()
-
-
-def check_differences_follow_the_weights_more_closely_than_int8() -> None:
-    """int4 differences stay nearer to the masters than int8 values, do not drift, and all ranks hold the same bits."""
-    int8 = engine_of(ds_config(block_of("lossless", codecs={"weights": dict.fromkeys(TIERS, "int8")})))
-    train(int8, 3)
-    coarse = _noise_db(int8)
-    int8.destroy()
-    for weights in ("device", "package"):
-        engine = engine_of(ds_config(_block(weights, guard={"every": 4})))
-        early = train(engine, 3) and _noise_db(engine)
-        late = train(engine, 9, first=3) and _noise_db(engine)
-        assert min(early, late) > coarse + 6, (weights, early, late, coarse)
-        assert late > early - 3, (weights, early, late)
-        assert hzero.state(engine).ratios["weights/inter_node"] > coarse, "of the copy, not of a difference"
-        engine.destroy()
-
-
-def check_whole_weights_are_sent_after_a_load_and_an_edit() -> None:
-    """What no difference leads to: forward reads exact weights then."""
-    folder = shared_folder()
-    engine = engine_of(ds_config(_block("device")))
-    train(engine, 2)
-    engine.save_checkpoint(str(folder))
-    train(engine, 2, first=2)
-    engine.load_checkpoint(str(folder))
-    assert _noise_db(engine) > 120
-    train(engine, 2, first=2)
-    with deepspeed.zero.GatheredParameters([engine.module.gain, engine.module.up.weight], modifier_rank=0):
-        if dist.get_rank() == 0:
-            engine.module.gain.data.fill_(5.0)
-            engine.module.up.weight.data.mul_(3.0)
-    assert float(read_of(engine)["gain"]) == 5.0
-    engine.destroy()
-
-
 class _WithNothing(AwkwardNet):
     """Has a parameter without elements."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
         self.nothing = torch.nn.Parameter(torch.zeros(0, 5))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -172,10 +118,12 @@ class _WithNothing(AwkwardNet):
 
 def check_an_evaluation_in_inference_mode_may_start_a_refresh() -> None:
     """What it keeps is trained with and added to; a parameter without elements is no obstacle."""
-    for block in (block_of("zero1"), _block("device"), _block("package")):
+    sixteen: dict[str, Any] = {"bf16": {"enabled": True}}  # changes, from copies that an evaluation has made
+    wide = {"width": 64, "inner": 150}
+    for preset, how, sizes in (("zero1", {}, {}), ("zero1", sixteen, wide), ("lossless", sixteen, wide)):
         losses = []
         for mode in (torch.no_grad, torch.inference_mode):
-            engine = engine_of(ds_config(block), _WithNothing())
+            engine = engine_of(ds_config(block_of(preset), **how), _WithNothing(**sizes))
             got = []
             for first in (0, 2):
                 with mode():
@@ -183,7 +131,7 @@ def check_an_evaluation_in_inference_mode_may_start_a_refresh() -> None:
                 got += train(engine, 2, first=first)
             engine.destroy()
             losses.append(got)
-        assert losses[0] == losses[1], (block, losses)
+        assert losses[0] == losses[1], (preset, losses)
 
 
 def check_an_edit_that_nobody_is_told_of_is_gone() -> None:

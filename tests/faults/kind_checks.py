@@ -36,7 +36,7 @@ TOPOLOGY = {"nodes": 2, "packages_per_node": 2, "devices_per_package": 1}
 RUNS: dict[str, tuple[dict[str, Any], bool]] = {
     "lossless": ({"preset": "lossless"}, False),
     "topo, kept whole": ({"preset": "topo", "guard": {"every": 1}}, True),
-    "topo, differences": ({"preset": "topo", "refresh_differences": True, "checksum": True}, False),
+    "exact": ({"preset": "exact", "checksum": True}, False),
     "zeropp": ({"preset": "zeropp"}, True),
     "replica": ({"preset": "replica"}, False),
     "replica, payload": ({"preset": "replica", "resident": "payload"}, True),

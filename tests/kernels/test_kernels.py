@@ -200,8 +200,8 @@ def test_unaligned_shards_are_moved_16_bytes_at_a_time() -> None:
         (costs, "--against /nowhere | found '/nowhere'; expected a checkout of hzero"),
         (launches, "--width -1 | found '-1'; expected more than 0"),
         (launches, "topo topp | presets: found 'topp'; expected .* (did you mean 'topo'?)"),
-        (messages, "lean --nodes 0 | found '0'; expected more than 0"),
-        (messages, "lena | presets: found 'lena'; expected .* (did you mean 'lean'?)"),
+        (messages, "exact --nodes 0 | found '0'; expected more than 0"),
+        (messages, "exat | presets: found 'exat'; expected .* (did you mean 'exact'?)"),
         (records, "all | unrecognized arguments: all"),
     ],
 )

@@ -85,7 +85,7 @@ def test_traffic_is_what_a_walk_of_all_messages_counts(
 @given(
     GRIDS,
     NUMELS,
-    st.sampled_from(["zero3", "topo", "lean", "zero1"]),
+    st.sampled_from(["zero3", "topo", "exact", "zero1"]),
     st.sampled_from(["device", "node", "world"]),
 )
 def test_traffic_with_exceptions_is_the_sum_of_its_parts(

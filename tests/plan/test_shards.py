@@ -150,27 +150,22 @@ def test_two_bits_with_stochastic_rounding_are_a_warning() -> None:
     assert not any("noise" in one for one in ShardPlan.from_config(block, Grid(1, 4, 2), 0).adaptations)
 
 
-def test_where_differences_have_no_effect_or_another_one() -> None:
-    """They need a lossy hop outside the weights' scope of this machine, and are not what a use gathers."""
-    codecs = {"weights": {"intra_package": "none", "intra_node": "int4", "inter_node": "int4"}}
-    block = parse_config({"preset": "topo", "refresh_differences": True, "full_refresh_every": 7, "codecs": codecs})
-    plan = ShardPlan.from_config(block, Grid(2, 4, 2), 0)
-    assert plan.differences == 7 and not plan.notes and not plan.adaptations
-    within = ShardPlan.from_config(block, Grid(1, 8, 1), 0)  # weights over all devices
-    assert not within.differences and any("over no tier here" in note for note in within.notes)
-    coarse = ShardPlan.from_config(block, Grid(2, 8, 1), 0)  # weights over the node
-    assert coarse.differences == 7 and any("on intra_node every use gathers" in one for one in coarse.adaptations)
-    for grid, scope, sent in (
-        (Grid(2, 4, 2), "package", "int2"),
-        (Grid(2, 8, 1), "node", "int2"),
-        (Grid(1, 4, 2), "package", "int2"),
-        (Grid(1, 8, 1), "node", ""),
+def test_where_codec_exact_applies() -> None:
+    """On all refreshed tiers of this machine or on none; elsewhere it is codec none."""
+    for preset, codecs, grid, refreshed in (
+        ("lossless", {}, Grid(2, 4, 2), ["inter_node", "intra_node"]),
+        ("lossless", {}, Grid(2, 8, 1), ["inter_node"]),  # weights over the node
+        ("lossless", {}, Grid(1, 8, 1), []),  # weights over all devices
+        ("topo", {"inter_node": "exact", "intra_node": "none"}, Grid(2, 4, 2), ["inter_node", "intra_node"]),
+        ("zero3", dict.fromkeys(TIERS, "exact"), Grid(2, 4, 2), []),
     ):
-        lean = ShardPlan.from_config(parse_config({"preset": "lean"}), grid, 0)
-        assert lean.weights_scope == scope and bool(lean.differences) == bool(sent)
-        assert {hop.codec.codec for hop in lean.refresh_hops()} == {sent} - {""}
-        assert {hop.codec.codec for hop in lean.unshard_hops()} == {"int8"}, "as topo"
-    codecs = {"weights": {"intra_package": "int4", "intra_node": "none", "inter_node": "none"}}
-    block = parse_config({"preset": "replica", "refresh_differences": True, "codecs": codecs})
-    exact = ShardPlan.from_config(block, Grid(2, 8, 1), 0)
-    assert not exact.differences and any("codec none on intra_node, inter_node" in note for note in exact.notes)
+        plan = ShardPlan.from_config(parse_config({"preset": preset, "codecs": {"weights": codecs}}), grid, 0)
+        assert plan.exact == bool(refreshed) and [hop.tier for hop in plan.refresh_hops() if plan.exact] == refreshed
+        assert {hop.codec.codec for hop in plan.refresh_hops()} == ({"exact"} if refreshed else set())
+        assert {hop.codec.codec for hop in plan.unshard_hops()} <= {"int8" if preset == "topo" else "none"}
+    mixed = parse_config({"preset": "topo", "codecs": {"weights": {"inter_node": "exact"}}})
+    with pytest.raises(
+        ConfigError, match=r"codecs\.weights\.intra_node: found 'int8', with 'exact' on inter_node; expected"
+    ):
+        ShardPlan.from_config(mixed, Grid(2, 4, 2), 0)
+    assert ShardPlan.from_config(mixed, Grid(2, 8, 1), 0).exact, "int8 on a tier that no refresh crosses"
