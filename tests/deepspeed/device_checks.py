@@ -7,16 +7,7 @@ import itertools
 import torch
 
 from hzero.codecs import backends
-from tests.deepspeed.training import (
-    ORDER,
-    Run,
-    batch,
-    block_of,
-    ds_config,
-    engine_of,
-    run,
-    train,
-)
+from tests.deepspeed.training import ORDER, Run, batch, block_of, ds_config, engine_of, run, train
 from tests.parity.compare import assert_row, row
 from tests.parity.deepspeed import Plain, Session
 

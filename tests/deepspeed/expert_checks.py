@@ -26,14 +26,9 @@ from tests.parity.compare import count_gathers, logged_bytes, planned_bytes
 NOTHING_KEPT = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "sub_group_size": 700}
 EXPERT, STEPS, HIDDEN, LAYERS = 2, 2, 20, 2
 SHAPE: dict[str, int] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 28,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 28, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def _mend_transformers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -17,7 +17,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import hzero
 from hzero.comm import HopError
 from hzero.comm.wires import process_group, world_timeout
-from hzero.config import TopologyConfig
+from hzero.config import ROLES, TopologyConfig
 from hzero.deepspeed.handles import GatherHandle
 from hzero.engine.engine import Owners
 from hzero.errors import ConfigError
@@ -34,48 +34,6 @@ from tests.deepspeed.training import (
     shared_folder,
     train,
 )
-
-
-class _PartlyUsed(torch.nn.Module):
-    """Two layers that no forward uses, in front of four that it does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = torch.nn.ModuleList(torch.nn.Linear(9, 9) for _ in range(2))
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(9, 9) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def check_unused_parameters_do_not_delay_refreshes() -> None:
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": 90, "stage3_param_persistence_threshold": 0}
-    engine = engine_of(ds_config(block_of("topo"), zero_optimization=zero), _PartlyUsed())
-    state, events = hzero.state(engine), []
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, 9)))
-        engine.step()
-    refresh, gather = state.weights._start_refresh, state.gather
-
-    def refreshing(params: Any) -> Any:
-        events.extend(("refresh", param.key) for param in params)
-        return refresh(params)
-
-    def gathering(params: Any, *rest: Any, **keywords: Any) -> Any:
-        params = list(params)
-        events.extend(("gather", param.ds_id) for param in params)
-        return gather(params, *rest, **keywords)
-
-    state.weights._start_refresh = refreshing
-    for param in engine.module.parameters():
-        param.all_gather_coalesced = gathering
-    engine(torch.ones(2, 9))
-    for layer in engine.module.layers[2:]:
-        number = layer.weight.ds_id
-        assert events.index(("refresh", number)) < events.index(("gather", number)), events
-    engine.destroy()
 
 
 def check_a_gather_that_fails_leaves_no_parameter_under_way() -> None:
@@ -196,3 +154,27 @@ def check_checkpoints_are_stock() -> None:
         other.destroy()
     assert_losses(losses[2], losses[0])
     assert_losses(losses[3], losses[1])
+
+
+def check_a_profile_has_every_hop_of_the_wire_log() -> None:
+    """By role, tier and codec, those of all threads, and the time in which the rank waits for them."""
+    engine = engine_of(ds_config(block_of("topo"), 2))
+    train(engine, 1, 2)
+    state = hzero.state(engine)
+    state.settle()
+    state.wire_log.reset()
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=every) as profiler:
+        train(engine, 1, 2, first=1)
+        state.settle()
+    names = Counter(event.name for event in profiler.events() if event.name.startswith("hzero: "))
+    entries = state.wire_log.entries()
+    assert {(entry.role, entry.tier) for entry in entries} == {
+        (role, tier) for role in ROLES for tier in ("intra_package", "inter_node")
+    }
+    for entry in entries:
+        of = [name for name in names if f" {entry.tier}: {entry.role} of " in name and f" codec {entry.codec}" in name]
+        assert sum(names[name] for name in of) == entry.hops, (entry, names)
+    assert names["hzero: wait"]
+    engine.destroy()

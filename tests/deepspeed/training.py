@@ -87,13 +87,6 @@ def means_over_ranks(losses: Sequence[torch.Tensor]) -> list[float]:
     return (values / dist.get_world_size()).tolist()
 
 
-def mean_gradient_norm(model: torch.nn.Module) -> float:
-    """The norm of the mean over ranks of a plain model's gradients."""
-    flat = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
-    dist.all_reduce(flat)
-    return float(torch.linalg.vector_norm(flat / dist.get_world_size()))
-
-
 def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **changes: Any) -> dict[str, Any]:
     """A DeepSpeed configuration for these tests; ``changes`` are merged one level deep."""
     config: dict[str, Any] = {

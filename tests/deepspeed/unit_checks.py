@@ -268,16 +268,14 @@ def check_odd_ways_through_layers() -> None:
     _compare(build)
 
 
-def check_checkpointing_without_reentry() -> None:
-    """Backward computes a layer again and goes back through it with one gather."""
-    hops = _compare(_checkpointed)
-    again = _compare(lambda: _lora(checkpointing=False), "topo")
-    assert max(hops["layer"], again["layer"]) <= 8 * PASSES, (hops, again)
-
-
-def check_reentrant_checkpointing() -> None:
-    hops = _compare(lambda: Decoder(checkpointing=True), like=_checkpointed)
-    assert hops["layer"] <= 8 * PASSES, hops
+def check_checkpointing() -> None:
+    """Backward computes a layer again and goes back through it with one gather, with reentry or without."""
+    for hops in (
+        _compare(_checkpointed),
+        _compare(lambda: _lora(checkpointing=False), "topo"),
+        _compare(lambda: Decoder(checkpointing=True), like=_checkpointed),
+    ):
+        assert hops["layer"] <= 8 * PASSES, hops
 
 
 def check_nested_layers_tied_weights_and_leaf_modules() -> None:
@@ -287,30 +285,6 @@ def check_nested_layers_tied_weights_and_leaf_modules() -> None:
         return built
 
     _compare(build)
-
-
-class _Tower(nn.Module):
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x=x)[0]
-        return x
-
-
-def check_layers_inside_a_leaf_module() -> None:
-    """Stock gathers the leaf as a whole, and has no hooks inside it."""
-
-    def build() -> Decoder:
-        built = Decoder()
-        built.tower, built.route = _Tower(built.layers), lambda self, x: self.tower(x)
-        del built.layers
-        set_z3_leaf_modules(built, [_Tower])
-        return built
-
-    _compare(build, "lossless")
 
 
 def check_a_layer_is_no_larger_than_the_limit() -> None:

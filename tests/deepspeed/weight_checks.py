@@ -159,33 +159,6 @@ def check_whole_weights_are_sent_after_a_load_and_an_edit() -> None:
     engine.destroy()
 
 
-class _WithNothing(AwkwardNet):
-    """Has a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = torch.nn.Parameter(torch.zeros(0, 5))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) + self.nothing.sum()
-
-
-def check_an_evaluation_in_inference_mode_may_start_a_refresh() -> None:
-    """What it keeps is trained with and added to; a parameter without elements is no obstacle."""
-    for block in (block_of("zero1"), _block("device"), _block("package")):
-        losses = []
-        for mode in (torch.no_grad, torch.inference_mode):
-            engine = engine_of(ds_config(block), _WithNothing())
-            got = []
-            for first in (0, 2):
-                with mode():
-                    engine(batch(first, 0))
-                got += train(engine, 2, first=first)
-            engine.destroy()
-            losses.append(got)
-        assert losses[0] == losses[1], (block, losses)
-
-
 def check_an_edit_that_nobody_is_told_of_is_gone() -> None:
     """As in stock. A parameter that is kept whole between steps must not let it into the secondary partition."""
     for preset in ("zero1", "lossless"):
