@@ -6,11 +6,7 @@ from tests.ranks import on_ranks
 
 TIERED = ("tests.comm.tiered_checks", "tests.comm.communicator_checks")
 CHECKS = (
-    *TIERED,
-    "tests.comm.fault_checks",
-    "tests.comm.message_checks",
-    "tests.comm.ddp_checks",
-    "tests.comm.activation_checks",
-)
+    *TIERED, "tests.comm.fault_checks", "tests.comm.message_checks", "tests.comm.ddp_checks", "tests.comm.activation_checks",
+)  # fmt: skip
 
-test_on_ranks = on_ranks({8: (*CHECKS, "tests.comm.compile_checks"), 6: TIERED})
+test_on_ranks = on_ranks({8: CHECKS, 6: TIERED})
