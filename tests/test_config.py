@@ -17,21 +17,6 @@ from hzero.topology.grid import Grid
 from tests.ranks import ROOT
 
 
-def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
-    """The other codecs and the degrees of presets are those of docs/presets.md (tests/test_site.py)."""
-    for preset, inside, between in (
-        ("topo", "int4", "int4"),
-        ("lean", "int4", "int4"),
-        ("lossless", "none", "none"),
-    ):
-        config = parse_config({"preset": preset})
-        gradients = {tier: config.codecs["gradients"][tier].codec for tier in TIERS}
-        group = {"inter_group": "int8"} if between == "int4" else {}
-        inner = dict.fromkeys(("intra_package", "intra_hive", "intra_node"), inside)
-        assert gradients == dict.fromkeys(TIERS, between) | inner | group
-        assert len({config.codecs["weights"][tier] for tier in TIERS}) == 1 and config.error_feedback == ()
-
-
 def test_former_presets_are_files_of_conf() -> None:
     for name, role, codec in (
         ("mild", "gradients", {"codec": "int8"}),
