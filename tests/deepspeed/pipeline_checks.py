@@ -35,6 +35,7 @@ from hzero.errors import ConfigError
 from hzero.manifest import Manifest
 from hzero.topology import discovery, resolve_grid
 from tests.deepspeed.training import TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
+from tests.rank_main import same_on_all_ranks
 from tests.topology import trees
 
 #: The last is the elements of a bucket of gradients.
@@ -179,17 +180,8 @@ def same_weights(engine: Any) -> bool:
         start = optimizer.hzero.gradients.plan.rank * size
         parts = optimizer._parts(index, start, size)
         whole += [master[a - start : b - start] for param, _, a, b in parts if not is_model_parallel_parameter(param)]
-    equal = torch.ones(1, dtype=torch.int64)
-    for flats, group in (
-        (optimizer.bit16_groups_flat, engine.mpu.get_data_parallel_group()),
-        (whole, engine.mpu.get_slice_parallel_group()),
-    ):
-        mine = torch.cat([flat.detach().reshape(-1).view(torch.uint8) for flat in flats])
-        first = mine.clone()
-        dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
-        equal *= int(torch.equal(first, mine))
-    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
-    return bool(equal)
+    data, model = engine.mpu.get_data_parallel_group(), engine.mpu.get_slice_parallel_group()
+    return all([same_on_all_ranks(optimizer.bit16_groups_flat, data), same_on_all_ranks(whole, model)])
 
 
 def check_pipelines_give_the_losses_of_stock() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 from collections import Counter
+from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm.comm import comms_logger
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -178,3 +183,46 @@ def check_a_profile_has_every_hop_of_the_wire_log() -> None:
         assert sum(names[name] for name in of) == entry.hops, (entry, names)
     assert names["hzero: wait"]
     engine.destroy()
+
+
+def _logged(engine: Any) -> dict[str, tuple[int, int]]:
+    """Bytes and hops of the wire log, which DeepSpeed's logger must have, the same on all ranks."""
+    state = hzero.state(engine)
+    state.settle()
+    found = {
+        name: (sum(size * one[0] for size, one in sizes.items()), sum(one[0] for one in sizes.values()))
+        for name, sizes in comms_logger.comms_dict.items()
+        if name.startswith("hzero ")
+    }
+    hops = [one for one in state.wire_log.entries() if one.wire_bytes]
+    assert found == {f"hzero {one.role}, {one.tier}, {one.codec}": (one.wire_bytes, one.hops) for one in hops}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    assert every == [found] * len(every)
+    return found
+
+
+def check_the_summary_of_comms_logger_has_the_bytes_on_the_wire() -> None:
+    logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(engine := engine_of(ds_config({"preset": "topo"})), 1)
+        engine.destroy()
+        assert not comms_logger.comms_dict
+        engine = engine_of(ds_config(block_of("topo"), 2, comms_logger=logger))
+        train(engine, 2, 2)
+        before = _logged(engine)
+        with torch.no_grad():
+            engine(batch(2, 0))
+        assert _logged(engine) != before
+        deepspeed.comm.log_summary(show_straggler=True)
+        engine.destroy()
+    comms_logger.enabled = False
+    if dist.get_rank() == 0:
+        starts = [line for line in said.getvalue().splitlines() if line.startswith("hzero: topo on ")]
+        assert [line.partition("; ")[0].removeprefix("hzero: topo on ") for line in starts] == [
+            "1 node x 4 packages x 1 device (CPU ranks, no topology declared)",
+            "2 nodes x 1 package x 2 devices",
+        ]
+        _, summary, stragglers = printed.getvalue().split("Comm. Op")
+        for rows in (summary, stragglers):
+            assert "\nhzero weights, inter_node, int8\n" in rows and "\nhzero gradients, inter_node, int4\n" in rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,48 +144,6 @@ def train(
         if norms is not None:
             norms.append(float(engine.get_global_grad_norm()))
     return means_over_ranks(losses)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a training leaves behind.
-
-    Attributes:
-        losses: Of every step.
-        norms: Of every step's gradients.
-        masters: Exact weights by name.
-        log: Entries of the wire log; none of stock.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    masters: dict[str, torch.Tensor]
-    log: list[Any]
-
-    def has_bits_of(self, other: Run) -> bool:
-        """Whether losses and masters are the same."""
-        pairs = [(master, other.masters[name]) for name, master in self.masters.items()]
-        return self.losses == other.losses and all(
-            torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs
-        )
-
-
-def run(
-    block: dict[str, Any] | None,
-    accumulation: int = 1,
-    steps: int = 2,
-    model: torch.nn.Module | None = None,
-    **changes: Any,
-) -> Run:
-    """Trains with a new engine; ``changes`` are those of `ds_config`."""
-    engine, norms = engine_of(ds_config(block, accumulation, **changes), model), list[float]()
-    losses = train(engine, steps, accumulation, norms=norms, managed=changes.get("managed_gradient_accumulation", True))
-    masters, own = masters_of(engine), hzero.state(engine)
-    if own is not None:
-        own.settle()
-    found = Run(losses, norms, masters, own.wire_log.entries() if own is not None else [])
-    engine.destroy()
-    return found
 
 
 def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5, what: str = "losses") -> None:
