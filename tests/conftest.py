@@ -7,26 +7,12 @@ from hypothesis import settings
 
 #: Files that take longest, which begin first: at the end no process should have a long one alone. make test keeps the order.
 LONGEST = (
-    "kernels/test_sanitizers.py",
-    "deepspeed/test_stage.py",
-    "faults/test_between_steps.py",
-    "comm/test_tiered.py",
-    "faults/test_endings.py",
-    "slurm/test_jobs.py",
-    "clients/test_clients.py",
-    "deepspeed/test_units.py",
-    "parity/test_parity.py",
-    "fsdp/test_fsdp.py",
-    "faults/test_kinds.py",
-    "comm/test_mpi.py",
-    "deepspeed/test_adoption.py",
-    "examples/test_examples.py",
-    "clients/test_resume.py",
-    "train/test_train.py",
-    "kernels/test_kernels.py",
-    "faults/test_stops.py",
-    "test_readme.py",
-)
+    "kernels/test_sanitizers.py", "deepspeed/test_stage.py", "faults/test_between_steps.py", "comm/test_tiered.py",
+    "faults/test_endings.py", "slurm/test_jobs.py", "clients/test_clients.py", "deepspeed/test_units.py",
+    "parity/test_parity.py", "fsdp/test_fsdp.py", "faults/test_kinds.py", "comm/test_mpi.py", "deepspeed/test_adoption.py",
+    "examples/test_examples.py", "clients/test_resume.py", "train/test_train.py", "kernels/test_kernels.py",
+    "faults/test_stops.py", "test_readme.py",
+)  # fmt: skip
 
 # A deadline says more of what else the machine does than of the code.
 settings.register_profile("hzero", deadline=None)

@@ -64,29 +64,19 @@ class _Command:
         ("wait()", 0, ""),
         ("wait()\nreturn 75 if rank == 1 else 0", 75, ""),
         ("wait()\nraise ConfigError('steps: found 0')", 2, "hzero: error: steps: found 0\n"),
-        (
-            "wait()\nif rank == 1: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full/\\x1bfile')\ntime.sleep(60)",
-            1,
-            "No space left on device: /full/\\x1bfile\nhzero: rank 1 failed; all ranks are ended\nhzero: logs of",
-        ),
-        (
-            "wait()\nif rank == 2: os.kill(os.getpid(), 9)\ntime.sleep(60)",
-            1,
-            "hzero: rank 2 died: signal SIGKILL, perhaps out of memory; all ranks are ended\nhzero: logs of",
-        ),
+        ("wait()\nif rank == 1: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full/\\x1bfile')\ntime.sleep(60)", 1,
+         "No space left on device: /full/\\x1bfile\nhzero: rank 1 failed; all ranks are ended\nhzero: logs of"),
+        ("wait()\nif rank == 2: os.kill(os.getpid(), 9)\ntime.sleep(60)", 1,
+         "hzero: rank 2 died: signal SIGKILL, perhaps out of memory; all ranks are ended\nhzero: logs of"),
         (  # who waited for another rank is not to blame, though its error comes first
             "wait()\nif rank == 0: raise PeerError('waited', [1])\ntime.sleep(0.3)\nif rank == 1: 1 / 0\ntime.sleep(60)",
             1,
             "ZeroDivisionError: division by zero\nhzero: rank 1 failed; all ranks are ended\n",
         ),
-        (
-            "wait()\nif rank == 1: sys.exit(3)\ntime.sleep(60)",
-            1,
-            "hzero: rank 1 died: exit status 3; all ranks are end",
-        ),
+        ("wait()\nif rank == 1: sys.exit(3)\ntime.sleep(60)", 1, "hzero: rank 1 died: exit status 3; all ranks are end"),
     ],
     ids=["well", "unfinished", "refused", "full disk", "killed", "waited", "exit"],
-)
+)  # fmt: skip
 def test_how_ranks_end(tmp_path: Path, body: str, status: int, told: str) -> None:
     out, err = _Command(tmp_path, body).finish()
     assert out == f"status {status}\n", err

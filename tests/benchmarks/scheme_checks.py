@@ -57,15 +57,8 @@ def check_schemes_without_codec_have_the_losses_of_ddp() -> None:
     assert expected[0] > expected[-1]
     shards = {"hsdp-package": 2}
     names = (
-        "fsdp2",
-        "fsdp2-node",
-        "fsdp2-lossless",
-        "hsdp-package",
-        "zero3-deepspeed",
-        "hpz-deepspeed",
-        "hpz",
-        "lossless",
-    )
+        "fsdp2", "fsdp2-node", "fsdp2-lossless", "hsdp-package", "zero3-deepspeed", "hpz-deepspeed", "hpz", "lossless",
+    )  # fmt: skip
     for name in names:
         scheme, losses = _one(name, "fp32")
         assert scheme.parameters == parameters, name

@@ -6,44 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from benchmarks.cluster.shape import Cluster
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.machine import commit
 from benchmarks.compare.store import Store
-from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import RESULTS, line_of, read_rows
 from tests.benchmarks.rows import MAIN, changed
 from tests.ranks import LONG, ROOT, run_python
 
-CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog.yaml").read_text())
-
-
 # --- bytes ---
-
-
-def test_bytes_of_hzero_are_the_plans() -> None:
-    cluster, numels = Cluster.from_text("2x2x2", "none"), [1 << 20]
-    keywords: dict[str, Any] = {"itemsize": 2, "accumulation": 2}
-    found = {
-        (name, way): step_bytes(CATALOG[name], cluster, numels, reduce_scatter=way, **keywords)
-        for name in ("topo", "lossless")
-        for way in ("gloo", "ring")
-    }
-    m = float(2 * numels[0])
-    # Between nodes, all ranks: weights once in int8 (M/2 and scales of 2 bytes in 128), gradients once in int4 (M/4), half each.
-    assert found["topo", "gloo"]["inter_node"] == pytest.approx(2 * m / 2 * (0.5 + 0.25) * (1 + 2 / 128), rel=0.02)
-    # hzero reduces in its own way: nothing goes twice.
-    assert all(found[name, "gloo"] == found[name, "ring"] for name in ("topo", "lossless"))
-    # Without codec, in the package: weights twice a micro-batch, gradients once.
-    assert found["lossless", "gloo"]["intra_package"] == 8 * m / 2 * (4 + 2)
-    fewer = step_bytes(CATALOG["lossless"], cluster, numels, reduce_scatter="ring", fetches=1.5, **keywords)
-    assert (
-        fewer["intra_package"] == 8 * m / 2 * (3 + 2) and fewer["inter_node"] == found["lossless", "ring"]["inter_node"]
-    )
-    # A hook of DDP has no plan, not even one with an empty configuration.
-    assert step_bytes(CATALOG["ddp-none"], cluster, numels, reduce_scatter="ring", **keywords) == {}
 
 
 # --- store ---

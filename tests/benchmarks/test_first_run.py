@@ -15,12 +15,8 @@ from benchmarks.report.first_run import SCHEMES, Folder, page, predictions
 MEASURED = {"zero3": 2.5, "zeropp": 2.3, "hsdp": 2.3, "topo": 2.2, "lossless": 2.4, "lanes": 2.1}
 BYTES = {"zeropp": 7.7e9, "topo": 7.7e9, "lossless": 20e9, "lanes": 7.7e9}
 PLAN = {
-    "ZeRO-3": (2.5, None),
-    "zeropp": (2.3, 7.7e9),
-    "HSDP, node": (2.28, None),
-    "topo": (2.26, 7.7e9),
-    "lossless": (2.4, 20e9),
-}
+    "ZeRO-3": (2.5, None), "zeropp": (2.3, 7.7e9), "HSDP, node": (2.28, None), "topo": (2.26, 7.7e9), "lossless": (2.4, 20e9),
+}  # fmt: skip
 #: Rows of the plan's memory, of which a run has the first two.
 STATES = [
     {"name": "secondary partition", "bytes": 5_100_000_000},
@@ -60,13 +56,8 @@ def run(tmp_path: Path) -> Path:
     _write(tmp_path / "logs/plan.log", plan)
     _write(tmp_path / "logs/doctor.log", {"verdict": "good", "remarks": [], "versions": "hzero 0.1.0, RCCL 2.27.7"})
     row = {
-        "tier": "inter_node",
-        "ranks": 2,
-        "algorithm": "library",
-        "size_bytes": 2_000_000,
-        "min_us": 100.0,
-        "max_us": 100.0,
-    }
+        "tier": "inter_node", "ranks": 2, "algorithm": "library", "size_bytes": 2_000_000, "min_us": 100.0, "max_us": 100.0,
+    }  # fmt: skip
     _write(
         tmp_path / "links.json",
         {"schema": "hzero-links-1", "date": "", "machine": {}, "versions": {}, "backend": "nccl", "device": "MI250X"}

@@ -15,13 +15,9 @@ needs_clients = pytest.mark.skipif(
 )
 
 CHECKS = (
-    "tests.clients.trainer_checks",
-    "tests.clients.accelerate_checks",
-    "tests.clients.lightning_checks",
-    "tests.clients.trl_checks",
-    "tests.clients.deepspeed_checks",
-    "tests.clients.ulysses_checks",
-)
+    "tests.clients.trainer_checks", "tests.clients.accelerate_checks", "tests.clients.lightning_checks",
+    "tests.clients.trl_checks", "tests.clients.deepspeed_checks", "tests.clients.ulysses_checks",
+)  # fmt: skip
 
 
 test_client = needs_clients(on_ranks({4: CHECKS, 2: ("tests.clients.qlora_checks",)}))

@@ -19,19 +19,10 @@ from tests.ranks import LONG
 
 #: Of every Trainer.
 ARGUMENTS: dict[str, Any] = {
-    "per_device_train_batch_size": BATCH,
-    "per_device_eval_batch_size": 4,
-    "gradient_accumulation_steps": ACCUMULATION,
-    "max_grad_norm": CLIP,
-    "learning_rate": LR,
-    "lr_scheduler_type": "constant",
-    "max_steps": STEPS,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+    "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": ACCUMULATION,
+    "max_grad_norm": CLIP, "learning_rate": LR, "lr_scheduler_type": "constant", "max_steps": STEPS, "logging_steps": 1,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
 
 
 def trainer_of(
@@ -86,13 +77,9 @@ def check_trainer_accumulates_and_clips() -> None:
 
 
 BEST = {
-    "eval_strategy": "steps",
-    "save_strategy": "steps",
-    "eval_steps": STEPS // 2,
-    "save_steps": STEPS // 2,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "eval_loss",
-}
+    "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": STEPS // 2, "save_steps": STEPS // 2,
+    "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+}  # fmt: skip
 
 
 @LONG

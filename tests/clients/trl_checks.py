@@ -30,10 +30,7 @@ def trained(preset: str | None, **changes: Any) -> Run:
         output_dir=str(shared_folder()), deepspeed=config_of(preset), bf16=False, **{**ARGUMENTS, **changes}
     )
     trainer = trl.SFTTrainer(
-        llama(),
-        arguments,
-        train_dataset=datasets.Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer(),
+        llama(), arguments, train_dataset=datasets.Dataset.from_dict({"text": texts}), processing_class=tokenizer()
     )
     trainer.train()
     return Run(logged(trainer, "loss"), logged(trainer, "grad_norm")).end(trainer.model_wrapped)

@@ -28,14 +28,13 @@ class Wires:
 
     Attributes:
         calls: Collectives that the rank has started.
-        received: Bytes that it has received from others.
     """
 
     library_sums = False
 
     def __init__(self, own: int, size: int, boxes: dict[tuple[int, int], queue.Queue]) -> None:
         self._own, self._size, self._boxes = own, size, boxes
-        self.calls = self.received = 0
+        self.calls = 0
 
     def _swap(self, sent: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> Any:
         self.calls += 1
@@ -45,7 +44,6 @@ class Wires:
         def wait() -> None:
             for source, part in into.items():
                 part.copy_(self._boxes[source, self._own].get(timeout=_TIMEOUT_S))
-                self.received += part.numel() * (source != self._own)
 
         return SimpleNamespace(wait=wait)
 
@@ -55,9 +53,6 @@ class Wires:
     def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Any:
         rows = (dict(enumerate(whole.view(self._size, -1))) for whole in (message, output))
         return self._swap(*rows)
-
-    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Any:
-        return self._swap({target: message}, {source: output})
 
     def broadcast(self, message: torch.Tensor, root: int) -> Any:
         if self._own == root:

@@ -249,35 +249,6 @@ def _soon(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
-    lanes = ThreadLanes()
-    used: list[Any] = [("gradients", "intra_package"), ("gradients", "inter_node")]
-    first, second = _Started(), _Started()
-    one, two = (lanes.submit(_by_hand(hops, used, n), _CALL) for n, hops in enumerate((first, second)))
-    assert _soon(lambda: len(first) == 1) and not second
-    first.arrive(0)
-    assert _soon(lambda: (len(first), len(second)) == (2, 1))
-    second.arrive(0)
-    first.arrive(1)
-    assert _soon(lambda: one.done and len(second) == 2)
-    second.arrive(1)
-    assert _soon(lambda: two.done) and (one.wait(), two.wait()) == (0, 1)
-
-
-def test_the_next_hop_starts_before_the_result_of_the_last_is_made() -> None:
-    lanes, used, hops = ThreadLanes(), [("weights", "intra_package")], _Started()
-
-    def decode() -> int:
-        assert _soon(lambda: len(hops) == 2)
-        return 1
-
-    chains: list[Any] = [lanes.submit(_by_hand(hops, used, result), _CALL) for result in (decode, 2)]
-    chains.append(lanes.submit(_by_hand(hops, used, 3), _CALL, after=chains[1:]))  # it needs the result
-    for number in range(3):
-        hops.arrive(number)
-    assert [chain.wait() for chain in chains] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop(error: type[BaseException]) -> None:
     """Its peers have started theirs, and would pair it with the next chain's; all chains on its lanes fail."""

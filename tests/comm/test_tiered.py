@@ -5,12 +5,6 @@ from __future__ import annotations
 from tests.ranks import on_ranks
 
 TIERED = ("tests.comm.tiered_checks", "tests.comm.communicator_checks")
-CHECKS = (
-    *TIERED,
-    "tests.comm.fault_checks",
-    "tests.comm.message_checks",
-    "tests.comm.ddp_checks",
-    "tests.comm.activation_checks",
-)
+CHECKS = (*TIERED, "tests.comm.fault_checks", "tests.comm.ddp_checks", "tests.comm.activation_checks")
 
-test_on_ranks = on_ranks({8: (*CHECKS, "tests.comm.compile_checks"), 6: TIERED})
+test_on_ranks = on_ranks({8: CHECKS, 6: TIERED})

@@ -26,14 +26,9 @@ from tests.parity.compare import count_gathers, logged_bytes, planned_bytes
 NOTHING_KEPT = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "sub_group_size": 700}
 EXPERT, STEPS, HIDDEN, LAYERS = 2, 2, 20, 2
 SHAPE: dict[str, int] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 28,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 28, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def _mend_transformers() -> None:
@@ -97,8 +92,7 @@ def check_experts_over_ranks_give_the_same_losses() -> str:
         shown = [" ".join(f"{value:.7g}" for value in values) for values in (losses, norms)]
         memory = sum(state.memory(engine.optimizer).values())
         table.append(f"{expert:2} {preset:8} {shown[0]:>21} {shown[1]:>19} {node:17,} {memory:15,}")
-        engine.destroy()
-        _forget_groups()
+        _end(engine)
     return "\n".join(table)
 
 
@@ -115,8 +109,7 @@ def check_experts_in_16_bits_give_stocks_losses() -> str:
         assert [*losses, *norms] == pytest.approx(stock, rel=0.05 if preset == "topo" else 5e-4)
         shown = [" ".join(f"{value:.7f}" for value in values) for values in (losses, norms)]
         table.append(f"{preset or 'ZeRO-3':8} {shown[0]:>21} {shown[1]:>21}")
-        engine.destroy()
-        _forget_groups()
+        _end(engine)
     return "\n".join(table)
 
 
@@ -139,7 +132,7 @@ def check_tokens_go_to_experts_in_the_codec_of_their_tier() -> None:
     )
     engine.destroy()
     assert not any("hzero_group" in vars(layer) or "forward" in vars(layer) for layer in layers)
-    _forget_groups()
+    _end()
 
 
 def check_tokens_that_cannot_be_sent_are_refused_at_start() -> None:
@@ -147,12 +140,12 @@ def check_tokens_that_cannot_be_sent_are_refused_at_start() -> None:
         block = block_of("lossless", codecs={"expert": {"intra_package": "int8" if own else "mpc"}}, **own)
         with pytest.raises(ConfigError, match=f"hzero.{found} with coded tokens; expected codecs of fixed size"):
             _engine(block, EXPERT)
-        _forget_groups()
+        _end()
     with pytest.raises(
         ConfigError, match=r"hzero.codecs.expert: found none on the tiers .* of 2 ranks cross \(intra_package\)"
     ):
         _engine(block_of("lossless", codecs={"expert": {"inter_node": "int8"}}), EXPERT)
-    _forget_groups()
+    _end()
 
 
 def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:
@@ -180,8 +173,7 @@ def check_bytes_of_experts_and_tokens_are_those_of_the_plan() -> None:
         assert logged == +planned, (preset, logged, planned)
         if preset == "lossless":  # codecs have scales, whose number depends on how parameters are stacked
             assert all(logged[place] == size for place, size in rows.items() if place[0] != "weights"), (logged, rows)
-        engine.destroy()
-        _forget_groups()
+        _end(engine)
 
 
 def _planned(preset: str) -> dict[str, Any]:
@@ -215,15 +207,13 @@ def check_a_checkpoint_of_experts_continues() -> None:
         engine.eval()
         with torch.no_grad():  # gathers primary shards of both partitions
             losses[-1].append(float(_loss(engine, 3, 0)))
-        engine.destroy()
-        _forget_groups()
+        _end(engine)
     assert losses[0] == losses[1]
     for expert in (0, 4):
         engine = _engine(block, expert)
         with pytest.raises(ConfigError, match=r"found other parameters .*mlp\.experts.*the expert_parallel"):
             engine.load_checkpoint(str(folder))
-        engine.destroy()
-        _forget_groups()
+        _end(engine)
 
 
 def check_collectives_of_autoep_have_one_order() -> None:
@@ -232,14 +222,15 @@ def check_collectives_of_autoep_have_one_order() -> None:
         with recording() as trace:
             engine = _engine(block_of("topo", order=order), EXPERT)
             train(engine, 1, 2, loss_of=_loss)
-            engine.destroy()
-        _forget_groups()
+            _end(engine)
         pairs, _ = trace.unordered()
         if dist.get_rank() == 0:
             assert bool(pairs) == (order == "lanes"), f"{order}: {len(pairs)} pairs\n" + "\n".join(pairs[:3])
 
 
-def _forget_groups() -> None:
+def _end(engine: Any = None) -> None:
     """DeepSpeed keeps the groups of AutoEP for the next engine, which may divide experts otherwise."""
+    if engine is not None:
+        engine.destroy()
     groups._get_expert_parallel_group_dict().clear()
     groups._get_expert_data_parallel_group_dict().clear()

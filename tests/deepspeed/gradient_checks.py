@@ -10,13 +10,11 @@ import sys
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
-from deepspeed.utils import groups, safe_get_full_grad
+from deepspeed.utils import safe_get_full_grad
 
 import hzero
 from hzero.comm import HopError
@@ -26,17 +24,14 @@ from tests.comm.faulty import FaultyRuntime
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.training import (
     INNER,
-    LR,
     WIDTH,
     AwkwardNet,
-    assert_losses,
     assert_masters,
     batch,
     block_of,
     ds_config,
     engine_of,
     masters_of,
-    mean_gradient_norm,
     train,
 )
 
@@ -75,38 +70,6 @@ def check_fp16_sums_of_large_gradients_are_finite() -> None:
         found = safe_get_full_grad(engine.module.weight)
         torch.testing.assert_close(found.float(), torch.full((3, 5), 4e4), rtol=1e-3, atol=0.0)
         engine.destroy()
-
-
-def check_sequence_parallelism_has_whole_gradients() -> None:
-    """Ulysses: two ranks share a sequence. Norms are those of stock ZeRO-3 and of one rank with whole sequences."""
-
-    def half(step: int) -> torch.Tensor:
-        place = dist.get_rank() % 2
-        return batch(step, 0, rank=dist.get_rank() // 2)[:, 4 * place : 4 * place + 5]
-
-    reference = AwkwardNet()
-    trainable = [param for param in reference.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
-    want = []
-    for step in range(3):
-        sequences = dist.get_world_size() // 2
-        sum(reference(batch(step, 0, rank=sequence)) / sequences for sequence in range(sequences)).backward()
-        want.append(float(torch.nn.utils.clip_grad_norm_(trainable, 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    for block in (None, block_of("lossless"), block_of("zero3")):
-        try:
-            deepspeed.init_distributed("gloo", verbose=False)
-            mpu.initialize_sequence_parallel(sequence_parallel_size=2)
-            engine = engine_of(ds_config(block), mpu=mpu)
-            norms: list[float] = []
-            train(engine, 3, norms=norms, loss_of=lambda engine, step, _: engine(half(step)))
-            assert engine.sequence_parallel_size == 2
-            assert_losses(norms, want, 1e-4, f"gradient norms of {block}")
-            engine.destroy()
-        finally:
-            mpu._release_sequence_parallel_groups()
-            groups.mpu = None
 
 
 def check_a_message_that_arrives_changed_is_never_stepped() -> None:
@@ -260,26 +223,6 @@ def check_an_error_before_any_hop_gives_up_the_window() -> None:
         with mock.patch.object(gradients, "_accumulate", failing), pytest.raises(MemoryError, match="second bucket"):
             engine.backward(engine(batch(1, 0)))
         _assert_given_up(engine, MemoryError)
-        engine.destroy()
-
-
-def check_reductions_under_way_leave_newer_gradients_alone() -> None:
-    """A micro-batch, then several backwards with one reduction and a reader in between, in one window."""
-    for preset in ("zero3", "hpz", "lossless"):
-        zero = {"stage": 3, "reduce_bucket_size": 300}
-        config = ds_config(block_of(preset), 2, gradient_clipping=0.0, zero_optimization=zero)
-        engine, reference = engine_of(config), AwkwardNet()
-        engine.backward(engine(batch(0, 0)))
-        engine.step()
-        with engine.coalesce_grad_reduction():
-            for micro in (1, 2):
-                engine.backward(engine(batch(0, micro)))
-                if micro == 1 and preset != "lossless":
-                    safe_get_full_grad(engine.module.up.weight)
-        engine.step()
-        for micro in range(3):
-            (reference(batch(0, micro)) / 2).backward()
-        assert_losses([engine.get_global_grad_norm()], [mean_gradient_norm(reference)], 1e-4, f"norms of {preset}")
         engine.destroy()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -34,7 +34,8 @@ from hzero.deepspeed.pipeline import StageMessages
 from hzero.errors import ConfigError
 from hzero.manifest import Manifest
 from hzero.topology import discovery, resolve_grid
-from tests.deepspeed.training import LR, TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
+from tests.deepspeed.training import TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
+from tests.rank_main import same_on_all_ranks
 from tests.topology import trees
 
 #: The last is the elements of a bucket of gradients.
@@ -95,30 +96,14 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-class ByRates(PipelineModule):
-    """A ``PipelineModule`` whose stages have layers in proportion to their rates. docs/parallel.md has the same class."""
-
-    def __init__(self, *args: Any, rates: Sequence[float], **kwargs: Any) -> None:
-        self.rates = list(rates)
-        super().__init__(*args, **kwargs)
-
-    def _partition_layers(self, method: str = "uniform") -> None:
-        count, stage = len(self._layer_specs), self._topo.get_coord(self.global_rank).pipe
-        sums = [0.0, *itertools.accumulate(self.rates)]
-        self.parts = [round(count * part / sums[-1]) for part in sums]
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
-
-
-def pipeline_of(
-    config: dict[str, Any], tensor: int, tied: bool = False, stages: int = 2, rates: Sequence[float] = ()
-) -> Any:
+def pipeline_of(config: dict[str, Any], tensor: int, tied: bool = False) -> Any:
     """An engine of pipeline stages, their embedding and head tied or not; stock where the configuration has no block."""
     deepspeed.init_distributed("gloo", verbose=False)
     dist.barrier()  # a rank may still connect to a group whose engine others have refused
     while made:
         dist.destroy_process_group(made.pop())
     kept, world = set(c10d._world.pg_map), dist.get_world_size()
-    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=world // stages // tensor)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=tensor, num_dp=world // 2 // tensor)
     group = None
     if tensor > 1:
         lists = topology.get_axis_comm_lists("model")
@@ -131,8 +116,7 @@ def pipeline_of(
         *(LayerSpec(Block, seed, group) for seed in (2, 3, 4)),
         TiedLayerSpec("embed", Embed, forward_fn=_head) if tied else LayerSpec(Head),
     ]
-    make = functools.partial(ByRates, rates=rates) if rates else PipelineModule
-    model = make(layers, topology=topology, loss_fn=_loss, partition_method="uniform")
+    model = PipelineModule(layers, topology=topology, loss_fn=_loss, partition_method="uniform")
     # hzero's own live as long as the world.
     made.extend(one for one in c10d._world.pg_map if one not in kept and not one.group_desc.startswith("hzero "))
     return engine_of(config, model)
@@ -145,7 +129,6 @@ def train_pipeline(
     steps: int = 3,
     accumulation: int = 3,
     tied: bool = False,
-    rates: Sequence[float] = (),
 ) -> tuple[list[float], list[float], Any]:
     """Losses, norms of gradients, and the engine."""
     config = ds_config(None, accumulation, zero_optimization={"stage": 1, "reduce_bucket_size": BUCKET})
@@ -155,7 +138,7 @@ def train_pipeline(
             config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     if block is not None:
         config["zero_optimization"]["hzero"] = {"topology": TOPOLOGY, **block}
-    engine = pipeline_of(config, tensor, tied, rates=rates)
+    engine = pipeline_of(config, tensor, tied)
     losses, norms = [], []
     for step in range(steps):
         losses.append(float(engine.train_batch(batches(engine, step, accumulation))))
@@ -197,17 +180,8 @@ def same_weights(engine: Any) -> bool:
         start = optimizer.hzero.gradients.plan.rank * size
         parts = optimizer._parts(index, start, size)
         whole += [master[a - start : b - start] for param, _, a, b in parts if not is_model_parallel_parameter(param)]
-    equal = torch.ones(1, dtype=torch.int64)
-    for flats, group in (
-        (optimizer.bit16_groups_flat, engine.mpu.get_data_parallel_group()),
-        (whole, engine.mpu.get_slice_parallel_group()),
-    ):
-        mine = torch.cat([flat.detach().reshape(-1).view(torch.uint8) for flat in flats])
-        first = mine.clone()
-        dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
-        equal *= int(torch.equal(first, mine))
-    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
-    return bool(equal)
+    data, model = engine.mpu.get_data_parallel_group(), engine.mpu.get_slice_parallel_group()
+    return all([same_on_all_ranks(optimizer.bit16_groups_flat, data), same_on_all_ranks(whole, model)])
 
 
 def check_pipelines_give_the_losses_of_stock() -> None:
@@ -266,36 +240,10 @@ def check_stages_go_one_per_cluster_that_is_discovered() -> None:
     assert str(error.value).startswith(says)
 
 
-def check_stages_with_layers_by_rates_give_the_same_losses() -> None:
-    """Four layers and one, as for clusters whose devices have rates of 4 and 1."""
-    losses, _, engine = train_pipeline(NONE, rates=(4, 1))
-    assert engine.module.parts == [0, 4, 5]
-    end(engine)
-    model = torch.nn.Sequential(Embed(), *(Block(seed, None) for seed in (2, 3, 4)), Head())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
-    want = []
-    for step in range(3):
-        optimizer.zero_grad()
-        every = [
-            batch(step, micro, rank) for micro, rank in itertools.product(range(3), range(dist.get_world_size() // 2))
-        ]
-        loss = sum((_loss(model(tokens[:, :-1]), tokens[:, 1:]) for tokens in every), torch.zeros(())) / len(every)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        want.append(float(loss))
-    assert_losses(losses, want, 1e-6)
-
-
 LOSSY = {
     "preset": "topo",
-    "codecs": {
-        "gradients": "int8",
-        "pipeline": "int8",
-        "optimizer": {"codec": "int8", "block_size": 64},
-        "tensor": "int8",
-    },
-}
+    "codecs": {"gradients": "int8", "pipeline": "int8", "optimizer": {"codec": "int8", "block_size": 64}, "tensor": "int8"},
+}  # fmt: skip
 
 
 def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
@@ -319,24 +267,13 @@ def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
                 bound = codec.error_bound(float(master.abs().max()), own.dtype)
                 error = float((own.float() - master.to(own.dtype).float()).abs().max())
                 assert 0 < error <= bound
-            end(engine)
-
-
-def check_codecs_of_activations_train() -> None:
-    """Float32 without tensor groups, bfloat16 with them."""
-    for tensor, codecs in ((1, ("zfp", "mpc")), (2, ("int8",))):
-        want = without_codec(tensor)[:3]
-        for codec in codecs:
-            dtype = "fp32" if tensor == 1 else "bf16"
-            block = {"preset": "zero1", "codecs": dict.fromkeys(("tensor", "pipeline", "optimizer"), codec)}
-            losses, _, engine = train_pipeline(block, tensor, dtype)
-            assert_losses(losses, want, 0.02, what=f"{codec}, tensor groups of {tensor}, {dtype}")
-            assert same_weights(engine)
-            own = hzero.state(engine)
-            own.settle()
-            sent = {entry.role: entry.codec for entry in own.wire_log.entries()}
-            assert sent["pipeline"] == sent["optimizer"] == codec
-            assert tensor == 1 or sent["tensor"] == codec
+            decoded = [flat.clone() for flat in optimizer.bit16_groups_flat]
+            with hzero.exact_weights(engine):
+                for partitions, master in zip(
+                    optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups
+                ):
+                    assert torch.equal(partitions[rank], master.to(partitions[rank].dtype))
+            assert all(map(torch.equal, optimizer.bit16_groups_flat, decoded))
             end(engine)
 
 
@@ -415,6 +352,9 @@ def check_the_wire_log_counts_what_the_shapes_say() -> None:
             entry = entries["optimizer", tier]
             assert (entry.codec, entry.hops) == ("none", steps)
             assert entry.raw_bytes == steps * rows * partition * 4
+        # Groups that DeepSpeed makes do not inherit the world's timeout.
+        timeouts = {group_timeout(one) for one in (engine.mpu.get_slice_parallel_group(), engine.grid.pp_proc_group)}
+        assert timeouts == {world_timeout()}
         end(engine)
 
 
@@ -474,21 +414,3 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
         refused(differs, {}, tensor=2)
     with pytest.raises(ConfigError, match="found 1 without a PipelineModule; expected 3"):
         engine_of(ds_config({"topology": TOPOLOGY}, zero_optimization={"stage": 1}))
-
-
-def check_exact_weights_of_stages_are_the_masters() -> None:
-    _, _, engine = train_pipeline(LOSSY, 2, steps=1)
-    optimizer = engine.optimizer
-    rank = optimizer.hzero.optimizer.plan.rank
-    decoded = [flat.clone() for flat in optimizer.bit16_groups_flat]
-    with hzero.exact_weights(engine):
-        for partitions, master in zip(
-            optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
-        ):
-            assert torch.equal(partitions[rank], master.to(partitions[rank].dtype))
-        assert any(not torch.equal(now, flat) for now, flat in zip(optimizer.bit16_groups_flat, decoded, strict=True))
-    assert all(torch.equal(now, flat) for now, flat in zip(optimizer.bit16_groups_flat, decoded, strict=True))
-    # Those that DeepSpeed makes do not inherit the world's.
-    timeouts = {group_timeout(group) for group in (engine.mpu.get_slice_parallel_group(), engine.grid.pp_proc_group)}
-    assert timeouts == {world_timeout()}
-    end(engine)

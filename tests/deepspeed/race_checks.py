@@ -6,7 +6,7 @@ Only rank 0 records, and the others wait for it. 8 ranks show what needs three t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -33,7 +33,6 @@ from tests.deepspeed.training import (
     shared_folder,
     train,
 )
-from tests.ranks import LONG
 
 
 class _Net(AwkwardNet):
@@ -206,10 +205,10 @@ def _beside_tensor_groups() -> Any:
         return train_split(ds_config(block, 2), mpu, 2, 2)[-1]
 
 
-#: Presets that differ from others in more than codecs and the scope of gradients.
-_SCHEDULES = [preset for preset in PRESETS if preset != "zero2"]
+#: Presets whose scopes and codecs differ in more than one from those of the others.
+_SCHEDULES = [preset for preset in PRESETS if preset not in ("zero2", "zero3", "hpz", "half", "lossless")]
 #: The others take half the time.
-_ACCUMULATE = ("lossless", "topo", "replica")
+_ACCUMULATE = ("topo", "replica")
 #: What is recorded. Each makes an engine and does something with it.
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{f"steps, {preset}": functools.partial(_steps, preset, 1 + (preset in _ACCUMULATE)) for preset in _SCHEDULES},
@@ -229,30 +228,19 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 
 #: Of 8 ranks.
 _OF_THREE_TIERS = (
-    *("steps, topo", "steps, gathers by doubling", "steps, scopes of one device", "steps, half"),
+    *("steps, topo", "steps, gathers by doubling", "steps, scopes of one device"),
     "steps, shared boundary messages",
     "beside tensor groups",
 )
-#: Presets whose scopes lie between those of the others.
-_BETWEEN = ("steps, zero3", "steps, hpz", "steps, half", "steps, lossless")
 
 
 def check_no_races() -> None:
     """All accesses of every buffer, collectives included, have an order, and no buffer is freed while it is in use."""
-    _expect_no_races(one for one in SCENARIOS if one not in _BETWEEN)
-
-
-@LONG
-def check_no_races_of_presets_between() -> None:
-    _expect_no_races(_BETWEEN)
-
-
-def _expect_no_races(scenarios: Iterable[str]) -> None:
-    for scenario in scenarios:
+    for scenario, run in SCENARIOS.items():
         if (scenario in _OF_THREE_TIERS) != (WORLD == 8):
             continue
         with recording() as trace:
-            engine = SCENARIOS[scenario]()
+            engine = run()
             engine.destroy()
             del engine
         races = trace.races()
@@ -261,8 +249,7 @@ def _expect_no_races(scenarios: Iterable[str]) -> None:
 
 def check_collectives_of_a_step_have_one_order() -> None:
     """Under the order ``strict``. Under ``lanes`` tiers overlap. tests/comm/test_order.py has schedules of other presets."""
-    others = [preset for preset in ("zero2", *_SCHEDULES) if f"steps, {preset}" not in _BETWEEN]
-    settings = [("topo", {}), ("topo", _GROUPS)] if WORLD == 8 else [(preset, {}) for preset in others]
+    settings = [("topo", {}), ("topo", _GROUPS)] if WORLD == 8 else [(preset, {}) for preset in ("zero2", *_SCHEDULES)]
     for preset, block in settings:
         with recording() as trace:
             engine = _steps(preset, 1 + (preset in _ACCUMULATE), order="strict", **block)

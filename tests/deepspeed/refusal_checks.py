@@ -38,16 +38,11 @@ def check_unsupported_features_are_refused_by_name() -> None:
         ({"compile": {"deepcompile": True}}, "compile.deepcompile: found True"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled: found True"),
         ({**experts, "hzero": block_of("topo", checkpoint={})}, "expert_parallel.enabled: found True"),
-        (
-            {**experts, "tensor_parallel": {"autotp_size": 2}},
-            "autotp_size: found 2, which hzero does not support with expert",
-        ),
+        ({**experts, "tensor_parallel": {"autotp_size": 2}}, "autotp_size: found 2, which hzero does not support with expert"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast.enabled: found True"),
-        (
-            {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
-            "zero_optimization.reduce_scatter: found True, which hzero does not support with Muon",
-        ),
-    ]
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
+         "zero_optimization.reduce_scatter: found True, which hzero does not support with Muon"),
+    ]  # fmt: skip
     for changes, name in cases:
         _expect_refusal({**copy.deepcopy(ds_config(block_of("topo"))), **changes}, name)
     says = _expect_refusal(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
+from collections import Counter
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm.comm import comms_logger
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -17,7 +22,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import hzero
 from hzero.comm import HopError
 from hzero.comm.wires import process_group, world_timeout
-from hzero.config import TopologyConfig
+from hzero.config import ROLES, TopologyConfig
 from hzero.deepspeed.handles import GatherHandle
 from hzero.engine.engine import Owners
 from hzero.errors import ConfigError
@@ -34,48 +39,6 @@ from tests.deepspeed.training import (
     shared_folder,
     train,
 )
-
-
-class _PartlyUsed(torch.nn.Module):
-    """Two layers that no forward uses, in front of four that it does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = torch.nn.ModuleList(torch.nn.Linear(9, 9) for _ in range(2))
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(9, 9) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def check_unused_parameters_do_not_delay_refreshes() -> None:
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": 90, "stage3_param_persistence_threshold": 0}
-    engine = engine_of(ds_config(block_of("topo"), zero_optimization=zero), _PartlyUsed())
-    state, events = hzero.state(engine), []
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, 9)))
-        engine.step()
-    refresh, gather = state.weights._start_refresh, state.gather
-
-    def refreshing(one: Any) -> Any:
-        events.extend(("refresh", param.key) for param in one.params)
-        return refresh(one)
-
-    def gathering(params: Any, *rest: Any, **keywords: Any) -> Any:
-        params = list(params)
-        events.extend(("gather", param.ds_id) for param in params)
-        return gather(params, *rest, **keywords)
-
-    state.weights._start_refresh = refreshing
-    for param in engine.module.parameters():
-        param.all_gather_coalesced = gathering
-    engine(torch.ones(2, 9))
-    for layer in engine.module.layers[2:]:
-        number = layer.weight.ds_id
-        assert events.index(("refresh", number)) < events.index(("gather", number)), events
-    engine.destroy()
 
 
 def check_a_gather_that_fails_leaves_no_parameter_under_way() -> None:
@@ -196,3 +159,70 @@ def check_checkpoints_are_stock() -> None:
         other.destroy()
     assert_losses(losses[2], losses[0])
     assert_losses(losses[3], losses[1])
+
+
+def check_a_profile_has_every_hop_of_the_wire_log() -> None:
+    """By role, tier and codec, those of all threads, and the time in which the rank waits for them."""
+    engine = engine_of(ds_config(block_of("topo"), 2))
+    train(engine, 1, 2)
+    state = hzero.state(engine)
+    state.settle()
+    state.wire_log.reset()
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=every) as profiler:
+        train(engine, 1, 2, first=1)
+        state.settle()
+    names = Counter(event.name for event in profiler.events() if event.name.startswith("hzero: "))
+    entries = state.wire_log.entries()
+    assert {(entry.role, entry.tier) for entry in entries} == {
+        (role, tier) for role in ROLES for tier in ("intra_package", "inter_node")
+    }
+    for entry in entries:
+        of = [name for name in names if f" {entry.tier}: {entry.role} of " in name and f" codec {entry.codec}" in name]
+        assert sum(names[name] for name in of) == entry.hops, (entry, names)
+    assert names["hzero: wait"]
+    engine.destroy()
+
+
+def _logged(engine: Any) -> dict[str, tuple[int, int]]:
+    """Bytes and hops of the wire log, which DeepSpeed's logger must have, the same on all ranks."""
+    state = hzero.state(engine)
+    state.settle()
+    found = {
+        name: (sum(size * one[0] for size, one in sizes.items()), sum(one[0] for one in sizes.values()))
+        for name, sizes in comms_logger.comms_dict.items()
+        if name.startswith("hzero ")
+    }
+    hops = [one for one in state.wire_log.entries() if one.wire_bytes]
+    assert found == {f"hzero {one.role}, {one.tier}, {one.codec}": (one.wire_bytes, one.hops) for one in hops}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    assert every == [found] * len(every)
+    return found
+
+
+def check_the_summary_of_comms_logger_has_the_bytes_on_the_wire() -> None:
+    logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(engine := engine_of(ds_config({"preset": "topo"})), 1)
+        engine.destroy()
+        assert not comms_logger.comms_dict
+        engine = engine_of(ds_config(block_of("topo"), 2, comms_logger=logger))
+        train(engine, 2, 2)
+        before = _logged(engine)
+        with torch.no_grad():
+            engine(batch(2, 0))
+        assert _logged(engine) != before
+        deepspeed.comm.log_summary(show_straggler=True)
+        engine.destroy()
+    comms_logger.enabled = False
+    if dist.get_rank() == 0:
+        starts = [line for line in said.getvalue().splitlines() if line.startswith("hzero: topo on ")]
+        assert [line.partition("; ")[0].removeprefix("hzero: topo on ") for line in starts] == [
+            "1 node x 4 packages x 1 device (CPU ranks, no topology declared)",
+            "2 nodes x 1 package x 2 devices",
+        ]
+        _, summary, stragglers = printed.getvalue().split("Comm. Op")
+        for rows in (summary, stragglers):
+            assert "\nhzero weights, inter_node, int8\n" in rows and "\nhzero gradients, inter_node, int4\n" in rows

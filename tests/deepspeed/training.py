@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +86,6 @@ def means_over_ranks(losses: Sequence[torch.Tensor]) -> list[float]:
     return (values / dist.get_world_size()).tolist()
 
 
-def mean_gradient_norm(model: torch.nn.Module) -> float:
-    """The norm of the mean over ranks of a plain model's gradients."""
-    flat = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
-    dist.all_reduce(flat)
-    return float(torch.linalg.vector_norm(flat / dist.get_world_size()))
-
-
 def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **changes: Any) -> dict[str, Any]:
     """A DeepSpeed configuration for these tests; ``changes`` are merged one level deep."""
     config: dict[str, Any] = {
@@ -152,48 +144,6 @@ def train(
         if norms is not None:
             norms.append(float(engine.get_global_grad_norm()))
     return means_over_ranks(losses)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a training leaves behind.
-
-    Attributes:
-        losses: Of every step.
-        norms: Of every step's gradients.
-        masters: Exact weights by name.
-        log: Entries of the wire log; none of stock.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    masters: dict[str, torch.Tensor]
-    log: list[Any]
-
-    def has_bits_of(self, other: Run) -> bool:
-        """Whether losses and masters are the same."""
-        pairs = [(master, other.masters[name]) for name, master in self.masters.items()]
-        return self.losses == other.losses and all(
-            torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs
-        )
-
-
-def run(
-    block: dict[str, Any] | None,
-    accumulation: int = 1,
-    steps: int = 2,
-    model: torch.nn.Module | None = None,
-    **changes: Any,
-) -> Run:
-    """Trains with a new engine; ``changes`` are those of `ds_config`."""
-    engine, norms = engine_of(ds_config(block, accumulation, **changes), model), list[float]()
-    losses = train(engine, steps, accumulation, norms=norms, managed=changes.get("managed_gradient_accumulation", True))
-    masters, own = masters_of(engine), hzero.state(engine)
-    if own is not None:
-        own.settle()
-    found = Run(losses, norms, masters, own.wire_log.entries() if own is not None else [])
-    engine.destroy()
-    return found
 
 
 def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5, what: str = "losses") -> None:

@@ -1,9 +1,8 @@
-"""Gathering by layer: losses and norms of stock ZeRO-3, bits of gathering by module. Run by test_units.py on 4 ranks."""
+"""Gathering by layer: what stock ZeRO-3 gives, and the bits of gathering by module. Run by test_units.py on 4 ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import io
 from collections.abc import Callable
@@ -12,21 +11,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import hzero
-from tests.deepspeed.training import TOPOLOGY, assert_losses, ds_config, engine_of, means_over_ranks
+from tests.deepspeed.training import VOCAB, batch, block_of, ds_config, engine_of
+from tests.parity.compare import assert_row, row, train
+from tests.parity.deepspeed import Session
 
-WIDTH, VOCAB, LENGTH, STEPS, MICRO = 36, 31, 7, 2, 2
-#: Through the model: of each micro-batch forward and backward, and an evaluation between the steps.
-PASSES = STEPS * 2 * MICRO + 1
-#: Sizes of DeepSpeed's buffers: nothing ahead and nothing kept, a part of a layer ahead, its defaults.
-NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
-A_PART_AHEAD = {"stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 0}
+WIDTH = 36
 
 
 class Attention(nn.Module):
@@ -79,7 +74,7 @@ class Decoder(nn.Module):
         self.unused = nn.Linear(WIDTH, 3)
         self.experts, self.checkpointing = experts, checkpointing
         self.route: Callable[[Decoder, torch.Tensor], torch.Tensor] = Decoder.through
-        self.micro = 0
+        self.odd = False
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
         """All layers, one after the other."""
@@ -94,8 +89,9 @@ class Decoder(nn.Module):
     def odd_ways(self, x: torch.Tensor) -> torch.Tensor:
         """One layer whole, one in every second micro-batch, parts of two in turn, one twice; the others never."""
         first, second, third, fourth, *_ = self.layers
-        x, _ = first(x, used=(2,) if self.micro else (0, 2))
-        if not self.micro:
+        self.odd = not self.odd
+        x, _ = first(x, used=(0, 2) if self.odd else (2,))
+        if self.odd:
             x, _ = second(x, used=())
         x = x + third.attention(third.norm(x), scale=0.2)[0]
         x = x + fourth.experts[1](x)
@@ -148,97 +144,41 @@ class Cross(nn.Module):
         return x + self.mlp(more["mixed"])
 
 
-def _tokens(step: int, micro: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
-    return torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
-
-
-def _engine(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dict[str, Any], micro: int = 1) -> Any:
-    """An engine; what earlier ones have left is not counted."""
+def _engine(build: Callable[[], nn.Module], **block: Any) -> Any:
+    """An engine of which nothing is gathered ahead or kept; what earlier ones have left is not counted."""
     gc.collect()
     gc.freeze()
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**5, **zero}
-    if block is not None:
-        zero["hzero"] = {"topology": TOPOLOGY, "guard": {"every": 0}, **block}
-    return engine_of(ds_config(accumulation=micro, zero_optimization=zero), build())
+    zero = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
+    return engine_of(ds_config(block_of("topo", **block), zero_optimization=zero), build())
 
 
-def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dict[str, Any]) -> tuple[Any, ...]:
-    """Losses, norms and evaluations of some steps; bytes of values and messages that are left; hops inside a package."""
-    engine = _engine(build, block, zero, MICRO)
-    losses, norms = [], []
-    for step in range(STEPS):
-        for micro in range(MICRO):
-            engine.module.micro = micro
-            loss = engine(_tokens(step, micro))
-            losses.append(loss.detach())
-            engine.backward(loss)
-            engine.step()
-        norms.append(float(engine.get_global_grad_norm()))
-        if step == 0:
-            engine.eval()
-            with torch.no_grad():
-                losses.append(engine(_tokens(step, 9)))
-            engine.train()
-    means = means_over_ranks(losses)
-    del loss, losses
-    engine.empty_partition_cache()
-    state = hzero.state(engine)
-    hops = 0
-    if state is not None:
-        state.settle()
-        hops = sum(one.hops for one in state.wire_log.entries() if (one.role, one.tier) == ("weights", "intra_package"))
-    assert all(param.ds_status == ZeroParamStatus.NOT_AVAILABLE for param in engine.module.parameters())
-    values, messages = _live_bytes()
-    # Parameters that no forward uses have secondary partitions too if they are gathered with others.
-    messages -= state.memory()["secondary partition"] if state is not None else 0
-    engine.destroy()
-    return means, norms, values, messages, hops
-
-
-def _live_bytes() -> tuple[int, int]:
-    """Bytes of values, and of messages (uint8), in tensors that have been made since the last ``gc.freeze``."""
+def _live_bytes() -> int:
+    """Bytes in tensors that have been made since the last ``gc.freeze``."""
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    bytes_of = {one.untyped_storage().data_ptr() for one in tensors if one.dtype is torch.uint8}
-    messages = sum(storages[address] for address in bytes_of)
-    return sum(storages.values()) - messages, messages
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-@functools.cache
-def _stock(build: Callable[[], nn.Module]) -> tuple[Any, ...]:
-    return _run(build, None, {})
+def _hops(build: Callable[[], nn.Module], unit: str) -> int:
+    """Hops of weights inside a package in a forward and its backward."""
+    engine = _engine(build, unit=unit)
+    state = hzero.state(engine)
+    for step in range(2):
+        state.settle()
+        state.wire_log.reset()
+        engine.backward(engine(batch(step, 0)))
+        engine.step()
+    state.settle()
+    engine.destroy()
+    return sum(one.hops for one in state.wire_log.entries() if (one.role, one.tier) == ("weights", "intra_package"))
 
 
-def _compare(
-    build: Callable[[], nn.Module], *presets: str, like: Callable[[], nn.Module] | None = None
-) -> dict[str, int]:
-    """Compares units with each other and with stock, and returns hops of weights by unit, with nothing gathered ahead.
-
-    Args:
-        build: Makes the model.
-        presets: By default ``lossless``, which is compared with stock, and ``topo``, of which the units are compared.
-        like: Makes the model that stock trains, if not the same.
-    """
-    found = {}
-    if not presets or "lossless" in presets:
-        by_layer, stock = _run(build, {"preset": "lossless", "unit": "layer"}, A_PART_AHEAD), _stock(like or build)
-        assert_losses(by_layer[0], stock[0], 1e-6)
-        assert_losses(by_layer[1], stock[1], 1e-6, "norms")
-    if not presets or "topo" in presets:
-        by_module, by_layer = (
-            _run(build, {"preset": "topo", "unit": unit}, NOTHING_AHEAD) for unit in ("module", "layer")
-        )
-        assert by_layer[:2] == by_module[:2]
-        # A flag or a count more may live on some rank; a whole layer has 27,284 bytes.
-        assert by_layer[2] < by_module[2] + 1_000, (
-            f"{by_layer[2]:,} bytes of values are left, {by_module[2]:,} by module"
-        )
-        # Resident payloads that were laid together may still lie in both places. Buffers of up to 16 KiB are kept, as
-        # many as were in use at once, so a busy machine keeps more. Payloads left by each gather would be 700 kB.
-        assert by_layer[3] <= by_module[3] + 8 * 16_384, f"{by_layer[3]:,} bytes of messages are left"
-        found = {"module": by_module[4], "layer": by_layer[4]}
-    return found
+def _compare(make: Callable[[], nn.Module], *options: str) -> None:
+    """Without codecs and with a part of a layer ahead, what stock gives; with codecs, the bits of gathering by module."""
+    assert_row(Session, row("lossless", "small", *options, 2, make=make))
+    by_module, by_layer = (
+        train(Session, row("topo", *options, 2, make=make, block={"unit": unit})) for unit in ("module", "layer")
+    )
+    assert (by_layer.losses, by_layer.norms) == (by_module.losses, by_module.norms)
 
 
 def _lora(**keywords: Any) -> Decoder:
@@ -248,15 +188,15 @@ def _lora(**keywords: Any) -> Decoder:
     return built
 
 
-def _checkpointed() -> Decoder:
-    return Decoder(checkpointing=False)
-
-
 def check_a_layer_is_one_gather() -> None:
-    hops = _compare(Decoder)
-    # Of 3 layers, embedding, norm, head, and what is evaluated outside its module.
-    assert hops["layer"] <= 8 * PASSES, hops
-    assert hops["module"] > 15 * PASSES, hops
+    """Also in a backward that computes it again. Of 3 layers, embedding, norm, head, and what is evaluated outside its module."""
+    assert _hops(Decoder, "module") > 30
+    for build in (Decoder, lambda: Decoder(checkpointing=False), lambda: _lora(checkpointing=False)):
+        assert _hops(build, "layer") <= 16
+
+
+def check_layers_give_what_stock_gives() -> None:
+    _compare(Decoder, "spare")
 
 
 def check_odd_ways_through_layers() -> None:
@@ -265,19 +205,12 @@ def check_odd_ways_through_layers() -> None:
         built.route = Decoder.odd_ways
         return built
 
-    _compare(build)
+    _compare(build, "spare")
 
 
-def check_checkpointing_without_reentry() -> None:
-    """Backward computes a layer again and goes back through it with one gather."""
-    hops = _compare(_checkpointed)
-    again = _compare(lambda: _lora(checkpointing=False), "topo")
-    assert max(hops["layer"], again["layer"]) <= 8 * PASSES, (hops, again)
-
-
-def check_reentrant_checkpointing() -> None:
-    hops = _compare(lambda: Decoder(checkpointing=True), like=_checkpointed)
-    assert hops["layer"] <= 8 * PASSES, hops
+def check_checkpointing() -> None:
+    _compare(lambda: _lora(checkpointing=False))
+    _compare(lambda: Decoder(checkpointing=True), "spare")
 
 
 def check_nested_layers_tied_weights_and_leaf_modules() -> None:
@@ -287,30 +220,6 @@ def check_nested_layers_tied_weights_and_leaf_modules() -> None:
         return built
 
     _compare(build)
-
-
-class _Tower(nn.Module):
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x=x)[0]
-        return x
-
-
-def check_layers_inside_a_leaf_module() -> None:
-    """Stock gathers the leaf as a whole, and has no hooks inside it."""
-
-    def build() -> Decoder:
-        built = Decoder()
-        built.tower, built.route = _Tower(built.layers), lambda self, x: self.tower(x)
-        del built.layers
-        set_z3_leaf_modules(built, [_Tower])
-        return built
-
-    _compare(build, "lossless")
 
 
 def check_a_layer_is_no_larger_than_the_limit() -> None:
@@ -327,17 +236,17 @@ def check_a_layer_is_no_larger_than_the_limit() -> None:
         most, lines = {}, {}
         for name, block in blocks.items():
             with contextlib.redirect_stderr(io.StringIO()) as said:
-                engine = _engine(lambda: Decoder(experts=8), block, NOTHING_AHEAD)
+                engine = _engine(lambda: Decoder(experts=8), **block)
             lines[name] = said.getvalue()
             sizes: list[int] = []
             with torch.no_grad():
-                engine(_tokens(0, 0))
+                engine(batch(0, 0))
                 for part in engine.module.layers[1].modules():  # where the first layer would still be if it were kept
-                    part.register_forward_hook(lambda *_, sizes=sizes: sizes.append(sum(_live_bytes())))
+                    part.register_forward_hook(lambda *_, sizes=sizes: sizes.append(_live_bytes()))
                 peaks = []
                 for _ in range(3):  # the thread of a lane may let go of a message late
                     sizes.clear()
-                    engine(_tokens(0, 0))
+                    engine(batch(0, 0))
                     peaks.append(max(sizes))
             most[name] = min(peaks) / 4 / layer
             engine.destroy()

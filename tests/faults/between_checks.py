@@ -184,7 +184,8 @@ def check_evaluations_in_inference_mode_change_nothing() -> None:
     """Between steps and inside them; in presets, too, whose forward reads secondary partitions as they are, or primary shards."""
 
     def losses(preset: str | None, kept: int, exact: bool, training: bool) -> list[float]:
-        engine = _engine(preset, 2, kept=kept, block={"exact_evaluation": exact})
+        differences = {"refresh_differences": preset in ("topo", "replica")}
+        engine = _engine(preset, 2, kept=kept, block={"exact_evaluation": exact, **differences})
         found = []
         for micro in range(6):
             if preset:

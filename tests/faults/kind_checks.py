@@ -21,7 +21,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import hzero
-from hzero.tools.plan.collectives import step_traffic
 from tests.deepspeed import training
 from tests.deepspeed.training import ds_config, shared_folder
 
@@ -264,30 +263,6 @@ def check_an_empty_module_that_is_not_used() -> None:
             losses.append(loss.item())
         want = want or losses
         assert losses == pytest.approx(want, rel=0.05 if block == {"preset": "topo"} else 1e-6), block
-        engine.destroy()
-
-
-def check_bytes_on_the_wire_are_those_of_the_plan() -> None:
-    """Those of frozen codes, by tier: one forward of a model that holds nothing else but a layer."""
-    for preset in ("lossless", "topo"):
-        model = nn.Sequential(nn.Linear(8, 8), Kind("int64", 0))
-        model[1].matrix, model[1].single, model[1].long = (
-            nn.Parameter(values(kind, (4 * count,), count), requires_grad=False)
-            for kind, count in (("bool", 100), ("int64", 25), ("float64", 9))
-        )
-        sizes = [param.numel() * param.element_size() for param in model[1].parameters()]
-        engine = engine_of(model, {"preset": preset})
-        with torch.no_grad():
-            engine(torch.ones(1, 8))
-        own = hzero.state(engine)
-        own.settle()
-        layer = step_traffic(own.plan, own.plan.grid, [64, 8], itemsize=4, fetches=1)
-        codes = step_traffic(own.plan.with_codec(hzero.config.PLAIN), own.plan.grid, sizes, itemsize=1, fetches=1)
-        planned: dict[str, int] = {}
-        for row in (*layer, *codes):
-            if row.role == "weights" and row.used:
-                planned[row.tier] = planned.get(row.tier, 0) + row.wire_bytes
-        assert planned and all(own.wire_log.wire_bytes(tier, "weights") == size > 0 for tier, size in planned.items())
         engine.destroy()
 
 

@@ -112,42 +112,6 @@ def check_a_context_that_changes_nothing_leaves_every_bit() -> None:
             one.destroy()
 
 
-class _Trunk(nn.Module):
-    """A trunk whose weight another model has too, and a head."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.trunk, self.head = _linear(None), _linear(None, 7)
-        self.trunk.weight = weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The head of the trunk."""
-        return self.head(self.trunk(x))
-
-
-def check_a_frozen_weight_in_common_that_a_context_changes() -> None:
-    """While both engines train their heads."""
-
-    def shared(pair: Pair) -> list[float]:
-        torch.manual_seed(2)
-        weight = _linear(None).requires_grad_(False).weight
-        models = _Trunk(weight), _Trunk(weight)
-        engines = [_engine(preset, model) for preset, model in zip(pair, models)]
-        x, found = torch.linspace(-1, 1, 9).view(1, 9), []
-        for _ in range(3):
-            found += [_step(one, x) for one in engines]
-            with GatheredParameters([weight, *(model.head.weight for model in models)], modifier_rank=0):
-                if dist.get_rank() == 0:
-                    weight.data.mul_(1.5)
-        with torch.no_grad():
-            found += [one(x).sum().item() for one in engines]
-        for one in engines:
-            one.destroy()
-        return found
-
-    _as_stock(shared, 1e-5, 0.05, True)
-
-
 def check_a_request_for_both_whose_order_differs_between_ranks() -> None:
     """DeepSpeed's requests are sets. Layers of both models share a frozen weight, and each has a bias of its own."""
     name = "_PartitionedParameterCoordinator__all_gather_params_"

@@ -16,12 +16,9 @@ from tests.faults.launch import run
         ("init", "hzero: found key 'presett'; expected"),
         ("trainer", "hzero.codecs: found key 'weightx'; expected"),
         ("accelerate", 'hzero.topology: found "auto"; expected "discover"'),
-        (
-            "world",
-            "hzero.topology: nodes=3 x packages_per_node=1 x devices_per_package=1 is 3 ranks, but the world has 4",
-        ),
+        ("world", "hzero.topology: nodes=3 x packages_per_node=1 x devices_per_package=1 is 3 ranks, but the world has 4"),
     ],
-)
+)  # fmt: skip
 def test_one_line_from_rank_0(way: str, says: str, tmp_path: Path) -> None:
     needed = {"trainer": "transformers", "accelerate": "accelerate"}.get(way, "torch")
     if find_spec(needed) is None:

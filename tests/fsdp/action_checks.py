@@ -216,24 +216,6 @@ def write_foreach(loop: Loop) -> None:
         torch._foreach_mul_(loop.params, 0.95)
 
 
-def write_foreach_local(loop: Loop) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_([param.to_local() for param in loop.params], 0.95)  # type: ignore[operator]
-
-
-def clamp(loop: Loop) -> None:
-    for param in loop.params:
-        param.data.clamp_(-0.4, 0.4)
-
-
-def swap_average(loop: Loop) -> None:
-    kept = [param.detach().clone() for param in loop.params]
-    for values in (loop.average, kept):
-        for param, value in zip(loop.params, values):
-            param.data.copy_(value)
-        evaluate(loop)
-
-
 def swap_data(loop: Loop) -> None:
     param = loop.some()
     param.data = param.data * 0.9
@@ -330,7 +312,7 @@ def replace_gradient(loop: Loop) -> None:
 
 EVERY: list[Callable[[Loop], None]] = [
     *(step_with_closure, evaluate, skip_backward, write_before_backward, one_layer, zero_grad, fail_and_retry, freeze),
-    *(lerp, write_data, write_local, write_foreach, write_foreach_local, clamp, swap_average, swap_data, swap_local),
+    *(lerp, write_data, write_local, write_foreach, swap_data, swap_local),
     *(write_state_dict, write_first_state_dict, load, set_state_dict, step_by_hand),
     *(log_norm, log_local, clip, total_norm, mask, clean, halve, drop_one, zero_one, replace_gradient),
 ]

@@ -1,7 +1,8 @@
 """PyTorch's own tests of fully_shard, written again for gloo: with hzero and without it the results are the same.
 
 A row has the name of the test in PyTorch's test/distributed/_composable/fsdp/test_fully_shard_*.py that does the same. Its own
-runner skips most of them without GPUs. Tests that rows of tests/parity repeat are left out. Run by test_fsdp.py on 4 ranks.
+runner skips most of them without GPUs. Tests that rows of tests/parity or action_checks.py repeat are left out. Run by
+test_fsdp.py on 4 ranks.
 """
 
 from __future__ import annotations
@@ -128,35 +129,12 @@ def each(make: Callable[..., Results], *options: Any) -> Results:
     return [one for chosen in options for one in make(*chosen if isinstance(chosen, tuple) else (chosen,))]
 
 
-class Double(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, both: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.first(x), self.second(x) if both else x
-
-
 # ---- layers in other orders ---------------------------------------------------------------------------------------------
-
-
-def prefetching(shard: Sharder) -> Results:
-    model = shard(mlp(count=3))
-    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
-    model[2].set_modules_to_backward_prefetch([model[1], model[0]])
-    return trained(model)
 
 
 def largest_dim(shard: Sharder) -> Results:
     place = lambda param: Shard(param.shape.index(max(param.shape)))  # noqa: E731
     return trained(shard(mlp(inner=2 * WIDTH), shard_placement_fn=place))
-
-
-def parts_alone(shard: Sharder) -> Results:
-    model = shard(mlp())
-    again = trained(model, lambda x: model(x) + model[1](x) + model[1](x + 1))
-    return again + trained(model, lambda x: model[0](x))
 
 
 def forward_method(shard: Sharder) -> Results:
@@ -190,56 +168,7 @@ def nested(shard: Sharder) -> Results:
     return trained(model, lambda x: model(x) - model(x + 1))
 
 
-def unused(shard: Sharder) -> Results:
-    model = shard(Double(), reshard_after_forward=2)
-    found = trained(model, lambda x: torch.mul(*model(x))) + trained(model, lambda x: model(x)[0])
-    return found + trained(model, lambda x: model(x, both=False)[0])
-
-
-def resharded_by_hand(shard: Sharder) -> Results:
-    model = shard(mlp(), reshard_after_forward=False)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        made = model(x)
-        for module in sharded(model):
-            module.reshard()
-        return made
-
-    return trained(model, run)
-
-
-def unsharded_by_hand(shard: Sharder) -> Results:
-    model = shard(mlp())
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        handles = [part.unshard(async_op=True) for part in model]
-        dist.all_reduce(x, async_op=True).wait()
-        for handle in handles:
-            handle.wait()
-        return model(x)
-
-    return trained(model, run)
-
-
 # ---- accumulation -------------------------------------------------------------------------------------------------------
-
-
-def accumulation(shard: Sharder) -> Results:
-    def train(flagged: slice | None, kept: bool) -> Results:
-        model = shard(nn.Sequential(*mlp(), nn.Linear(WIDTH, WIDTH)), reshard_after_forward=not kept)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            for micro in range(3):
-                for module in [model] if flagged is None else model[flagged]:
-                    module.set_requires_gradient_sync(micro == 2)
-                    module.set_reshard_after_backward(micro == 2 or not kept)
-                loss = model(x + micro).square().mean()
-                loss.backward()
-            return loss.detach()
-
-        return trained(model, run)
-
-    return each(train, (None, True), (slice(2, 3), False), (slice(0, 1), False))
 
 
 def one_forward_one_backward(shard: Sharder) -> Results:
@@ -310,20 +239,6 @@ def in_chunks_of(shard: Sharder, kept: bool = False, **how: Any) -> Results:
     return trained(model, functools.partial(in_chunks, model, kept=kept), tokens)
 
 
-def accumulated_chunks(shard: Sharder) -> Results:
-    model = Chunked()
-    shard(model, model.parts())
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for micro in range(3):
-            model.set_requires_gradient_sync(micro == 2)
-            model.set_is_last_backward(micro == 2)
-            losses = in_chunks(model, (x + micro) % VOCAB)
-        return losses
-
-    return trained(model, run, tokens)
-
-
 def partial_forwards(shard: Sharder) -> Results:
     model = Chunked()
     shard(model, model.parts())
@@ -372,40 +287,6 @@ def frozen_in_groups(shard: Sharder) -> Results:
     return each(train, (False, True), (2, False))
 
 
-def frozen_groups(shard: Sharder) -> Results:
-    def train(after: Any, unfreezes: bool) -> Results:
-        model = shard(mlp(), reshard_after_forward=after)
-        frozen = list(model[1].parameters())  # the shards, which a forward may replace by whole parameters
-        for param in frozen:
-            param.requires_grad_(False)
-        found = trained(model)
-        with torch.no_grad():
-            found.append(model(rows(3)))
-        for param in frozen:
-            param.requires_grad_(unfreezes)
-        return found + trained(model)
-
-    return each(train, (False, True), (2, False))
-
-
-def frozen_between(shard: Sharder) -> Results:
-    torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    model[1].requires_grad_(False)
-    first, frozen, other = shard(model)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        x = first(x)
-        for _ in range(3):
-            x = frozen(other(x).relu())
-            with torch.no_grad():
-                x += other(x).relu()
-        return x
-
-    model.forward = run
-    return trained(model)
-
-
 def divide_factor(shard: Sharder) -> Results:
     model = shard(mlp())
     for module in sharded(model):
@@ -427,28 +308,19 @@ def beside_ddp(shard: Sharder) -> Results:
 COARSE = MixedPrecisionPolicy(torch.float32, output_dtype=torch.bfloat16)
 ROWS = {
     "train_parity_shard_placement_fn_shard_largest_dim": both(largest_dim),
-    "non_root_and_multi_forward_module": both(parts_alone),
-    "explicit_prefetching": both(prefetching),
     "register_fsdp_forward_method": both(forward_method),
     "share_comm_context": both(without_common_root),
-    "gradient_accumulation": both(accumulation),
     "1f1b_microbatching": both(one_forward_one_backward),
     "partial_group_forward_then_standalone": both(in_chunks_of),
     "partial_group_forward_tied": both(
         functools.partial(in_chunks_of, tied=True, reshard_after_forward=False, mp_policy=COARSE)
     ),
     "partial_group_reshard_toggle": both(functools.partial(in_chunks_of, kept=True)),
-    "partial_group_forward_grad_accum_chunked": both(accumulated_chunks),
     "double_partial_forward_then_backward": both(partial_forwards),
     "double_forward_with_nested_fsdp_and_checkpoint": both(nested),
     "float16_on_one_submodule": both(float16_in_one),
     "clip_grad_norm_2d": both(clipped),
     "train_mixed_requires_grad_per_group": both(frozen_in_groups),
-    "train_mixed_requires_grad_across_groups": both(frozen_groups),
-    "multi_forward_mixed_requires_grad": both(frozen_between),
-    "unused_forward_output_and_module": both(unused),
-    "manual_reshard_with_reshard_after_forward_false": both(resharded_by_hand),
     "set_reduce_scatter_divide_factor": both(divide_factor),
-    "unshard_async": both(unsharded_by_hand),
     "ddp_a_fsdp_b_ddp_c": both(beside_ddp),
 }

@@ -122,12 +122,8 @@ def check_refusals() -> None:
         (sharded, {"codecs": {"weights": "mpc"}}, "found 'mpc', whose messages have no fixed size"),
         (sharded, {"codecs": {"except": {"*nothing*": "none"}}}, "matches no parameter"),
         (sharded, {"topology": {"packages_per_node": 3}}, "expected a multiple"),
-        (
-            sharded,
-            {"checksum": dist.get_rank() == 1},
-            "hzero.checksum: found True on rank 1; expected False, as on rank 0",
-        ),
-    ]
+        (sharded, {"checksum": dist.get_rank() == 1}, "hzero.checksum: found True on rank 1; expected False, as on rank 0"),
+    ]  # fmt: skip
     for make, words, message in cases:
         with pytest.raises(ConfigError, match=message):
             hzero.fsdp.apply(make(), **{"topology": TOPOLOGY, **words})

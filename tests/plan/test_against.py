@@ -12,10 +12,9 @@ import pytest
 from hzero.config import PLAIN
 from hzero.program.program import Cross
 from hzero.tools.cli import main
-from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, of_rank, price
+from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, price
 from hzero.tools.plan.collectives import OTHERS
 from hzero.tools.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
-from hzero.tools.plan.memory import activations
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
 from hzero.tools.plan.step import predict
 from hzero.topology import Grid
@@ -57,27 +56,6 @@ def test_a_pipeline_waits_for_its_bubble() -> None:
         step = price(ZERO1, job, grid, profile, Degrees(1, stages, chunks)).step_s
         micro = 3 * job.tokens * (layers / stages + head) / Machine(grid, profile).rate(job.tokens)
         assert step == pytest.approx(micro * (m + (stages - 1) / chunks), rel=2e-3), (stages, chunks)
-
-
-def test_a_tensor_group_divides_work_and_memory_and_adds_up_activations() -> None:
-    job, grid = _job(checkpointing=True), Grid(8, 4, 2)
-    for tensor in (2, 4, 8):
-        own = of_rank(job, Degrees(tensor))
-        assert sum(own.model.numels) == pytest.approx(sum(job.model.numels) / tensor, rel=1e-3)
-        flops = [sum(bucket.flops for bucket in buckets_of(one)) for one in (job, own)]
-        assert flops[1] == pytest.approx(flops[0] / tensor, rel=1e-3)
-        assert activations(own)["activations"].bytes == pytest.approx(activations(job)["activations"].bytes / tensor)
-        machine = Machine(grid, FRONTIER, tensor)
-        assert machine.grid.world_size * tensor == grid.world_size
-        reduces = 16 * 6 * machine.tensor_reduce(job.tokens * job.model.hidden * 2).alone_s * job.accumulation
-        busy = flops[1] * 4 * job.tokens * job.accumulation / machine.rate(job.tokens // tensor)
-        assert price(ZERO1, job, grid, FRONTIER, Degrees(tensor)).step_s > busy + reduces
-    # All data-parallel groups of a node share its NICs: half of the bytes in each of two groups take as long.
-    crossing = Cross("weights", "all_gather", ("intra_package", "intra_node", "inter_node"), 64, PLAIN, 1)
-    halves = replace(crossing, ranks=32, tiers=("intra_node", "inter_node"))
-    whole, half = (Machine(grid, FRONTIER, tensor) for tensor in (1, 2))
-    node = [whole.transfer(crossing, 2e9).work["inter_node"], half.transfer(halves, 1e9).work["inter_node"]]
-    assert node[1] == pytest.approx(node[0], rel=0.05)
 
 
 def test_schemes_are_priced_for_one_batch() -> None:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
-from hzero.comm.checksum import addressed, addresses
-from hzero.config import BASE_TIERS, parse_config
+from hzero.codecs.formats import chunk_numel
+from hzero.config import parse_config
 from hzero.program.program import StagePrograms
 from hzero.program.shards import ShardPlan
-from hzero.tools.plan.collectives import (
-    Chains,
-    Scheme,
-    chains_of,
-    ring_links,
-    step_traffic,
-)
+from hzero.tools.plan.collectives import Chains, Scheme, chains_of, step_traffic
 from hzero.topology.grid import Grid
 from tests.plan.grids import GRIDS
 
@@ -56,19 +45,6 @@ def _walk(
     return received
 
 
-def test_checksums_add_sixteen_bytes_per_peer_and_hop() -> None:
-    for checksum in (False, True):
-        config = parse_config({"preset": "topo", "checksum": checksum})
-        plan = ShardPlan.from_config(config, Grid(4, 1, 2), 0)
-        rows = step_traffic(plan, plan.grid, [1000])
-        found = {row.tier: row.checksum_bytes for row in rows}
-        assert found == (
-            {"intra_package": 16, "intra_node": 0, "inter_node": 48} if checksum else dict.fromkeys(BASE_TIERS, 0)
-        )
-    signed = addressed(torch.zeros(64, dtype=torch.uint8), addresses(1, [0], range(4)), checked=False)
-    assert signed.nbytes == 64 + 4 * CHECKSUM_BYTES
-
-
 @settings(max_examples=40)
 @given(GRIDS, NUMELS, st.sampled_from(["zero3", "hpz", "zeropp", "lossless", "topo"]), st.integers(1, 4))
 def test_traffic_is_what_a_walk_of_all_messages_counts(
@@ -79,43 +55,6 @@ def test_traffic_is_what_a_walk_of_all_messages_counts(
     for row in step_traffic(plan, grid, numels, itemsize=2, accumulation=accumulation):
         assert row.wire_bytes == walked[row.role, row.tier], row
         assert row.used == (grid.size(row.tier) > 1)
-
-
-@settings(max_examples=20)
-@given(
-    GRIDS,
-    NUMELS,
-    st.sampled_from(["zero3", "topo", "exact", "zero1"]),
-    st.sampled_from(["device", "node", "world"]),
-)
-def test_traffic_with_exceptions_is_the_sum_of_its_parts(
-    grid: Grid, numels: list[int], preset: str, scope: str
-) -> None:
-    exceptions = {"p0": {"weights": scope}, "*": {"gradients": scope}}
-    block = {"preset": preset, "shard": {"except": exceptions if numels[1:] else {"p0": exceptions["*"]}}}
-    plan = ShardPlan.from_config(parse_config(block), grid, 0)
-    names = [(f"p{number}",) for number in range(len(numels))]
-    walked = Counter[tuple[str, str]]()
-    for own, numel in zip(plan.plans_of(names), numels, strict=True):
-        walked.update(_walk(own, [numel], 4, 3, 2))
-    for row in step_traffic(plan, grid, numels, itemsize=4, accumulation=3, names=names):
-        assert row.wire_bytes == walked[row.role, row.tier], row
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), (48, 4, 2), (1, 4, 2), (3, 1, 4), (1, 1, 5), (2, 3, 1)])
-def test_a_ring_has_the_links_that_a_walk_over_its_ranks_finds(shape: tuple[int, int, int]) -> None:
-    grid = Grid(*shape)
-    walked = dict.fromkeys(BASE_TIERS, 0)
-    for rank in range(grid.world_size):
-        here, ahead = grid.coordinates(rank), grid.coordinates((rank + 1) % grid.world_size)
-        walked[
-            "inter_node"
-            if here.inter_node != ahead.inter_node
-            else "intra_node"
-            if here.intra_node != ahead.intra_node
-            else "intra_package"
-        ] += 1
-    assert ring_links([grid.size(tier) for tier in BASE_TIERS]) == list(walked.values())
 
 
 def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> None:

@@ -14,9 +14,7 @@ from hzero.program.shards import ShardPlan
 from hzero.tools.cli import main
 from hzero.tools.experiment import compose
 from hzero.tools.plan.against import node_counts
-from hzero.tools.plan.collectives import step_traffic
 from hzero.tools.plan.scenario import read_scenario
-from hzero.tools.plan.step import Prediction, predict, simulate, tasks_of
 
 NICS = ["model=gpt_neox_1m", "topology=nic", "nodes=2"]
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
@@ -82,8 +80,8 @@ def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
     assert (job.prefetch, job.reuse, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
 
 
-def test_muon_sends_every_matrix_to_one_rank_and_back(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sixteen matrices of four layers, of which sixteen ranks take one each; embeddings and norms are Adam's."""
+def test_muon_sends_matrices_and_keeps_one_momentum(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bytes are compared with a run's in tests/parity. Embeddings and norms are Adam's."""
     keys = [
         "model=gpt_neox_1m",
         "topology=frontier",
@@ -94,15 +92,11 @@ def test_muon_sends_every_matrix_to_one_rank_and_back(capsys: pytest.CaptureFixt
     adam = _json(capsys, *keys, "deepspeed.optimizer.type=AdamW")
     keys.append("deepspeed.zero_optimization.reduce_scatter=false")
     muon = _json(capsys, *keys, "deepspeed.optimizer.type=Muon")
-    rows = {row["tier"]: row for row in muon["traffic"] if row["role"] == "optimizer"}
-    longest = 4 * 128 * 128 * 2  # bytes, of a matrix of the hidden units
-    for tier, size in (("intra_package", 2), ("intra_node", 4), ("inter_node", 2)):
-        assert rows[tier]["raw_bytes"] == 2 * longest * (size - 1) // size and rows[tier]["zero3_bytes"] is None
-    assert [rows[tier]["codec"] for tier in rows] == ["none", "none", "int8"]
-    assert rows["inter_node"]["raw_bytes"] / 2 < rows["inter_node"]["wire_bytes"] < rows["inter_node"]["raw_bytes"]
+    rows = [(row["tier"], row["codec"]) for row in muon["traffic"] if row["role"] == "optimizer"]
+    assert rows == [("intra_package", "none"), ("intra_node", "none"), ("inter_node", "int8")]
     assert muon["traffic"][: len(adam["traffic"])] == adam["traffic"] and muon["notes"] != adam["notes"]
     states = [{row["name"]: row["bytes"] for row in one["memory"]}["optimizer"] for one in (adam, muon)]
-    # A momentum of bfloat16 instead of two moments of float32.
+    # A momentum of bfloat16 instead of two moments of float32, of four layers on sixteen ranks.
     assert states[0] - states[1] == 4 * 12 * 128 * 128 * 6 // 16
 
 
@@ -141,16 +135,9 @@ def test_scopes_and_codecs_by_pattern_count(capsys: pytest.CaptureFixture[str], 
     assert before["secondary partition"] - after["secondary partition"] == experts * 2 // 2, "2 bytes, over a package"
     assert before["gradient accumulation buffers"] == after["gradient accumulation buffers"]
     assert scoped["memory_bytes"] == scoped["schemes"]["lossless"]["memory_bytes"] < one["memory_bytes"]
-
-    def received(plan: dict[str, Any], role: str) -> int:
-        return next(row["wire_bytes"] for row in plan["traffic"] if (row["role"], row["tier"]) == (role, "inter_node"))
-
-    # Of two nodes each use brings half of the shards of this rank's place, instead of one refresh.
-    assert received(scoped, "weights") - received(one, "weights") == (2 * 3 - 1) * experts * 2 // 16
-    assert received(scoped, "gradients") == received(one, "gradients")
     assert scoped["schemes"]["lossless"]["step_s"] > one["schemes"]["lossless"]["step_s"]
     coded = _json(capsys, *keys, "accumulation=3", "zero.codecs.except={*experts*: int8}")
-    assert received(coded, "weights") < received(one, "weights") and coded["traffic"][0]["codec"] == "none, int8"
+    assert coded["traffic"][0]["codec"] == "none, int8"
     assert main(["plan", *keys, "zero.shard.except={*expertz*: {weights: world}}"]) == 2
     assert "the nearest first: model.layers.0.mlp.experts.gate_up_proj, " in capsys.readouterr().err
     tied = [*keys, "+model.config={tie_word_embeddings: true}"]
@@ -165,40 +152,6 @@ def test_scopes_and_codecs_by_pattern_count(capsys: pytest.CaptureFixture[str], 
     assert main(["plan", *tied, two % ("world", "node")]) == 2
     says = "found '*lm_head*' for model.embed_tokens.weight = lm_head.weight, which are tied and have '*embed*' too; expected"
     assert says in capsys.readouterr().err
-
-
-def test_a_step_with_patterns_has_the_time_of_its_bytes(tmp_path: Path) -> None:
-    """Between the steps of its scopes, and longer with each layer that has the wider scope."""
-    file, more = tmp_path / "config.json", {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 8000}
-    file.write_text(json.dumps({**LLAMA, **more, "model_type": "mixtral", "num_hidden_layers": 8}))
-    keys = ["model=hf", f"model.path={file}", "model.seq_length=128", "topology=frontier", "nodes=16", "preset=lossless",
-            "accumulation=4", "deepspeed.zero_optimization.stage3_max_reuse_distance=0"]  # fmt: skip
-
-    def predicted(scopes: str, *patterns: str) -> tuple[Prediction, float]:
-        """The step, and the bytes between nodes per second in which their links are busy."""
-        excepted = ", ".join(f"{pattern}: {{{scopes}}}" for pattern in patterns)
-        scenario = read_scenario([*keys, f"zero.shard.except={{{excepted}}}"])
-        plan, job = scenario.experiment.plan, scenario.job
-        assert plan is not None
-        step = predict(plan, job, scenario.machine)
-        whole = simulate(tasks_of(plan, job, scenario.machine))  # a plan without exceptions is extrapolated
-        assert step.step_s == pytest.approx(whole["seconds"], rel=1e-3)
-        rows = step_traffic(plan, scenario.grid, job.model.numels, accumulation=4, names=job.model.names)
-        return step, sum(row.wire_bytes for row in rows if row.tier == "inter_node") / whole["busy inter_node"]
-
-    usual, rate = predicted("")
-    assert predicted("weights: package, gradients: node", "*")[0] == usual
-    wider = [predicted("weights: world", *(f"*.{layer}.*experts*" for layer in range(count))) for count in (1, 3, 8)]
-    wider += [predicted("weights: world", "*experts*"), predicted("weights: world, gradients: world", "*experts*")]
-    for step, other in wider:
-        assert other == pytest.approx(rate)
-        assert step.tflops * step.step_s == pytest.approx(usual.tflops * usual.step_s)
-    steps = [step.step_s for step, _ in wider]
-    assert usual.step_s < steps[0] < steps[1] < steps[2] < steps[4]
-    assert steps[3] == pytest.approx(steps[2])
-    keys.append("zero.shard.weights=world")
-    whole = predicted("")[0]
-    assert predicted("weights: package", "*")[0] == usual and steps[3] < whole.step_s
 
 
 # ---- searches -----------------------------------------------------------------------------------------------------------
@@ -315,49 +268,24 @@ def test_input_that_cannot_be_used_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_experts_of_autoep_cross_the_same_links_and_their_tokens_are_planned(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Experts over a node: each rank keeps its own, and a token visits two of eight."""
-    shape = (
-        "num_hidden_layers: 3, hidden_size: 64, intermediate_size: 160, num_attention_heads: 4, num_key_value_heads: 2"
-    )
-    config = f"{{model_type: mixtral, num_local_experts: 8, num_experts_per_tok: 2, vocab_size: 512, {shape}}}"
-    keys = ["model=hf", f"model.config={config}", "topology=frontier", "nodes=4", "preset=lossless", "accumulation=3"]
-    experts = [*keys, "zero.codecs.expert.intra_node=int8", "deepspeed.expert_parallel={enabled: true, autoep_size: 8}"]
-    one, divided = _json(capsys, *keys), _json(capsys, *experts)
-
-    def rows(plan: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-        return {(row["role"], row["tier"]): row for row in plan["traffic"]}
-
-    before, after = rows(one), rows(divided)
-    for role in ("weights", "gradients"):  # the refresh, and the boundary
-        assert after[role, "inter_node"]["wire_bytes"] == before[role, "inter_node"]["wire_bytes"]
-        assert after[role, "intra_node"]["wire_bytes"] < before[role, "intra_node"]["wire_bytes"]
-    tokens = 2 * 512 * 2 // 8  # to each of the 8 ranks
-    exchanges = 3 * 4 * 3
-    assert after["expert", "intra_package"]["wire_bytes"] == exchanges * tokens * 64 * 2
-    assert after["expert", "intra_node"]["raw_bytes"] == exchanges * 6 * tokens * 64 * 2
-    assert after["expert", "intra_node"]["wire_bytes"] * 128 == after["expert", "intra_node"]["raw_bytes"] * 80, (
-        "codes, scale, padding"
-    )
-    assert {tier for role, tier in after if role == "expert"} == {"intra_package", "intra_node"}
-    kept, fewer = ({state["name"]: state["bytes"] for state in plan["memory"]} for plan in (one, divided))
-    assert fewer["secondary partition"] < kept["secondary partition"]
-    assert fewer["gradient accumulation buffers"] == kept["gradient accumulation buffers"]
-    assert main(["plan", "--tune", *keys[:4], experts[-1]]) == 2
-    assert "deepspeed.expert_parallel.enabled: found True with --tune" in capsys.readouterr().err
-    assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 3}"]) == 2
-    assert "deepspeed.expert_parallel.autoep_size: found 3; expected a divisor of the 32" in capsys.readouterr().err
-    assert main(["plan", *keys, "deepspeed.expert_parallel={enabled: true, autoep_size: 16}"]) == 2
-    assert "autoep_size: found 16 for a model with 8 experts in a layer" in capsys.readouterr().err
-    refused = {
-        "zero.codecs.expert.intra_package=mpc": "hzero.codecs.expert.intra_package: found 'mpc' with coded tokens",
-        "model=gpt_neox_1m": "autoep_size: found 8 for a model with 0 experts in a layer",
-    }
-    for key, message in refused.items():  # as a run refuses them
-        without = [one for one in experts if not one.startswith("model")] if key.startswith("model=") else experts
-        muon = ["deepspeed.zero_optimization.reduce_scatter=false"] * ("Muon" in key)
-        assert main(["plan", *without, key, *muon]) == 2
+def test_experts_of_autoep_are_refused_as_a_run_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their bytes are compared with a run's in tests/deepspeed."""
+    config = str({**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}).replace("'", "")
+    keys = ["model=hf", f"model.config={config}", "model.seq_length=128", "topology=frontier", "nodes=4"]
+    size = "deepspeed.expert_parallel={enabled: true, autoep_size: %d}"
+    experts = [*keys, "zero.codecs.expert.intra_node=int8", size % 8]
+    assert main(["plan", *experts]) == 0
+    for words, message in (
+        (["--tune", *keys, size % 8], "deepspeed.expert_parallel.enabled: found True with --tune"),
+        ([*keys, size % 3], "deepspeed.expert_parallel.autoep_size: found 3; expected a divisor of the 32"),
+        ([*keys, size % 16], "autoep_size: found 16 for a model with 8 experts in a layer"),
+        (["model=gpt_neox_1m", *keys[3:], size % 8], "autoep_size: found 8 for a model with 0 experts in a layer"),
+        (
+            [*experts, "zero.codecs.expert.intra_package=mpc"],
+            "codecs.expert.intra_package: found 'mpc' with coded tokens",
+        ),
+    ):
+        capsys.readouterr()
+        assert main(["plan", *words]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error

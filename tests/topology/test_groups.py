@@ -32,11 +32,6 @@ def test_a_group_has_the_divisor_nearest_to_the_root(nodes: int) -> None:
     assert chosen_group(nodes) == (expected if nodes >= 64 else None)
 
 
-def test_a_part_of_a_switch_group_is_preferred() -> None:
-    assert chosen_group(9408, switch_nodes=128) == 64, "whole groups of one dragonfly group of Frontier"
-    assert chosen_group(1176, switch_nodes=128) == 28, "8, their only common divisor near, is too far from the root"
-
-
 def _grid(topology: Any, nodes: int, width: int = 2) -> Grid:
     """The grid of a block's key, on so many nodes without GPUs if it is discovered."""
     world = nodes * width
@@ -114,16 +109,11 @@ def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
     ("topology", "says"),
     [
         ({"nodes_per_group": 5}, r"nodes_per_group: found 5; expected a divisor of the 72 nodes: 1, 2, 3"),
-        (
-            {"packages_per_node": 2, "nodes_per_group": "many"},
-            "nodes_per_group: found 'many'; expected a number of nodes, null",
-        ),
-        (
-            {"source": "frontier", "devices_per_package": 2},
-            r"devices_per_package: found together with .*source 'frontier'",
-        ),
+        ({"packages_per_node": 2, "nodes_per_group": "many"},
+         "nodes_per_group: found 'many'; expected a number of nodes, null"),
+        ({"source": "frontier", "devices_per_package": 2}, r"devices_per_package: found together with .*source 'frontier'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_groups_is_refused(topology: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         _grid(topology, 72)
@@ -165,13 +155,10 @@ def test_ranks_of_a_part_of_the_world_form_groups_of_their_own(order: Any) -> No
         ({"preset": "zeropp"}, "int8", "int8"),
         ({"preset": "lossless"}, "none", "none"),
         ({"preset": "topo", "codecs": {"gradients": {"inter_node": "none"}}}, "int8", "none"),
-        (
-            {"preset": "topo", "codecs": {"gradients": {"inter_group": "int4"}, "weights": {"inter_node": "int4"}}},
-            "int8",
-            "int4",
-        ),
+        ({"preset": "topo", "codecs": {"gradients": {"inter_group": "int4"}, "weights": {"inter_node": "int4"}}}, "int8",
+         "int4"),
     ],
-)
+)  # fmt: skip
 def test_groups_exchange_in_int8_or_better(block: dict[str, Any], weights: str, gradients: str) -> None:
     plan = ShardPlan.from_config(parse_config(block), Grid(64, 4, 2, automatic=True), 0)
     for hops, codec in ((plan.gather_hops(), weights), (plan.reduce_hops(), gradients)):

@@ -145,18 +145,14 @@ SWITCHED = text("switched.xml")
 @pytest.mark.parametrize(
     ("name", "devices", "tiers", "gb_s"),
     [
-        (
-            "topo_8p1h.xml",
-            8,
-            {"intra_package": 2, "intra_node": 4},
-            {"intra_package": 200.0, "intra_node": 50.0, "inter_node": 12.5},
-        ),
+        ("topo_8p1h.xml", 8, {"intra_package": 2, "intra_node": 4},
+         {"intra_package": 200.0, "intra_node": 50.0, "inter_node": 12.5}),
         ("topo_16p1h.xml", 16, {"intra_package": 2, "intra_node": 8}, {"intra_package": 200.0, "inter_node": 12.5}),
         ("topo_8p_90a.xml", 8, {"intra_node": 8}, {"intra_node": 50.0}),
         ("topo_8p_940.xml", 8, {"intra_node": 8}, {"intra_node": 64.0, "inter_node": 50.0}),
         ("topo_4p3l_2h.xml", 8, {"intra_hive": 4, "intra_node": 2}, {"intra_hive": 46.0}),
     ],
-)
+)  # fmt: skip
 def test_recorded_dumps(name: str, devices: int, tiers: dict[str, int], gb_s: dict[str, float]) -> None:
     if not (DUMPS / name).exists():
         pytest.skip("the dumps are not next to this checkout")
