@@ -32,7 +32,7 @@ GRIDS = {
 
 def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), **block) -> Runtime:
     codecs = {"weights": weights or {}, "gradients": gradients or {}}
-    block = {"preset": "lossless", "codecs": codecs, "transport": TRANSPORT, **block}
+    block = {"preset": "hpz", "codecs": codecs, "transport": TRANSPORT, **block}
     plan = ShardPlan.from_config(parse_config({**block, "error_feedback": list(feedback)}), grid, dist.get_rank())
     return Runtime(plan, peers_of(plan), WireLog())
 

@@ -184,8 +184,7 @@ def check_evaluations_in_inference_mode_change_nothing() -> None:
     """Between steps and inside them; in presets, too, whose forward reads secondary partitions as they are, or primary shards."""
 
     def losses(preset: str | None, kept: int, exact: bool, training: bool) -> list[float]:
-        differences = {"refresh_differences": preset in ("topo", "replica")}
-        engine = _engine(preset, 2, kept=kept, block={"exact_evaluation": exact, **differences})
+        engine = _engine(preset, 2, kept=kept, block={"exact_evaluation": exact})
         found = []
         for micro in range(6):
             if preset:
