@@ -1,13 +1,13 @@
 // What one call of a kernel works on: a bucket of tensors, its payload, and the order of its rows. The device kernels,
-// their emulation and the host library all take this structure; hzero/codecs/backends.py fills it. Words and formats:
-// docs/payload_format.md.
+// their emulation and the host library all take this structure; hzero/codecs/backends.py fills it. Codec exact has one
+// of its own, which hzero/codecs/exact.py fills. Words and formats: docs/payload_format.md.
 #pragma once
 
 #define HZ_BUCKET_TENSORS 38  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_GROUPS 40   // the same, rounded up to vectors of 16 bytes
 #define HZ_BUCKET_AXES 6
 #define HZ_CHECKSUM_BYTES 16  // behind each part of a payload that has checksums
-#define HZ_BUCKET_VERSION 11  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 12  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -82,3 +82,47 @@ struct alignas(16) hz_bucket {
                                                      // device kernels only
   hz_tensor tensor[HZ_BUCKET_TENSORS];
 };
+
+// ---- codec exact
+// -----------------------------------------------------------------------------------------------------
+
+#define HZ_EXACT_ROWS 384     // records of a call; a longer message takes several calls
+#define HZ_EXACT_LANE 256     // weights of a lane, at most
+#define HZ_EXACT_LANES 64     // of a block
+#define HZ_EXACT_BLOCK 16384  // weights of a block
+#define HZ_EXACT_ESCAPE 15    // ones before the bits of a weight
+#define HZ_EXACT_CLASSES 64   // of old weights, each with a parameter
+#define HZ_EXACT_PARAMETERS 16
+#define HZ_EXACT_BINS 112  // of changes, see exact_bin
+#define HZ_EXACT_CHECK 32  // places in the head of a record
+#define HZ_EXACT_WORDS 36
+#define HZ_EXACT_STARTS 48
+
+struct hz_exact_tensor {
+  hz_u64 old;          // address of the old weights: of one row, or of row 0, whose weights decoding replaces
+  hz_u64 fresh;        // address of the new weights of one row, to encode
+  hz_i64 step;         // weights from a row to the next one
+  hz_u32 numel;        // weights at `fresh`; further ones of the row are unchanged
+  hz_u32 chunk;        // weights of a row, below 2^31
+  hz_u32 first_block;  // blocks, lanes and weights of the tensors before in a row
+  hz_u32 first_lane;
+  hz_u32 first_place;    // modulo 2^32
+  hz_u32 blocks;         // of a row
+  hz_divisor by_blocks;  // device kernels only
+};
+
+struct alignas(16) hz_exact {
+  hz_u64 message;        // address of the records, a multiple of 16; of a single one to write
+  hz_u64 sums;           // address of the checks of what is decoded, one word for each record, or of the counts of
+                         // changes, HZ_EXACT_BINS words for each class. Kernels add to both
+  hz_i64 record_bytes;   // of a record, or of its head alone
+  hz_u32 lane_bytes;     // place of the lanes' numbers of words in a record
+  hz_u32 head;           // bytes of the head
+  hz_u32 blocks;         // of a row, in all calls
+  hz_u32 shift, offset;  // the class of a weight is its magnitude >> shift, minus offset, clamped
+  hz_u32 records, tensors;
+  alignas(16) hz_u32 first_group[HZ_BUCKET_GROUPS];  // as in hz_bucket
+  hz_u32 rows[HZ_EXACT_ROWS];                        // the row of the tensors that each record has
+  hz_exact_tensor tensor[HZ_BUCKET_TENSORS];
+};
+static_assert(sizeof(hz_exact) <= 4096, "kernel arguments hold at most 4 KiB");

@@ -573,6 +573,7 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
 }  // namespace hz
 
 #include "copy.h"
+#include "exact.h"
 #include "mpc.h"
 #include "zfp.h"
 
@@ -584,7 +585,10 @@ const Kernels kernels = {
 #define HZ_ENTRY(name, ...) __VA_ARGS__,
     HZ_EACH_KERNEL(HZ_ENTRY)
 #undef HZ_ENTRY
-        checksum,
+#define HZ_ENTRY(name) name,
+        HZ_EACH_EXACT(HZ_ENTRY)
+#undef HZ_ENTRY
+            checksum,
 };
 
 }  // namespace HZ_ISA

@@ -60,6 +60,8 @@ static const InstructionSet* current = [] {
 
 // Elements that are worth a thread of their own: starting one takes as long as some 64 Ki of them.
 constexpr hz_u64 elements_a_thread = 256 << 10;
+// Blocks of codec exact take a few times longer.
+constexpr hz_u64 exact_blocks_a_thread = 4;
 
 static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u64 begin, hz_u64 end) {
   hz_u64 before = 0;
@@ -80,25 +82,53 @@ static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u6
   }
 }
 
-static void run(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, int threads) {
-  hz_u64 blocks = 0;
-  for (hz_u32 t = 0; t < bucket.tensors; ++t)
-    blocks += (hz_u64)rows * ((bucket.tensor[t].chunk + bucket.block_size - 1) / bucket.block_size);
-  const hz_u64 worth = blocks * bucket.block_size / elements_a_thread;
-  const hz_u64 count = std::max<hz_u64>(1, std::min<hz_u64>(threads, worth));
+static void do_blocks(const hz_exact& exact, ExactKernel kernel, hz_u64 begin, hz_u64 end) {
+  hz_u64 before = 0;
+  for (hz_u32 t = 0; t < exact.tensors && before < end; ++t) {
+    const hz_u32 blocks = exact.tensor[t].blocks;
+    const hz_u64 mine = (hz_u64)blocks * exact.records;
+    const hz_u64 last = std::min(end, before + mine) - before;
+    for (hz_u64 at = std::max(begin, before) - before; at < last;) {
+      const hz_u32 record = (hz_u32)(at / blocks), first = (hz_u32)(at % blocks);
+      const hz_u32 until = (hz_u32)std::min<hz_u64>(blocks, first + (last - at));
+      kernel(exact, ExactSpan{&exact.tensor[t], record, first, until});
+      at += until - first;
+    }
+    before += mine;
+  }
+}
+
+// Calls `work` on parts of the numbers below `count`, on as many threads as these are worth.
+template <class Work>
+static void share(hz_u64 count, hz_u64 worth, int threads, const Work& work) {
+  const hz_u64 parts = std::max<hz_u64>(1, std::min<hz_u64>(threads, worth));
   // Threads end with the call: nothing is left that a fork of the process could lose.
   std::vector<std::thread> others;
   hz_u64 started = 1;
   try {
-    others.reserve(count);
-    for (; started < count; ++started)
-      others.emplace_back(
-          [&, k = started] { do_blocks(bucket, rows, kernel, blocks * k / count, blocks * (k + 1) / count); });
+    others.reserve(parts);
+    for (; started < parts; ++started)
+      others.emplace_back([&, k = started] { work(count * k / parts, count * (k + 1) / parts); });
   } catch (const std::exception&) {  // no more threads to be had: the rest is done here
   }
-  do_blocks(bucket, rows, kernel, 0, blocks / count);
-  do_blocks(bucket, rows, kernel, blocks * started / count, blocks);
+  work(0, count / parts);
+  work(count * started / parts, count);
   for (std::thread& other : others) other.join();
+}
+
+static void run(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, int threads) {
+  hz_u64 blocks = 0;
+  for (hz_u32 t = 0; t < bucket.tensors; ++t)
+    blocks += (hz_u64)rows * ((bucket.tensor[t].chunk + bucket.block_size - 1) / bucket.block_size);
+  share(blocks, blocks * bucket.block_size / elements_a_thread, threads,
+        [&](hz_u64 begin, hz_u64 end) { do_blocks(bucket, rows, kernel, begin, end); });
+}
+
+static void run(const hz_exact& exact, ExactKernel kernel, int threads) {
+  hz_u64 blocks = 0;
+  for (hz_u32 t = 0; t < exact.tensors; ++t) blocks += (hz_u64)exact.records * exact.tensor[t].blocks;
+  share(blocks, blocks / exact_blocks_a_thread, threads,
+        [&](hz_u64 begin, hz_u64 end) { do_blocks(exact, kernel, begin, end); });
 }
 
 }  // namespace hz
@@ -111,6 +141,17 @@ static void run(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, int threads
     hz::run(*bucket, rows, hz::current->kernels->name, threads);                                               \
   }
 HZ_EACH_KERNEL(HZ_ENTRY)
+#undef HZ_ENTRY
+
+#define HZ_ENTRY(name) \
+  HZ_EXPORT void name(const hz_exact* exact, int threads) { hz::run(*exact, hz::current->kernels->name, threads); }
+HZ_EACH_EXACT_ON_BLOCKS(HZ_ENTRY)
+#undef HZ_ENTRY
+
+#define HZ_ENTRY(name) \
+  HZ_EXPORT void name(const hz_exact* exact, int) { hz::current->kernels->name(*exact, {nullptr, 0, 0, 0}); }
+HZ_EACH_EXACT_AT_ONCE(HZ_ENTRY)
+#undef HZ_ENTRY
 
 // Checksums of `parts` of so many bytes, `step` bytes apart: for payloads that no kernel with checksums makes or takes.
 HZ_EXPORT void hz_checksums(const hz_u8* first, hz_u64 parts, hz_u64 bytes, hz_u64 step, hz_u64* sums) {

@@ -62,6 +62,11 @@
   DO(decode_mpc_bf16, decode_mpc<Bf16>)                       \
   DO(decode_mpc_fp16, decode_mpc<Fp16>)
 
+// Kernels of codec exact, on blocks of all tensors and records, and in one piece.
+#define HZ_EACH_EXACT_ON_BLOCKS(DO) DO(exact_count) DO(exact_lengths) DO(exact_encode) DO(exact_decode)
+#define HZ_EACH_EXACT_AT_ONCE(DO) DO(exact_table) DO(exact_starts)
+#define HZ_EACH_EXACT(DO) HZ_EACH_EXACT_ON_BLOCKS(DO) HZ_EACH_EXACT_AT_ONCE(DO)
+
 namespace hz {
 
 // Blocks whose scales are computed together, and those of which a span has at most if they are checked.
@@ -75,9 +80,20 @@ struct Span {
 
 typedef void (*Kernel)(const hz_bucket&, const Span&);
 
+// Successive blocks of one tensor's row in one record.
+struct ExactSpan {
+  const hz_exact_tensor* tensor;
+  hz_u32 record, begin, end;
+};
+
+typedef void (*ExactKernel)(const hz_exact&, const ExactSpan&);
+
 struct Kernels {
 #define HZ_ENTRY(name, ...) Kernel name;
   HZ_EACH_KERNEL(HZ_ENTRY)
+#undef HZ_ENTRY
+#define HZ_ENTRY(name) ExactKernel name;
+  HZ_EACH_EXACT(HZ_ENTRY)
 #undef HZ_ENTRY
   hz_u64 (*checksum)(const hz_u8* bytes, hz_u64 count, hz_u32 place);
 };

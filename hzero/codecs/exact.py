@@ -1,22 +1,29 @@
 """Codec ``exact``: 16-bit weights to the last bit, as changes from the copy that the receivers hold.
 
 An optimizer step moves a weight by a few units in the last place, and the exponent of the old weight tells how far. A change is
-a difference of bit patterns as ordered integers. Rice codes (Rice and Plaunt, IEEE Trans. Commun. 19(6), 1971) have one
-parameter for each class of old exponents and message. Lanes of weights have their own words, so they decode side by side.
+a difference of bit patterns as ordered integers. Rice codes (Rice and Plaunt, IEEE Transactions on Communications 19(6), 1971)
+have one parameter for each class of old exponents and message. Lanes of weights have their own words, so they decode side by
+side.
 
 A record holds one row of a whole bucket: head, then stream (docs/payload_format.md). `measure` makes the head, which tells the
-size of the stream. Ranks agree on the largest stream, and `encode` writes the record.
+size of the stream. Ranks agree on the largest stream, and `encode` writes the record. The compiled code of the tensors' device
+does the work (hip_kernels), or else the reference below. On a device, nothing waits for the host.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from hzero.codecs import backends
+from hzero.codecs.codec import _check_payload, _check_storage, _check_tensors
 from hzero.codecs.formats import ALIGNMENT
+from hzero.codecs.launchers import EXACT, EXACT_ROWS, GROUPS, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
 
 #: Weights of a lane, and lanes of a block. A lane has at most 248 words, so that a byte holds their number.
 LANE, BLOCK = 256, 64
@@ -26,6 +33,8 @@ ESCAPE = 15
 CLASSES, HIGHEST = 64, 15
 #: Bytes of the table of parameters and of the fixed part of a head; places of the check and of the number of words.
 TABLE, FIXED_PART, CHECK, WORDS = CLASSES // 2, 48, 32, 36
+#: Bins of the changes of a class, by which the kernels count bits; ``exact_bin`` of hip_kernels explains them.
+BINS = 112
 #: Dtypes that the codec has, with the shift and the offset that make a class of a magnitude.
 CLASS_OF = {torch.bfloat16: (7, 84), torch.float16: (9, 0)}
 
@@ -74,9 +83,198 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+# ---- calls --------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], head: torch.Tensor) -> None:
+    """Chooses the parameters of a record, and writes its head.
+
+    Args:
+        new: This rank's shard of each tensor, flat; missing elements count as unchanged.
+        old: The same shards as all ranks hold them, flat, ``[chunk]``.
+        head: uint8 ``[Layout.head]`` to write, at a multiple of 16 bytes.
+
+    Raises:
+        TypeError: Dtypes or devices differ, or the codec does not have the dtype.
+        ValueError: Sizes or strides are not as stated.
+    """
+    layout = _checked_shards(new, old, head)
+    _check_payload(head, layout.head, "the head of a record")
+    launcher = _launcher(head.device)
+    if launcher is None:
+        _measure(new, old, head, layout)
+        return
+    head.zero_()
+    counts = head.new_zeros(CLASSES * BINS, dtype=torch.int32)
+    arguments = _arguments(layout, head, counts, old, new)
+    for kernel in ("exact_count", "exact_table", "exact_lengths", "exact_starts"):
+        _launch(launcher, kernel, arguments, head.device)
+
+
+@torch.no_grad()
+def encode(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], record: torch.Tensor) -> None:
+    """Writes the stream of a record behind its head.
+
+    Args:
+        new: As in `measure`, unchanged since.
+        old: As in `measure`.
+        record: uint8, with the head of `measure`, and at least as many words as the head states; at a multiple of 16 bytes.
+
+    Raises:
+        TypeError: As in `measure`.
+        ValueError: As in `measure`.
+    """
+    layout = _checked_shards(new, old, record)
+    _check_record(record, layout, 1)
+    launcher = _launcher(record.device)
+    if launcher is None:
+        _encode(new, old, record, layout)
+        return
+    record[layout.head :].zero_()
+    _launch(launcher, "exact_encode", _arguments(layout, record, record[:0], old, new), record.device)
+
+
+@torch.no_grad()
+def decode(message: torch.Tensor, copies: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+    """Replaces old weights by new ones. Accepts any bytes.
+
+    Args:
+        message: uint8, one record for each row of ``order``.
+        copies: The old weights of each tensor, ``[rows, chunk]``; rows may be apart in memory.
+        order: For each record, the row of the tensors; each at most once.
+
+    Returns:
+        Whether each record had the weights that its check states, bool ``[records]``.
+
+    Raises:
+        TypeError: As in `measure`.
+        ValueError: As in `measure`, or ``order`` has other rows.
+    """
+    dtype, rows = _check_dtype(copies, "copies"), len(copies[0])
+    for index, copy in enumerate(copies):
+        if copy.dtype is not dtype or copy.device != message.device:
+            raise TypeError(
+                f"copies[{index}]: found {copy.dtype} on {copy.device}; expected {dtype} on {message.device}"
+            )
+        if copy.dim() != 2 or len(copy) != rows:
+            raise ValueError(f"copies[{index}]: found shape {tuple(copy.shape)}; expected {rows} rows")
+        if copy.numel() and ((rows > 1 and copy.stride(0) < copy.shape[1]) or not copy[0].is_contiguous()):
+            raise ValueError(f"copies[{index}]: found strides {copy.stride()}; expected contiguous rows")
+        if copy.numel():
+            _check_storage(copy[-1], f"copies[{index}]")
+    if len(set(order)) != len(order) or not all(0 <= row < rows for row in order):
+        raise ValueError(f"order: found {list(order)[:8]}; expected each of {rows} rows at most once")
+    layout = Layout.of(tuple(copy.shape[1] for copy in copies))
+    _check_record(message, layout, len(order))
+    if message.data_ptr() % ALIGNMENT:
+        message = message.clone()
+    records = message.view(len(order), -1) if len(order) else message.view(0, layout.head)
+    launcher = _launcher(message.device)
+    if launcher is None:
+        return _decode(records, copies, order, layout)
+    checks = message.new_zeros(len(order), dtype=torch.int32)
+    _launch(launcher, "exact_decode", _arguments(layout, records, checks, copies, (), order), message.device)
+    return checks == records.view(torch.int32)[:, CHECK // 4]
+
+
+def _check_dtype(tensors: Sequence[torch.Tensor], name: str) -> torch.dtype:
+    if not tensors:
+        raise ValueError(f"{name}: found no tensors; expected at least one")
+    if tensors[0].dtype not in CLASS_OF:
+        raise TypeError(f"{name}[0]: found {tensors[0].dtype}; expected bfloat16 or float16 in codec exact")
+    return tensors[0].dtype
+
+
+def _checked_shards(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], written: torch.Tensor) -> Layout:
+    """Checks what is encoded, and that the bytes to write start at an aligned address. Returns the layout."""
+    dtype, chunks = _check_dtype(old, "old"), [one.numel() for one in old]
+    _check_tensors("old", old, dtype, written.device, chunks)
+    _check_tensors(
+        "new", new, dtype, written.device, [min(one.numel(), most) for one, most in zip(new, chunks, strict=True)]
+    )
+    if written.data_ptr() % ALIGNMENT:
+        raise ValueError(f"payload: found address {written.data_ptr():#x}; expected a multiple of {ALIGNMENT}")
+    return Layout.of(tuple(chunks))
+
+
+def _check_record(message: torch.Tensor, layout: Layout, records: int) -> None:
+    size = message.numel() // max(records, 1)
+    whole = size if size >= layout.head and size % ALIGNMENT == 0 else layout.head
+    _check_payload(message, whole * records, f"{records} records with heads of {layout.head} and whole vectors")
+
+
 def words_of(head: torch.Tensor) -> torch.Tensor:
     """Returns the words of the stream that a head of `measure` states, int32 ``[]``."""
-    return head[WORDS : WORDS + 4].view(torch.int32)[0]
+    return head.view(torch.int32)[WORDS // 4]
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------
+
+
+def _launcher(device: torch.device) -> HostLibrary | DeviceKernels | None:
+    """The launcher of a device's compiled code; None: the reference computes, as on devices until they have kernels."""
+    launcher = getattr(backends.of(device), "launcher", None)
+    return None if launcher is None or launcher.on_device else launcher
+
+
+@functools.lru_cache(maxsize=4096)
+def _templates(chunks: tuple[int, ...], dtype: torch.dtype) -> list[tuple[np.ndarray, list[int]]]:
+    """Arguments of kernels without addresses and rows, for some of the tensors each, and which these are."""
+    lanes = [-(-chunk // LANE) for chunk in chunks]
+    blocks = [-(-count // BLOCK) for count in lanes]
+    whole, templates = [index for index, chunk in enumerate(chunks) if chunk], []
+    for first in range(0, len(whole), TENSORS):
+        some, argument = whole[first : first + TENSORS], np.zeros((), EXACT)
+        argument["shift"], argument["offset"] = CLASS_OF[dtype]
+        argument["tensors"], tensor = len(some), argument["tensor"][: len(some)]
+        places = {"first_block": blocks, "first_lane": lanes, "first_place": chunks}
+        for field, sizes in places.items():
+            before = [0, *accumulate(sizes)]
+            tensor[field] = [before[index] % 2**32 for index in some]
+        for field, values in (("chunk", chunks), ("blocks", blocks)):
+            tensor[field] = [values[index] for index in some]
+        tensor["by_blocks"] = [divisor(blocks[index]) for index in some]
+        templates.append((argument, some))
+    return templates
+
+
+def _arguments(
+    layout: Layout,
+    records: torch.Tensor,
+    sums: torch.Tensor,
+    old: Sequence[torch.Tensor],
+    new: Sequence[torch.Tensor] = (),
+    order: Sequence[int] = (0,),
+) -> list[tuple[np.ndarray, int]]:
+    """Arguments of kernels for all tensors and rows, and how many workgroups of a device share the work of each."""
+    made = []
+    for (template, some), first in (
+        (one, first) for one in _templates(layout.chunks, old[0].dtype) for first in range(0, len(order), EXACT_ROWS)
+    ):
+        rows, argument = order[first : first + EXACT_ROWS], template.copy()
+        argument["record_bytes"] = size = records.shape[-1]
+        argument["message"], argument["sums"] = records.data_ptr() + first * size, sums.data_ptr() + 4 * first
+        argument["lane_bytes"], argument["head"], argument["blocks"] = layout.lane_bytes, layout.head, layout.blocks
+        argument["records"], argument["rows"][: len(rows)] = len(rows), rows
+        tensor = argument["tensor"][: len(some)]
+        tensor["old"] = [old[index].data_ptr() for index in some]
+        tensor["step"] = [old[index].stride(0) for index in some]
+        if new:
+            tensor["fresh"], tensor["numel"] = zip(*((new[index].data_ptr(), new[index].numel()) for index in some))
+        groups = [0, *accumulate(-(-int(blocks) * len(rows) * BLOCK // THREADS) for blocks in tensor["blocks"])]
+        argument["first_group"] = groups[:-1] + [2**32 - 1] * (GROUPS - len(some))
+        made.append((argument, groups[-1]))
+    return made
+
+
+def _launch(
+    launcher: HostLibrary | DeviceKernels, kernel: str, arguments: list[tuple[np.ndarray, int]], device: torch.device
+) -> None:
+    """Launches a kernel. Two kernels make the parts of a head that all tensors share, in one workgroup."""
+    run, once = launcher.kernel("exact", kernel), kernel in ("exact_table", "exact_starts")
+    for argument, workgroups in arguments[: 1 if once else None]:
+        run(argument, 1 if once else workgroups, device)
 
 
 # ---- reference ----------------------------------------------------------------------------------------------------------
@@ -94,7 +292,7 @@ def _classes(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _zigzag(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    change = ordered(new) - ordered(old)
+    change = _wrapped(ordered(new) - ordered(old) & 0xFFFF, 16)
     return torch.where(change >= 0, 2 * change, -2 * change - 1)
 
 
@@ -132,15 +330,8 @@ def _codes(new: torch.Tensor, old: torch.Tensor, dtype: torch.dtype, table: torc
     )
 
 
-def measure(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], head: torch.Tensor) -> None:
-    """Chooses the parameters of a record, and writes its head.
-
-    Args:
-        new: This rank's shard of each tensor, flat; missing elements count as unchanged.
-        old: The same shards as all ranks hold them, flat, ``[chunk]``.
-        head: uint8 ``[Layout.head]`` to write.
-    """
-    layout, dtype = Layout.of(tuple(one.numel() for one in old)), old[0].dtype
+def _measure(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], head: torch.Tensor, layout: Layout) -> None:
+    dtype = old[0].dtype
     news, olds = _joined(new, old), _joined(old, old)
     zigzag, classes = _zigzag(news, olds).long(), _classes(olds, dtype).long()
     costs = torch.zeros(CLASSES, HIGHEST + 1, dtype=torch.int64, device=head.device)
@@ -162,15 +353,8 @@ def measure(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], head: torc
     head[layout.lane_bytes :][: layout.lanes] = words.to(torch.uint8)
 
 
-def encode(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], record: torch.Tensor) -> None:
-    """Writes the stream of a record behind its head.
-
-    Args:
-        new: As in `measure`, unchanged since.
-        old: As in `measure`.
-        record: uint8, with the head of `measure`, and at least as many words as the head states.
-    """
-    layout, dtype = Layout.of(tuple(one.numel() for one in old)), old[0].dtype
+def _encode(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], record: torch.Tensor, layout: Layout) -> None:
+    dtype = old[0].dtype
     news, olds = _joined(new, old), _joined(old, old)
     codes, lengths = _codes(news, olds, dtype, _table(record))
     lanes, places, _ = (one.to(record.device) for one in _lanes(layout.chunks))
@@ -185,27 +369,17 @@ def encode(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], record: tor
     record[layout.head :].view(torch.int32).copy_(_wrapped(stream[:-1]))
 
 
-def decode(message: torch.Tensor, copies: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
-    """Replaces old weights by new ones. Accepts any bytes.
-
-    Args:
-        message: uint8, one record for each row of ``order``.
-        copies: The old weights of each tensor, ``[rows, chunk]``; rows may be apart in memory.
-        order: For each record, the row of the tensors.
-
-    Returns:
-        Whether each record had the weights that its check states, bool ``[records]``.
-    """
-    layout, dtype = Layout.of(tuple(one.shape[1] for one in copies)), copies[0].dtype
-    records = message.view(len(order), -1)
+def _decode(
+    records: torch.Tensor, copies: Sequence[torch.Tensor], order: Sequence[int], layout: Layout
+) -> torch.Tensor:
     right = []
     for record, row in zip(records, order):
         olds = torch.cat([copy[row] for copy in copies]).view(torch.int16)
-        news = _decoded(record, layout, olds, dtype)
-        for copy, part in zip(copies, news.view(dtype).split(layout.chunks)):
+        news = _decoded(record, layout, olds, copies[0].dtype)
+        for copy, part in zip(copies, news.view(copies[0].dtype).split(layout.chunks)):
             copy[row] = part
         right.append(_check(news)[0] == record[CHECK : CHECK + 4].clone().view(torch.int32)[0])
-    return torch.stack(right)
+    return torch.stack(right) if right else records.new_empty(0, dtype=torch.bool)
 
 
 def _decoded(record: torch.Tensor, layout: Layout, olds: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -213,25 +387,34 @@ def _decoded(record: torch.Tensor, layout: Layout, olds: torch.Tensor, dtype: to
     lanes, places, _ = (one.to(record.device) for one in _lanes(layout.chunks))
     stream = record[layout.head :].clone().view(torch.int32).long() & 0xFFFFFFFF
     stream = torch.cat((stream, stream.new_zeros(2)))
-    words = record[layout.lane_bytes :][: layout.lanes].long()
-    at = 32 * (words.cumsum(0) - words)
+    at = 32 * _starts(record, layout)
     parameters, order = _table(record)[_classes(olds, dtype).long()], ordered(olds).long()
     news = torch.empty_like(olds)
     for place in range(int(places.max()) + 1 if len(places) else 0):
         (here,) = (places == place).nonzero(as_tuple=True)
         lane, parameter = lanes[here], parameters[here]
         start = at[lane]
-        word = (start // 32).clamp(max=len(stream) - 2)  # bytes that no encoder writes may lead anywhere
+        word = (start // 32).clamp(max=len(stream) - 2)
         window = (stream[word] | stream[word + 1] << 32) >> start % 32  # of 63 bits, the sign's aside
         ones = window & (1 << ESCAPE) - 1
         quotient = torch.log2((~ones & ones + 1).double()).long()
         far = quotient == ESCAPE
         zigzag = quotient << parameter | window >> quotient + 1 & (1 << parameter) - 1
         moved = order[here] + torch.where(zigzag % 2 == 0, zigzag // 2, -(zigzag // 2) - 1)
+        moved = _wrapped(moved & 0xFFFF, 16)
         bits = torch.where(far, window >> ESCAPE, torch.where(moved >= 0, moved, 0x7FFF - moved))
         news[here] = _wrapped(bits & 0xFFFF, 16).to(torch.int16)
         at[lane] = start + torch.where(far, ESCAPE + 16, quotient + 1 + parameter)
     return news
+
+
+def _starts(record: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The first word of every lane, from its block's start; bytes that no encoder writes may lead anywhere."""
+    words = record[layout.lane_bytes :][: layout.lanes].long()
+    starts = record[FIXED_PART : FIXED_PART + 4 * layout.blocks].clone().view(torch.int32).long() & 0xFFFFFFFF
+    before, firsts = words.cumsum(0) - words, _lanes(layout.chunks)[2].to(record.device)
+    sizes = torch.diff(firsts, append=firsts.new_tensor([layout.lanes]))
+    return before + (starts - before[firsts]).repeat_interleave(sizes)
 
 
 def _table(record: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from hzero.files import cache_folder, distrust, replacing
 
 #: ``HZ_BUCKET_VERSION``, ``_TENSORS``, ``_GROUPS``, ``_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, GROUPS, AXES, THREADS = 11, 38, 40, 6, 256
+VERSION, TENSORS, GROUPS, AXES, THREADS = 12, 38, 40, 6, 256
 
 #: A prepared divisor; see `divisor`.
 DIVISOR = np.dtype([("factor", "u4"), ("shift", "u4")])
@@ -61,6 +61,30 @@ BUCKET = np.dtype(
         *((name, "u4") for name in ("tensors", "rows", "workgroups")),
         ("first_group", "u4", GROUPS),
         ("tensor", TENSOR, TENSORS),
+    ],
+    align=True,
+)
+
+#: The argument of the kernels of codec ``exact``, ``hz_exact`` of hip_kernels/bucket.h, and its ``HZ_EXACT_ROWS``.
+EXACT_ROWS = 384
+EXACT_TENSOR = np.dtype(
+    [
+        *((name, "u8") for name in ("old", "fresh")),
+        ("step", "i8"),
+        *((name, "u4") for name in ("numel", "chunk", "first_block", "first_lane", "first_place", "blocks")),
+        ("by_blocks", DIVISOR),
+    ],
+    align=True,
+)
+EXACT = np.dtype(
+    [
+        *((name, "u8") for name in ("message", "sums")),
+        ("record_bytes", "i8"),
+        *((name, "u4") for name in ("lane_bytes", "head", "blocks", "shift", "offset", "records", "tensors")),
+        ("padding", "u4", 3),
+        ("first_group", "u4", GROUPS),
+        ("rows", "u4", EXACT_ROWS),
+        ("tensor", EXACT_TENSOR, TENSORS),
     ],
     align=True,
 )
