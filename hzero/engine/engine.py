@@ -32,6 +32,8 @@ logger = logging.getLogger("hzero")
 #: Points at which the ranks compare what they are about to do.
 PASS, USE, STEP = "a forward or backward", "a gradient before the last backward of a step", "optimizer.step()"
 _MEETINGS = (PASS, USE, STEP)
+#: Steps after which the bits of codec ``exact`` are told.
+_STEPS_BEFORE_BITS = 20
 
 
 @dataclass(frozen=True)
@@ -287,9 +289,23 @@ class Engine(Traffic):
         """Ends the window of an optimizer step. ``done`` is False if the step was discarded."""
         if done:
             self.guard.stepped()
+            if self.plan.exact and self.guard.steps == _STEPS_BEFORE_BITS and speaks(self.group):
+                self._tell_bits()
         self.gradients.clear(done=done)
         watchdog = shared_watchdog()
         watchdog.step, watchdog.micro = watchdog.step + 1, 0
+
+    def _tell_bits(self) -> None:
+        outermost = self.plan.refresh_hops()[0]
+        sent = [
+            one for one in self.wire_log.entries() if (one.tier, one.codec) == (outermost.tier, outermost.codec.codec)
+        ]
+        if elements := sum(one.elements for one in sent):
+            bits = 8 * sum(one.payload_bytes for one in sent) / elements
+            found = (
+                f"hzero: codec exact took {bits:.2f} bits per weight on {outermost.tier} in {self.guard.steps} steps"
+            )
+            print(f"{found}; the plan expects {outermost.codec.format.bits:g}", file=sys.stderr, flush=True)
 
     def verify(self) -> None:
         """As in `Traffic`, and also for the hops of weights and gradients."""

@@ -61,6 +61,7 @@ class Guard:
             audit measures one of the larger weights and the summed gradient of one.
             Ratios without a finite signal are left out.
         audit_due: Whether the next step is audited regardless of its number.
+        steps: Optimizer steps so far, with discarded ones.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Guard:
     ) -> None:
         self._weights, self._runtime, self._plan = weights, weights.runtime, weights.plan
         self._config, self._device, self._advice, self._group = config, device, advice, group
-        self._steps = self._discarded = self._audits = 0
+        self.steps = self._discarded = self._audits = 0
         self.ratios: dict[str, float] = {}
         self.audit_due = True
 
@@ -81,7 +82,7 @@ class Guard:
 
     def stepped(self) -> None:
         """Counts a step that changed the weights."""
-        self._steps += 1
+        self.steps += 1
         self._discarded = 0
 
     def discarded(self, scaler: Any, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
@@ -96,7 +97,7 @@ class Guard:
             DivergenceError: Too many steps in a row were discarded, on all ranks. Or the loss scale is at its minimum, where
                 DeepSpeed would raise an error without names.
         """
-        self._steps += 1
+        self.steps += 1
         at_minimum = scaler is not None and scaler.dynamic
         # A discarded step lowers the loss scale, so a later one may be finite.
         if self._config.discarded_steps == 0 or (at_minimum and scaler.cur_scale > scaler.min_scale):
@@ -106,7 +107,7 @@ class Guard:
             if speaks(self._group):
                 logger.warning(
                     "hzero: step %d is discarded: the norm of the gradients is not finite (guard: %d of %d in a row)",
-                    self._steps,
+                    self.steps,
                     self._discarded,
                     self._config.discarded_steps,
                 )
@@ -114,7 +115,7 @@ class Guard:
         scaled = f" and the loss scale is at its minimum of {scaler.cur_scale:g}" if at_minimum else ""
         message = (
             f"the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._config.discarded_steps})"
-            f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
+            f"{scaled}; the last is step {self.steps} of this engine. These steps have not changed the weights. "
             f"{self._where(params, gradient_of)}"
         )
         raise of_all_ranks(DivergenceError(message))
@@ -146,7 +147,7 @@ class Guard:
     def audits_next(self) -> bool:
         """Whether the next step is audited."""
         every = self._config.every
-        return bool(every) and (self.audit_due or (self._steps + 1) % every == 0)
+        return bool(every) and (self.audit_due or (self.steps + 1) % every == 0)
 
     @torch.no_grad()
     def before_step(self, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
@@ -161,7 +162,7 @@ class Guard:
         """
         if not self.audits_next:
             return
-        step = self._steps + 1
+        step = self.steps + 1
         self._runtime.lanes.drain()
         with blaming():
             self._compare(step)

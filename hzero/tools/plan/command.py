@@ -73,6 +73,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration, and those below")
     add("--links", metavar="FILE", type=Path, help="use the rates that `hzero links` measured")
+    add("--bits", metavar="BITS", type=float, help="expected bits per weight in codec exact (default: by train.lr)")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
     modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
@@ -84,9 +85,13 @@ def run_plan(arguments: Sequence[str]) -> int:
     overrides = full_names(parsed.overrides)
     mode = next((name for name in _MODES if name and getattr(parsed, name[2:]) not in (None, False)), "")
     _check_keys(list(map(key_of, overrides)), mode)
+    if parsed.bits is not None and not 0 < parsed.bits <= 16:
+        raise ConfigError(f"--bits: found {parsed.bits:g}; expected more than 0 and at most 16")
     counts = node_counts(parsed.against) if mode == "--against" else []
     # Groups of nodes must divide the largest number.
-    scenario = read_scenario([*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links)
+    scenario = read_scenario(
+        [*overrides, *(f"topology.nodes={count}" for count in counts[-1:])], parsed.links, parsed.bits
+    )
     if mode and scenario.experiment.experts > 1:
         raise ConfigError(f"deepspeed.expert_parallel.enabled: found True with {mode}; expected False")
     if counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Sequence
@@ -9,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from hzero.calls import library_errors, quiet
-from hzero.config import SequenceConfig, parse_config
+from hzero.config import TIERS, SequenceConfig, TierCodecs, parse_config
 from hzero.errors import ConfigError, one_of
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import Architecture, Experiment, compose, composed
@@ -23,6 +26,10 @@ from hzero.topology import Grid
 Quality = Literal["lossless", "weights", "all"]
 #: Keys of `hzero plan` that the trainer's configuration lacks. The last two are for searches.
 KEYS = ("memory", "profile", "global_batch", "codecs")
+#: Bits per weight of refreshes in codec ``exact``, after the warm-up of AdamW, by the ratio of the learning rate to the standard
+#: deviation of weights, here `_DEVIATION`. Measured by benchmarks/exact_bits.py.
+_BITS = ((5e-4, 1.55), (5e-3, 2.2), (1.5e-2, 3.1), (5e-2, 4.2), (0.1, 4.9))
+_DEVIATION = 0.02
 
 
 # ---- the job ------------------------------------------------------------------------------------------------------------
@@ -206,6 +213,23 @@ def _split(numels: Sequence[int], limit: int, kept: int) -> list[list[int]]:
     return parts
 
 
+def expected_bits(lr: float) -> float:
+    """Bits per weight that refreshes in codec ``exact`` are expected to send at a learning rate."""
+    ratios, bits = zip(*_BITS)
+    return float(np.interp(math.log(max(lr / _DEVIATION, 1e-9)), np.log(ratios), bits))
+
+
+def expecting(plan: ShardPlan, bits: float) -> ShardPlan:
+    """The plan with ``bits`` per weight in codec ``exact``, unless the block states them."""
+    codecs = {tier: plan.codecs.weights[tier] for tier in TIERS}
+    for tier, codec in codecs.items():
+        if codec.traits.changes and codec.bits is None:
+            codecs[tier] = codec.model_copy(update={"bits": bits})
+    weights = plan.codecs.model_copy(update={"weights": TierCodecs(**codecs)})
+    scoped = tuple((pattern, expecting(one, bits)) for pattern, one in plan.scoped)
+    return replace(plan, codecs=weights, scoped=scoped) if plan.exact or scoped else plan
+
+
 # ---- the machine --------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +247,7 @@ class Scenario:
         quality: Allowed loss of codecs.
         global_batch: Sequences of a step on all devices; None if the user has given none.
         given: The user's overrides of the trainer's configuration.
+        bits: Expected bits per weight of refreshes in codec ``exact``.
     """
 
     experiment: Experiment
@@ -234,6 +259,7 @@ class Scenario:
     quality: Quality
     global_batch: int | None
     given: tuple[str, ...]
+    bits: float = 3.5
 
     @property
     def sequences(self) -> int | None:
@@ -271,7 +297,7 @@ class Scenario:
 
     def shard_plan(self, preset: str) -> ShardPlan:
         """The shard plan of a preset on this machine."""
-        return ShardPlan.from_config(parse_config({"preset": preset}), self.grid, 0)
+        return expecting(ShardPlan.from_config(parse_config({"preset": preset}), self.grid, 0), self.bits)
 
     def others(self) -> dict[str, Scheme]:
         """Other engines: ZeRO++ with the machine's usual launch line, and RCCL's variants if RCCL is the library."""
@@ -281,12 +307,13 @@ class Scenario:
         return {**others, "ZeRO++": replace(OTHERS["ZeRO++"], visible=profile.visible if profile else None)}
 
 
-def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenario:
+def read_scenario(overrides: Sequence[str], links: Path | None = None, bits: float | None = None) -> Scenario:
     """Reads a scenario.
 
     Args:
         overrides: Keys of the trainer's configuration, and `KEYS`.
         links: File of measured rates, which replace the profile's rates.
+        bits: As in `Scenario`; None: as the learning rate lets expect.
 
     Raises:
         ConfigError: A key or a value is wrong, or the machine of the given profile cannot have such a grid.
@@ -313,7 +340,11 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     memory = _bytes_of(own["memory"]) if "memory" in own else None
     if memory is None and isinstance(profile, Profile):
         memory = int(profile.value("memory_gb") * 1e9)
-    return Scenario(experiment, job, grid, measured, profile, memory, quality, int(batch) if batch else None, kept)
+    bits = expected_bits(experiment["train"]["lr"]) if bits is None else bits
+    if experiment.plan is not None:
+        experiment.plan = expecting(experiment.plan, bits)
+    sequences = int(batch) if batch else None
+    return Scenario(experiment, job, grid, measured, profile, memory, quality, sequences, kept, bits)
 
 
 def check_as_run(experiment: Experiment, itemsize: int) -> Any:

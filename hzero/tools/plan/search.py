@@ -18,7 +18,7 @@ from hzero.errors import ConfigError
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import key_of
 from hzero.tools.plan.memory import Footprint, footprint
-from hzero.tools.plan.scenario import Job, Quality, Scenario
+from hzero.tools.plan.scenario import Job, Quality, Scenario, expecting
 from hzero.tools.plan.step import Prediction, compute_s, predict
 from hzero.tools.terminal import size_text
 
@@ -33,9 +33,9 @@ _MICRO_BATCHES, _LARGEST = range(1, 17), 1024
 _BUCKETS = {"prefetch": "stage3_prefetch_bucket_size", "reduce": "reduce_bucket_size"}
 #: Codecs of weights and of gradients that a search may use.
 _CODECS: dict[Quality, tuple[tuple[CodecName, ...], tuple[CodecName, ...]]] = {
-    "lossless": (("none",), ("none",)),
-    "weights": (("none", "int8", "int4"), ("none",)),
-    "all": (("none", "int8", "int4"), ("none", "int8", "int4")),
+    "lossless": (("exact",), ("none",)),
+    "weights": (("exact", "int8", "int4"), ("none",)),
+    "all": (("exact", "int8", "int4"), ("none", "int8", "int4")),
 }
 
 
@@ -66,7 +66,8 @@ class Setting:
     @cached_property
     def plan(self) -> ShardPlan:
         """The shard plan."""
-        return ShardPlan.from_config(parse_config(self.block), self.scenario.grid, 0)
+        plan = ShardPlan.from_config(parse_config(self.block), self.scenario.grid, 0)
+        return expecting(plan, self.scenario.bits)
 
     @cached_property
     def memory(self) -> Footprint:
