@@ -233,7 +233,7 @@ class Weights:
         return buckets
 
     def _start_refresh(self, refresh: _Refresh) -> Chain[None]:
-        if refresh.changes and refresh.record is None:
+        if self._waits(refresh):
             self._encode_changes()
         # A parameter may have changed again since, and then belongs to a later refresh.
         params = [param for param in refresh.params if self._stale.get(param.key) is refresh]
@@ -276,12 +276,17 @@ class Weights:
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
+    def _waits(self, refresh: _Refresh) -> bool:
+        """Whether changes have not been encoded yet. If a parameter has changed again, whole weights are sent instead."""
+        intact = all(self._stale.get(param.key) is refresh for param in refresh.params)
+        return refresh.changes and refresh.record is None and intact
+
     def _encode_changes(self) -> None:
         """Encodes the changes of all stale copies, with sizes that all ranks agree on. Collective; waits for the device once.
 
         Everything is encoded here, from one state of the shards, so that a write by the user cannot come in between.
         """
-        waiting = [one for one in dict.fromkeys(self._stale.values()) if one.changes and one.record is None]
+        waiting = [one for one in dict.fromkeys(self._stale.values()) if self._waits(one)]
         measured = []
         for one in waiting:
             for chain in _chains(one.params):
@@ -314,6 +319,8 @@ class Weights:
         plan = params[0].route.plan
         shards = plan.secondary_shards
         rows = shards if plan.whole_copies else range(len(shards))
+        for param in params:
+            self.runtime.lanes.used(_secondary(param))
         right = exact.decode(message, [self._copy(param) for param in params], rows)
         found = right.long().view(-1, 1).expand(-1, 2)
         self.runtime.lanes.compare(_Arrived(torch.ones_like(found), found, shards, label))
