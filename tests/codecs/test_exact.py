@@ -67,7 +67,7 @@ def copies_of(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
 @pytest.fixture(params=["reference", *TARGETS])
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of the backend that all calls use, unless `backends.reference_instead` says otherwise."""
-    library = getattr(backend_of("host"), "launcher", None)
+    library: Any = getattr(backend_of("host"), "launcher", None)
     best = getattr(library, "instruction_set", "")
     backend = backends.reference if request.param == "reference" else backend_of(request.param)
     if isinstance(backend, str):
@@ -75,7 +75,10 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param in ("avx512", "avx2", "baseline"):
         library.instruction_set = request.param  # one library, so one setting
     monkeypatch.setattr(backends, "choice", lambda kind: backends.Choice(request.param, backend, "of this test"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors are slow to share
     yield request.param
+    torch.set_num_threads(threads)
     if best:
         library.instruction_set = best
 
