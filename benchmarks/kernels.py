@@ -4,7 +4,8 @@ Every kernel, as `kernel` (alone, into outputs that exist), `call` (with its che
 `torch.compile` (the reference), on shards that start at multiples of 16 bytes and on others. New outputs get memory that the
 process has used before; `call, new pages` has it from the operating system, which clears it first. The copy and all variants
 take turns, and the call of a kernel follows it. Each writes two outputs in turn, so that no kernel finds in the cache what it
-has just written. Every output is first compared to the reference's, bit by bit. Writes a report and all times.
+has just written. Every output is first compared to the reference's, bit by bit. Codec `exact` decodes two records in turn, from
+and to the same weights, after several steps of an optimizer; its weights are compared instead. Writes a report and all times.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--mib 64 ...] [--dtypes bf16 fp32 fp16] [--threads 1]
 """
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 import hzero
-from hzero.codecs import backends, reference
+from hzero.codecs import backends, exact, reference
 from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import BLOCK_CODECS, CodecName, RecordFormat, Rows
 from hzero.codecs.reference import DTYPES
@@ -50,6 +51,8 @@ PEERS = 4
 #: Elements by which a shard is shorter where its successors are to start anywhere: an odd number.
 SHORTER = (0, 5)
 MIB = 1 << 20
+#: Steps of weights of standard deviation 1 that take codec exact 1.3, 2, 3 and 4.6 bits per weight in bfloat16.
+STEPS = (4e-4, 1.6e-3, 4.2e-3, 1.25e-2)
 VARIANTS = ("kernel", "call", "call, new pages", "torch eager", "torch.compile")
 #: A sample repeats a call that takes less than this.
 SAMPLE_S, MAX_CALLS = 5e-3, 200
@@ -140,6 +143,9 @@ class Suite:
             group = [self._copy(bucket)]
             for kernel in KERNELS:
                 group += self._checked(bucket, kernel)
+            if "call" in self.arguments.variants and self.chosen.name != "reference" and DTYPES[dtype].itemsize == 2:
+                for step in STEPS:
+                    group += self._exact(bucket, step)
             self.groups.append(group)
             timed = [one for one in group if one.call]
             # The copy and what it is compared with, first: a slow variant in between would let the machine change. The sort
@@ -193,6 +199,33 @@ class Suite:
                 one.note = "not bit-equal"
             one.call, one.moved_bytes = call, sum(tensor.nbytes for tensor in (*read, *outputs))
         return made
+
+    def _exact(self, bucket: Bucket, step: float) -> list[KernelTiming]:
+        """Calls of codec exact for weights that have moved by ``step``."""
+        old = bucket.source[: bucket.numel]
+        draw = torch.Generator().manual_seed(1)
+        new = (old + step * torch.randn(len(old), generator=draw).to(old.device)).to(old.dtype)
+        layout, copy, records = exact.Layout.of((len(old),)), old.clone(), []
+        for before, after in ((old, new), (new, old)):
+            head = old.new_zeros(layout.head, dtype=torch.uint8)
+            exact.measure([after], [before], head)
+            size = layout.record_bytes(int(head[exact.WORDS :][:4].view(torch.int32)))
+            records.append(torch.cat((head, head.new_zeros(size - layout.head))))
+            exact.encode([after], [before], records[-1])
+            right = exact.decode(records[-1], [copy.view(1, -1)], [0])
+            if not (right.all() and torch.equal(copy.view(torch.int16), after.view(torch.int16))):
+                raise SystemExit(f"kernels.py: exact, {bucket.key}: the weights are not those that were encoded")
+        turns, record, weights = itertools.cycle(records), records[1], old.nbytes
+        calls = {
+            "measure": (2 * weights, lambda: exact.measure([old], [new], head)),
+            "encode": (2 * weights + len(record), lambda: exact.encode([old], [new], record)),
+            "decode": (2 * weights + len(record), lambda: exact.decode(next(turns), [copy.view(1, -1)], [0])),
+        }
+        bits = 8 * len(record) / len(old)
+        return [
+            KernelTiming(*bucket.key, f"{name} exact, {bits:.1f} bits", "call", "", moved, call)
+            for name, (moved, call) in calls.items()
+        ]
 
     def _made(
         self, bucket: Bucket, kernel: Kernel, variant: str

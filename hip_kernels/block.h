@@ -30,15 +30,20 @@ HZ_DEVICE hz_u32 quotient(hz_u32 number, const hz_divisor& by) {
   return (hz_u32)((hz_u64)number * by.factor >> by.shift);
 }
 
-// Threads share the blocks of all rows of a tensor, row by row, however few a row has: at tens of thousands of ranks a
-// matrix has a few blocks in each record, and a bias one element.
-HZ_DEVICE Place place(const hz_bucket& bucket) {
-  // The last tensor that begins here or before: the first lanes compare four each, and the wave counts.
+// The last tensor whose first workgroup is this one or before: the first lanes compare four each, and the wave counts.
+HZ_DEVICE hz_u32 tensor_of(const hz_u32 (&first_group)[HZ_BUCKET_GROUPS]) {
   Words firsts = {{~0u, ~0u, ~0u, ~0u}};
-  if (thread() % HZ_WAVE < HZ_BUCKET_GROUPS / 4) firsts = ((const Words*)bucket.first_group)[thread() % HZ_WAVE];
+  if (thread() % HZ_WAVE < HZ_BUCKET_GROUPS / 4) firsts = ((const Words*)first_group)[thread() % HZ_WAVE];
   hz_u32 index = ~0u;
 #pragma unroll
   for (int i = 0; i < 4; ++i) index += lanes_with(firsts.word[i] <= workgroup());
+  return index;
+}
+
+// Threads share the blocks of all rows of a tensor, row by row, however few a row has: at tens of thousands of ranks a
+// matrix has a few blocks in each record, and a bias one element.
+HZ_DEVICE Place place(const hz_bucket& bucket) {
+  const hz_u32 index = tensor_of(bucket.first_group);
   const hz_tensor& tensor = bucket.tensor[index];
   const hz_u32 together = 8 - tensor.lanes_shift;  // 2^together blocks
   const hz_u32 group = workgroup() - bucket.first_group[index];
@@ -53,7 +58,7 @@ HZ_DEVICE Place place(const hz_bucket& bucket) {
                element,
                lane * 16 < bucket.block_size && element < tensor.chunk && row < bucket.rows};
 }
-static_assert(HZ_THREADS == 1 << 8 && HZ_BUCKET_GROUPS / 4 <= HZ_WAVE, "place() counts on it");
+static_assert(HZ_THREADS == 1 << 8 && HZ_BUCKET_GROUPS / 4 <= HZ_WAVE, "tensor_of() and place() count on it");
 
 HZ_DEVICE hz_i64 shard_of(const hz_bucket& bucket, hz_u32 row) {
   hz_i64 shard = 0;

@@ -1,8 +1,9 @@
 // Runs the device source on the host, thread by thread, so that a test without a GPU covers what a GPU would run.
 //
-// Each thread of a workgroup is a fiber. A fiber runs to an exchange between the lanes of a wave. There it waits until
-// all lanes have come to one; if some have finished instead, the GPU's behaviour is undefined and the emulation aborts
-// with a message. HZ_WAVE is 64 or 32. For tests alone: about a thousand times slower than the host library.
+// Each thread of a workgroup is a fiber. A fiber runs to an exchange between the lanes of a wave, or to a barrier of
+// the workgroup. There it waits until all lanes have come to one; if some have not but to something else, the GPU's
+// behaviour is undefined and the emulation aborts with a message. HZ_WAVE is 64 or 32. For tests alone: about a
+// thousand times slower than the host library.
 #pragma once
 #include <ucontext.h>
 
@@ -11,21 +12,26 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 
 #ifndef HZ_WAVE
 #error "HZ_EMULATE needs HZ_WAVE: 64 or 32"
 #endif
 #define HZ_DEVICE static inline
-#define HZ_KERNEL(name)                                                                                   \
-  static void name##_thread(const hz_bucket& bucket);                                                     \
-  extern "C" void name(const hz_bucket* bucket) { hz::emulation::launch(#name, name##_thread, *bucket); } \
-  static void name##_thread(const hz_bucket& bucket)
+#define HZ_MEMBER inline
+#define HZ_SHARED static
+#define HZ_KERNEL_OF(name, Argument, argument, waves)                   \
+  static void name##_thread(const Argument& argument);                  \
+  extern "C" void name(const Argument* argument, hz_u32 workgroups) {   \
+    hz::emulation::launch(#name, name##_thread, *argument, workgroups); \
+  }                                                                     \
+  static void name##_thread(const Argument& argument)
 
 namespace hz {
 namespace emulation {
 
-enum class State { exchanges, is_done };
+enum class State { exchanges, waits, is_done };
 
 struct Fiber {
   ucontext_t context;
@@ -36,8 +42,7 @@ struct Fiber {
 struct Workgroup {
   static constexpr size_t stack_bytes = 64 << 10;
   const char* kernel;
-  void (*body)(const hz_bucket&);
-  const hz_bucket* bucket;
+  std::function<void()> body;
   hz_u32 index, current;
   ucontext_t scheduler;
   Fiber fibers[HZ_THREADS];
@@ -48,20 +53,20 @@ inline Workgroup* group = nullptr;
 inline uint64_t accesses[17];  // to elements, by bytes
 
 inline void entry() {
-  group->body(*group->bucket);
+  group->body();
   group->fibers[group->current].state = State::is_done;
   swapcontext(&group->fibers[group->current].context, &group->scheduler);
 }
 
-inline void stop() {
+inline void stop(State state = State::exchanges) {
   Fiber& fiber = group->fibers[group->current];
-  fiber.state = State::exchanges;
+  fiber.state = state;
   swapcontext(&fiber.context, &group->scheduler);
 }
 
 // Runs each lane of a wave to where it stops next; all must have come to the same.
 inline State advance(hz_u32 first) {
-  static const char* const names[] = {"exchanges with its wave", "is done"};
+  static const char* const names[] = {"exchanges with its wave", "waits for its workgroup", "is done"};
   for (hz_u32 i = first; i < first + HZ_WAVE; ++i) {
     group->current = i;
     swapcontext(&group->scheduler, &group->fibers[i].context);
@@ -85,18 +90,27 @@ inline void run() {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, entry, 0);
   }
-  for (hz_u32 first = 0; first < HZ_THREADS; first += HZ_WAVE)
-    while (advance(first) == State::exchanges) {
+  for (State all = State::waits; all == State::waits;)
+    for (hz_u32 first = 0; first < HZ_THREADS; first += HZ_WAVE) {
+      State state;
+      while ((state = advance(first)) == State::exchanges) {
+      }
+      if (first && state != all) {
+        std::fprintf(stderr, "emulation: %s, workgroup %u: not all waves come to a barrier\n", group->kernel,
+                     group->index);
+        std::abort();
+      }
+      all = state;
     }
 }
 
-inline void launch(const char* kernel, void (*body)(const hz_bucket&), const hz_bucket& bucket) {
+template <class Argument>
+void launch(const char* kernel, void (*body)(const Argument&), const Argument& argument, hz_u32 workgroups) {
   std::unique_ptr<Workgroup> own(new Workgroup);
   group = own.get();
   group->kernel = kernel;
-  group->body = body;
-  group->bucket = &bucket;
-  for (group->index = 0; group->index < bucket.workgroups; ++group->index) run();
+  group->body = [&, body] { body(argument); };
+  for (group->index = 0; group->index < workgroups; ++group->index) run();
   group = nullptr;
 }
 
@@ -180,6 +194,10 @@ HZ_DEVICE void store_at_once(Vector* to, Vector value) {
   store_to(to, value);
 }
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { *to += value; }
+HZ_DEVICE void add_atomically(hz_u32* to, hz_u32 value) { *to += value; }
+HZ_DEVICE void add_shared(hz_u32* to, hz_u32 value) { *to += value; }
+HZ_DEVICE void barrier() { emulation::stop(emulation::State::waits); }
+HZ_DEVICE hz_u32 lowest_bit(hz_u32 word) { return (hz_u32)__builtin_ctz(word); }
 HZ_DEVICE hz_u32 bits_of(float x) {
   hz_u32 bits;
   std::memcpy(&bits, &x, 4);

@@ -3,7 +3,11 @@
 //   HZ_WAVE                lanes of a wave: 64 on gfx9, 32 on NVIDIA, either in the emulation
 //   HZ_DEVICE              an inlined device function
 //   pointer                into the device's memory, from an address
+//   HZ_MEMBER              an inlined device function of a structure
 //   HZ_KERNEL(name)        a kernel of one argument, the hz_bucket `bucket`, for workgroups of HZ_THREADS threads
+//   HZ_KERNEL_OF           the same with an argument of any type and name, for so many waves of a SIMD on AMD
+//   HZ_SHARED              a variable that the threads of a workgroup share
+//   barrier                no thread goes on before all of its workgroup have come to it
 //   thread, workgroup      indices
 //   swap_halves            what the other half of 2 * m lanes holds, where all lanes of a half hold the same
 //   swap_lanes<M>          what lane ^ M holds, M 1, 2 or 4
@@ -18,7 +22,9 @@
 //   two_quotients          quotients_of in block.h with packed instructions, where HZ_TWO_AT_ONCE is defined
 //   anew                   a number of which the compiler knows nothing: what is computed from it is computed again, so
 //                          that no register keeps it meanwhile; and not before another number, if there is one
-//   add_atomically         to a word of 64 bits in the device's memory
+//   add_atomically         to a word of 64 or 32 bits in the device's memory
+//   add_shared             the same to a word of 32 bits that a workgroup shares
+//   lowest_bit             index of the lowest bit that is set, of a word that is not zero
 //   bits_of, float_of      float32 and its bits
 //   funnel                 the word that starts so many bits, below 32, from the end of the second one of two
 //   from_half, to_half     float32 and float16, this one as 16 bits
@@ -31,6 +37,7 @@
 #include "bucket.h"
 
 #define HZ_THREADS 256
+#define HZ_KERNEL(name) HZ_KERNEL_OF(name, hz_bucket, bucket, 8)
 
 #if defined(HZ_EMULATE)
 #include "emulation.h"
@@ -39,9 +46,11 @@
 
 #define HZ_WAVE 32
 #define HZ_DEVICE static __device__ __forceinline__
+#define HZ_MEMBER __device__ __forceinline__
+#define HZ_SHARED __shared__
 // Three workgroups on a multiprocessor leave 80 registers a thread. With 64, for four, decode_sum spills.
-#define HZ_KERNEL(name) \
-  extern "C" __global__ void __launch_bounds__(HZ_THREADS, 3) name(const __grid_constant__ hz_bucket bucket)
+#define HZ_KERNEL_OF(name, Argument, argument, waves) \
+  extern "C" __global__ void __launch_bounds__(HZ_THREADS, 3) name(const __grid_constant__ Argument argument)
 
 namespace hz {
 template <class T>
@@ -63,6 +72,10 @@ HZ_DEVICE hz_u32 lanes_with(bool holds) { return __popc(__ballot_sync(0xffffffff
 HZ_DEVICE hz_u32 of_lane(hz_u32 value, hz_u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return __shfl_up_sync(0xffffffffu, value, 1); }
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) { atomicAdd(to, value); }
+HZ_DEVICE void add_atomically(hz_u32* to, hz_u32 value) { atomicAdd(to, value); }
+HZ_DEVICE void add_shared(hz_u32* to, hz_u32 value) { atomicAdd(to, value); }
+HZ_DEVICE void barrier() { __syncthreads(); }
+HZ_DEVICE hz_u32 lowest_bit(hz_u32 word) { return __ffs(word) - 1; }
 HZ_DEVICE hz_u32 funnel(hz_u32 high, hz_u32 low, hz_u32 bits) { return __funnelshift_r(low, high, bits); }
 HZ_DEVICE hz_u32 bits_of(float x) { return __float_as_uint(x); }
 HZ_DEVICE float float_of(hz_u32 bits) { return __uint_as_float(bits); }
@@ -102,10 +115,13 @@ HZ_DEVICE hz_u32 two_bf16(float low, float high) {
 #endif
 #define HZ_WAVE 64
 #define HZ_DEVICE static inline __attribute__((device, always_inline))
+#define HZ_MEMBER __attribute__((device, always_inline))
+#define HZ_SHARED __attribute__((shared))
 // With 8 waves per SIMD each has 64 vector registers. Without this number a compiler may take more, and a wave is lost.
-#define HZ_KERNEL(name)                                                                                                \
-  extern "C" __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS), amdgpu_waves_per_eu(8))) void \
-  name(const hz_bucket bucket)
+#define HZ_KERNEL_OF(name, Argument, argument, waves)                                                               \
+  extern "C"                                                                                                        \
+      __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS), amdgpu_waves_per_eu(waves))) void \
+      name(const Argument argument)
 
 namespace hz {
 #pragma clang fp contract(off)
@@ -134,6 +150,18 @@ HZ_DEVICE hz_u32 of_lane_before(hz_u32 value) { return dpp<0x138>(value); }  // 
 HZ_DEVICE void add_atomically(hz_u64* to, hz_u64 value) {
   __hip_atomic_fetch_add(to, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+HZ_DEVICE void add_atomically(hz_u32* to, hz_u32 value) {
+  __hip_atomic_fetch_add(to, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+HZ_DEVICE void add_shared(hz_u32* to, hz_u32 value) {
+  __hip_atomic_fetch_add(to, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+HZ_DEVICE void barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+HZ_DEVICE hz_u32 lowest_bit(hz_u32 word) { return __builtin_ctz(word); }
 HZ_DEVICE hz_u32 bits_of(float x) { return __builtin_bit_cast(hz_u32, x); }
 HZ_DEVICE float float_of(hz_u32 bits) { return __builtin_bit_cast(float, bits); }
 HZ_DEVICE float mul(float a, float b) { return a * b; }

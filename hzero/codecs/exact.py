@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hzero.codecs import backends
-from hzero.codecs.codec import _check_payload, _check_storage, _check_tensors
+from hzero.codecs.codec import _check_payload, _check_tensors
 from hzero.codecs.formats import ALIGNMENT
 from hzero.codecs.launchers import EXACT, EXACT_ROWS, GROUPS, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
 
@@ -159,10 +159,15 @@ def decode(message: torch.Tensor, copies: Sequence[torch.Tensor], order: Sequenc
             )
         if copy.dim() != 2 or len(copy) != rows:
             raise ValueError(f"copies[{index}]: found shape {tuple(copy.shape)}; expected {rows} rows")
-        if copy.numel() and ((rows > 1 and copy.stride(0) < copy.shape[1]) or not copy[0].is_contiguous()):
-            raise ValueError(f"copies[{index}]: found strides {copy.stride()}; expected contiguous rows")
         if copy.numel():
-            _check_storage(copy[-1], f"copies[{index}]")
+            step, chunk = (copy.stride(0), copy.shape[1]) if rows > 1 else (copy.shape[1],) * 2
+            if step < chunk or (chunk > 1 and copy.stride(1) != 1):
+                raise ValueError(f"copies[{index}]: found strides {copy.stride()}; expected contiguous rows")
+            needed = (copy.storage_offset() + step * (rows - 1) + chunk) * copy.element_size()
+            if (found := copy.untyped_storage().nbytes()) < needed:
+                raise ValueError(
+                    f"copies[{index}]: found {found} bytes of storage; expected {needed}: its memory was freed"
+                )
     if len(set(order)) != len(order) or not all(0 <= row < rows for row in order):
         raise ValueError(f"order: found {list(order)[:8]}; expected each of {rows} rows at most once")
     layout = Layout.of(tuple(copy.shape[1] for copy in copies))
@@ -213,9 +218,8 @@ def words_of(head: torch.Tensor) -> torch.Tensor:
 
 
 def _launcher(device: torch.device) -> HostLibrary | DeviceKernels | None:
-    """The launcher of a device's compiled code; None: the reference computes, as on devices until they have kernels."""
-    launcher = getattr(backends.of(device), "launcher", None)
-    return None if launcher is None or launcher.on_device else launcher
+    """The launcher of a device's compiled code; None: the reference computes."""
+    return getattr(backends.of(device), "launcher", None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -399,7 +403,7 @@ def _decoded(record: torch.Tensor, layout: Layout, olds: torch.Tensor, dtype: to
         ones = window & (1 << ESCAPE) - 1
         quotient = torch.log2((~ones & ones + 1).double()).long()
         far = quotient == ESCAPE
-        zigzag = quotient << parameter | window >> quotient + 1 & (1 << parameter) - 1
+        zigzag = (quotient << parameter | window >> quotient + 1 & (1 << parameter) - 1) & 0xFFFF
         moved = order[here] + torch.where(zigzag % 2 == 0, zigzag // 2, -(zigzag // 2) - 1)
         moved = _wrapped(moved & 0xFFFF, 16)
         bits = torch.where(far, window >> ESCAPE, torch.where(moved >= 0, moved, 0x7FFF - moved))

@@ -183,7 +183,7 @@ def read_whole(path: Path) -> bytes:
 
 
 #: Source files of the kernels: one per operator.
-FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
+FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode", "exact")
 
 #: Folders of the kernel sources: in an installation, in a checkout.
 SOURCES = (NATIVE / "kernels", NATIVE.parents[1] / "hip_kernels")

@@ -70,7 +70,7 @@ class EmulatedKernels:
         return functools.partial(self.launch, family, name)
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
-        getattr(self._library(family), kernel)(ctypes.c_void_p(bucket.ctypes.data))
+        getattr(self._library(family), kernel)(ctypes.c_void_p(bucket.ctypes.data), workgroups)
 
     def accesses(self, family: str) -> dict[int, int]:
         """Accesses to elements so far, by their bytes."""

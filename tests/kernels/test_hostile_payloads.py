@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import reference
+from hzero.codecs import backends, exact, reference
+from hzero.codecs.exact import Layout
 from hzero.codecs.formats import BLOCK_CODECS, TRAITS, RecordFormat, Rows
 from tests.codecs.samples import FLOATS, numbers
 from tests.kernels.cases import Calls, compared
@@ -122,3 +124,46 @@ def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
             assert "found" in str(error), error
         else:
             assert sum(t.numel() for t in (found if isinstance(found, list) else [found])) <= 2 * size
+
+
+@pytest.mark.parametrize("target", ["host", "avx2", "baseline", pytest.param("wave 64", marks=LONG)])
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**40))
+def test_any_record_of_codec_exact_is_decoded_alike(target: str, seed: int) -> None:
+    """Whatever its table, starts and lengths say, and wherever it ends: the reference's weights, and nothing beside them."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype, most = draw.choice(FLOATS[1:]), 4000 if target == "wave 64" else 20_000
+    chunks = [min(draw.choice((0, 1, 3, 64, 255, 700, 5000, 16_500)), most) for _ in range(draw.randint(1, 3))]
+    layout = Layout.of(tuple(chunks))
+    old = [torch.randint(-0x8000, 0x8000, (2, chunk), generator=generator).short().view(dtype) for chunk in chunks]
+    new = [torch.randint(-300, 300, (chunk,), generator=generator).short() + one[0].view(torch.int16)
+           for chunk, one in zip(chunks, old)]  # fmt: skip
+    record = torch.zeros(layout.head, dtype=torch.uint8)
+    exact.measure([one.view(dtype) for one in new], [one[0] for one in old], record)
+    words = int(record[exact.WORDS : exact.WORDS + 4].view(torch.int32))
+    record = torch.cat((record, torch.zeros(layout.record_bytes(words) - layout.head, dtype=torch.uint8)))
+    exact.encode([one.view(dtype) for one in new], [one[0] for one in old], record)
+    record = record[: layout.head + draw.randint(0, (len(record) - layout.head) // 16) * 16].clone()  # of its very size
+    parts = (
+        (0, exact.TABLE),
+        (exact.FIXED_PART, layout.lane_bytes),
+        (layout.lane_bytes, layout.head),
+        (layout.head, len(record)),
+    )
+    for begin, end in draw.sample(parts, draw.randint(0, 4)):
+        some = torch.rand(end - begin, generator=generator) < draw.choice((0.001, 0.1, 1.0))
+        record[begin:end][some] = _hostile(end - begin, draw)[some]
+    before, found = record.clone(), []
+    backend = _backend(target)
+    best = backend.launcher.instruction_set if target != "wave 64" else ""
+    for chosen in (reference, backend):
+        copies = [one.clone() for one in old]
+        if chosen is backend and target in ("avx2", "baseline"):
+            backend.launcher.instruction_set = target
+        with mock.patch.object(backends, "choice", lambda kind, c=chosen: backends.Choice(target, c, "of this test")):
+            right = exact.decode(record, copies, [1])
+        found.append([right, *(copy.view(torch.uint8) for copy in copies)])
+    if best:
+        backend.launcher.instruction_set = best
+    assert all(map(torch.equal, *found)) and torch.equal(record, before)
+    assert all(torch.equal(copy[0], one[0].view(torch.uint8)) for copy, one in zip(found[0][1:], old))
