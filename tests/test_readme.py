@@ -14,6 +14,12 @@ import pytest
 import yaml
 
 from hzero.tools.cli import main
+from hzero.tools.experiment import compose, full_names
+from hzero.tools.plan.against import node_counts
+from hzero.tools.plan.collectives import step_traffic
+from hzero.tools.plan.command import against_dict, plan_dict
+from hzero.tools.plan.scenario import read_scenario
+from hzero.tools.terminal import size_text
 from tests.ranks import LONG, ROOT, run
 
 README = ROOT / "README.md"
@@ -141,8 +147,6 @@ def test_blocks_of_python_and_json(page: Path) -> None:
 
 def test_table_of_readme_is_what_its_command_computes() -> None:
     """And the rows of the Frontier tutorial for 48 nodes."""
-    from hzero.tools.plan.command import plan_dict
-    from hzero.tools.plan.scenario import read_scenario
 
     assert "`hzero plan experiment=paper_20b nodes=48`" in README.read_text()
     schemes = plan_dict(read_scenario(["experiment=paper_20b", "topology.nodes=48"]))["schemes"]
@@ -179,9 +183,6 @@ def test_table_of_readme_is_what_its_command_computes() -> None:
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "recipes" / "cpu.md"], ids=lambda page: page.name)
 def test_bytes_of_the_main_job_are_those_of_the_plan(page: Path) -> None:
     """All but the gathers inside a package: a small model is not gathered again in backward."""
-    from hzero.tools.plan.collectives import step_traffic
-    from hzero.tools.plan.scenario import read_scenario
-    from hzero.tools.terminal import size_text
 
     scenario = read_scenario([])
     plan, job = scenario.shard_plan("topo"), scenario.job
@@ -219,8 +220,6 @@ def _keys(page: str, command: str, folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_keys_of_commands_exist(page: Path, folder: Path) -> None:
     """Of `hzero train` and `hzero plan`, in blocks and in jobs of Slurm."""
-    from hzero.tools.experiment import compose, full_names
-    from hzero.tools.plan.scenario import read_scenario
 
     name = str(page.relative_to(ROOT))
     for words in _keys(name, "hzero train", folder):
@@ -237,8 +236,6 @@ def test_keys_of_commands_exist(page: Path, folder: Path) -> None:
 
 @LONG
 def test_figures_of_long_sequences(folder: Path) -> None:
-    from hzero.tools.plan.command import plan_dict
-    from hzero.tools.plan.scenario import read_scenario
 
     text = (ROOT / "docs" / "sequences.md").read_text()
     ((*keys, parallel),) = _keys("docs/sequences.md", "hzero plan", folder)
@@ -252,8 +249,6 @@ def test_figures_of_long_sequences(folder: Path) -> None:
 
 @LONG
 def test_figures_of_scopes_of_experts(folder: Path) -> None:
-    from hzero.tools.plan.command import plan_dict
-    from hzero.tools.plan.scenario import read_scenario
 
     (keys,) = _keys("docs/presets.md", "hzero plan model=hf", folder)
     plans = [plan_dict(read_scenario(one)) for one in (keys, keys[:-1])]
@@ -272,8 +267,6 @@ def test_figures_of_scopes_of_experts(folder: Path) -> None:
 
 @LONG
 def test_rows_of_the_frontier_tutorial() -> None:
-    from hzero.tools.plan.command import plan_dict
-    from hzero.tools.plan.scenario import read_scenario
 
     schemes = plan_dict(read_scenario(["experiment=paper_10b", "topology.nodes=48"]))["schemes"]
     shown = [schemes[name] for name in ("ZeRO-3", "ZeRO++", "HSDP, node", "topo")]
@@ -284,9 +277,6 @@ def test_rows_of_the_frontier_tutorial() -> None:
 @LONG
 def test_figures_of_many_nodes(folder: Path) -> None:
     """Tables and ratios of the model's page, and README's."""
-    from hzero.tools.plan.against import node_counts
-    from hzero.tools.plan.command import against_dict
-    from hzero.tools.plan.scenario import read_scenario
 
     readme, text = README.read_text(), (ROOT / "docs" / "model.md").read_text()
     rates = []

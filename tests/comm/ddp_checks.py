@@ -107,21 +107,6 @@ def check_lossy_hooks_train_and_error_feedback_helps() -> None:
     assert found["int8"] < 0.01 * exact[0], (found, exact)
 
 
-def check_residuals_of_former_buckets_are_dropped() -> None:
-    """DDP rebuilds buckets after the first step."""
-    state = _state(GRIDS[WORLD][0], codecs="int8", error_feedback=["intra_package"])
-    dropped = []
-    clear = state.communicator.feedback.clear
-
-    def noted() -> None:
-        dropped.append(len(state._layouts))
-        clear()
-
-    with mock.patch.object(state.communicator.feedback, "clear", noted):
-        _train(state, 3)
-    assert dropped == [1]
-
-
 def check_gradients_that_cannot_be_sent_are_an_error_of_backward() -> None:
     model = DistributedDataParallel(_net(torch.float64))
     model.register_comm_hook(_state(GRIDS[WORLD][0]), ddp_hook)

@@ -269,44 +269,25 @@ def test_a_stopped_run_goes_on(place: Path) -> None:
         assert after["losses"][: before["steps"]] == before["losses"]
 
 
-def _of_launcher(name: str, *topology: str) -> list[str]:
-    return ["train", *overrides(*topology, f"run.name={name}", "train.steps=2")]
-
-
-def _check_of_launcher(name: str, place: Path, out: str, err: str) -> None:
-    assert out.count("received per step: ") == 1 and err.count("hzero: topo on 1 node") == 1, out + err
-    assert summary(place / "runs" / name)["world_size"] == 2
-
-
 def test_ranks_of_torchrun(place: Path) -> None:
     """As ``torchrun -m hzero train``, which runs this file. The ranks find out where they sit."""
     files = place / "torchrun.out", place / "torchrun.err"
-    command = [
-        "--standalone",
-        "--nproc-per-node=2",
-        str(ROOT / "hzero" / "__main__.py"),
-        *_of_launcher("torchrun", "topology=auto"),
-    ]
+    command = ["--standalone", "--nproc-per-node=2", str(ROOT / "hzero" / "__main__.py"), "train"]
+    command += overrides("topology=auto", "run.name=torchrun", "train.steps=2")
     process = fork(torchrun, *command, folder=place, env={"OMP_NUM_THREADS": "1"}, out=files[0], err=files[1])
     join(process, 180)
-    assert process.exitcode == 0, files[0].read_text() + files[1].read_text()
-    _check_of_launcher("torchrun", place, *(file.read_text() for file in files))
-
-
-class _Marker:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
+    out, err = (file.read_text() for file in files)
+    assert process.exitcode == 0, out + err
+    assert out.count("received per step: ") == 1 and err.count("hzero: topo on 1 node") == 1, out + err
+    assert summary(place / "runs" / "torchrun")["world_size"] == 2
 
 
 def test_a_models_folder(place: Path) -> None:
     """Its weights are used, its code is not run, and weights that the architecture lacks are refused unless allowed."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.deepspeed.checkpoint_checks import Planted
 
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -316,7 +297,7 @@ def test_a_models_folder(place: Path) -> None:
     ran = place / "code ran"
     (folder / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w')\n")
     with open(folder / "pytorch_model.bin", "wb") as file:
-        pickle.dump(_Marker(ran), file)
+        pickle.dump(Planted(ran), file)
     written = json.loads((folder / "config.json").read_text())
     own = {"auto_map": {"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}}
     (folder / "config.json").write_text(json.dumps({**written, **own}))
