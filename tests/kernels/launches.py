@@ -2,7 +2,7 @@
 
     python -m tests.kernels.launches [--width 256] [PRESET ...]
 
-It runs the stage's programs with wires that bring nothing, on a CPU. A device starts the same calls. Page faults are those of
+It runs the stage's programs with wires that bring nothing, on a CPU. Refreshes send whole weights. A device starts the same calls. Page faults are those of
 this CPU: pages that the operating system clears, because memory was given back to it.
 """
 
@@ -101,7 +101,7 @@ def launches(preset: str, width: int = 256, **block: Any) -> dict[str, Counter[s
     runs: dict[str, tuple[Program, str, Any]] = {
         "gather": (programs.unshard, "weights", held),
         "micro": (programs.micro, "gradients", [torch.ones(numel, dtype=dtype) for numel in numels]),
-        "refresh": (programs.refresh, "weights", shards),
+        "refresh": (programs.uncoded if plan.exact else programs.refresh, "weights", shards),
         "boundary": (programs.boundary, "gradients", sums),
         "outermost": (programs.outermost, "gradients", last),
     }

@@ -165,7 +165,7 @@ def test_tune_chooses_what_fits_and_what_loses_no_more_than_allowed(capsys: pyte
     assert 1 < len(found) <= 10 and steps == pytest.approx(sorted(steps), rel=2e-3)
     assert all(one["memory_bytes"] <= 45e9 for one in found) and result["left_out"] > 0
     best = result["best"]
-    assert best == found[0] and parse_config(best["block"]).codecs.weights.inter_node.codec == "none"
+    assert best == found[0] and parse_config(best["block"]).codecs.weights.inter_node.codec == "exact"
     experiment = compose([*FRONTIER, "nodes=48", *best["overrides"]])
     assert experiment["train"]["micro_batch"] * experiment["train"]["grad_accumulation"] * 384 == 384
     assert experiment.plan == ShardPlan.from_config(parse_config(best["block"]), experiment.grid, 0)
