@@ -28,7 +28,7 @@ Quality = Literal["lossless", "weights", "all"]
 KEYS = ("memory", "profile", "global_batch", "codecs")
 #: Bits per weight of refreshes in codec ``exact``, after the warm-up of AdamW, by the ratio of the learning rate to the standard
 #: deviation of weights, here `_DEVIATION`. Measured by benchmarks/exact_bits.py.
-_BITS = ((5e-4, 1.55), (5e-3, 2.2), (1.5e-2, 3.1), (5e-2, 4.2), (0.1, 4.9))
+_BITS = ((5e-4, 1.4), (5e-3, 2.0), (1.6e-2, 2.9), (5e-2, 4.0), (0.1, 5.0))
 _DEVIATION = 0.02
 
 
