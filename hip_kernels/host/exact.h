@@ -6,7 +6,7 @@
 namespace hz {
 namespace HZ_ISA {
 
-// Weights of which a tensor lacks none, in the order of their values as signed numbers, and back: the same operation.
+// Bits in the order of their values as signed numbers, and back: the same operation.
 HZ_INLINE uint16_t ordered(uint16_t bits) { return bits ^ ((int16_t)bits >> 15 & 0x7fff); }
 HZ_INLINE uint16_t zigzag(uint16_t fresh, uint16_t old) {
   const uint16_t change = ordered(fresh) - ordered(old);
@@ -22,6 +22,14 @@ constexpr uint32_t row_part = 2 * lanes;
 typedef uint16_t Sixteens __attribute__((vector_size(4 * lanes)));
 typedef int16_t SignedSixteens __attribute__((vector_size(4 * lanes)));
 HZ_INLINE Sixteens ordered(Sixteens bits) { return bits ^ ((Sixteens)((SignedSixteens)bits >> 15) >> 1); }
+
+HZ_INLINE Sixteens zigzag(Sixteens fresh, Sixteens old) {
+  const Sixteens change = ordered(fresh) - ordered(old);
+  return change << 1 ^ (Sixteens)((SignedSixteens)change >> 15);
+}
+
+// Where vectors have a lane: those of even and of odd index of `row_part` lanes follow each other.
+HZ_INLINE uint32_t place_of(uint32_t lane) { return (lane / row_part * 2 + lane % 2) * lanes + lane % row_part / 2; }
 
 struct Block {
   uint32_t size, lanes;  // weights, lanes
@@ -273,8 +281,7 @@ static void decode_exact_block(const hz_exact& exact, const uint8_t* record, con
     const Table table(record);
     // Bits of lanes in the order in which vectors have them.
     Words by_vector[HZ_EXACT_LANES / lanes];
-    for (uint32_t lane = 0; lane < HZ_EXACT_LANES; ++lane)
-      ((uint32_t*)by_vector)[(lane / row_part * 2 + lane % 2) * lanes + lane % row_part / 2] = bits[lane];
+    for (uint32_t lane = 0; lane < HZ_EXACT_LANES; ++lane) ((uint32_t*)by_vector)[place_of(lane)] = bits[lane];
     // A copy of a short block's weights may be read beyond them.
     alignas(64) uint16_t copy[HZ_EXACT_BLOCK + row_part];
     const uint16_t* old = weights;
@@ -299,8 +306,7 @@ static void decode_exact_block(const hz_exact& exact, const uint8_t* record, con
           std::memmove(changes + row * block.lanes, changes + row * HZ_EXACT_LANES, 2 * block.lanes);
       move_all(weights + at, changes, rows * block.lanes);
     }
-    for (uint32_t lane = 0; lane < HZ_EXACT_LANES; ++lane)
-      bits[lane] = ((uint32_t*)by_vector)[(lane / row_part * 2 + lane % 2) * lanes + lane % row_part / 2];
+    for (uint32_t lane = 0; lane < HZ_EXACT_LANES; ++lane) bits[lane] = ((uint32_t*)by_vector)[place_of(lane)];
   }
 #else
   (void)record;
@@ -353,26 +359,40 @@ HZ_INLINE uint32_t exact_bin(uint32_t z) {
   return z < 8 ? z : bits - 1032;
 }
 
+HZ_INLINE Words bins_of(Words z) {
+  const Words few = (Words)(z < 8), many = ((Words) __builtin_convertvector((Ints)z, Floats) >> 20) - 1032;
+  return (few & z) | (~few & many);
+}
+
+// Successive weights often have the same class and change: two sets of counts wait less for each other.
+HZ_INLINE void count_changes(const hz_exact& exact, const uint16_t* old, const uint16_t* fresh, uint32_t count,
+                             uint32_t (&counts)[2][HZ_EXACT_CLASSES * HZ_EXACT_BINS]) {
+  uint32_t i = 0;
+#if defined(__AVX512F__) || defined(__AVX2__)
+  for (; i + row_part <= count; i += row_part) {
+    const Sixteens before = load<Sixteens>(old + i), z = zigzag(load<Sixteens>(fresh + i), before);
+    const Words bins = bins_of((Words)z & 0xffff) | bins_of((Words)z >> 16) << 16;
+    alignas(64) uint16_t places[row_part];
+    store(places, classes_of(before, exact) * HZ_EXACT_BINS + (Sixteens)bins);
+    for (uint32_t k = 0; k < row_part; ++k) ++counts[k % 2][places[k]];
+  }
+#endif
+  for (; i < count; ++i) ++counts[i % 2][class_of(old[i], exact) * HZ_EXACT_BINS + exact_bin(zigzag(fresh[i], old[i]))];
+}
+
 static void exact_count(const hz_exact& exact, const ExactSpan& span) {
   const hz_exact_tensor& tensor = *span.tensor;
-  uint32_t counts[HZ_EXACT_CLASSES * HZ_EXACT_BINS] = {}, check = 0;
+  uint32_t counts[2][HZ_EXACT_CLASSES * HZ_EXACT_BINS] = {}, check = 0;
   uint16_t padded[HZ_EXACT_BLOCK];
   for (uint32_t index = span.begin; index < span.end; ++index) {
     const Block block = block_of(tensor, index);
     const uint16_t *old = (const uint16_t*)tensor.old + block.first, *fresh = fresh_of(tensor, block, padded);
-    for (uint32_t i = 0; i < block.size;) {
-      uint16_t places[256];
-      const uint32_t some = (uint32_t)between(0, block.size - i, 256);
-      for (uint32_t k = 0; k < some; ++k)
-        places[k] =
-            (uint16_t)(class_of(old[i + k], exact) * HZ_EXACT_BINS + exact_bin(zigzag(fresh[i + k], old[i + k])));
-      for (uint32_t k = 0; k < some; ++k) ++counts[places[k]];
-      i += some;
-    }
+    count_changes(exact, old, fresh, block.size, counts);
     check += check_of(fresh, block.size, tensor.first_place + (uint32_t)block.first);
   }
   for (uint32_t i = 0; i < HZ_EXACT_CLASSES * HZ_EXACT_BINS; ++i)
-    if (counts[i]) __atomic_fetch_add((uint32_t*)exact.sums + i, counts[i], __ATOMIC_RELAXED);
+    if (counts[0][i] + counts[1][i])
+      __atomic_fetch_add((uint32_t*)exact.sums + i, counts[0][i] + counts[1][i], __ATOMIC_RELAXED);
   __atomic_fetch_add((uint32_t*)(exact.message + HZ_EXACT_CHECK), check, __ATOMIC_RELAXED);
 }
 
@@ -396,27 +416,57 @@ static void exact_table(const hz_exact& exact, const ExactSpan&) {
   }
 }
 
-// Codes of weights and their numbers of bits, in vectors as far as a target has them.
-static void codes_of(const hz_exact& exact, const uint8_t* parameters, const uint16_t* old, const uint16_t* fresh,
-                     uint32_t count, uint32_t* codes, uint8_t* lengths) {
-  uint8_t chosen[HZ_EXACT_LANES];
-  for (uint32_t i = 0; i < count; ++i) chosen[i] = parameters[class_of(old[i], exact)];
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint32_t z = zigzag(fresh[i], old[i]), parameter = chosen[i], quotient = z >> parameter;
-    const uint32_t near = ((1u << (quotient & 15)) - 1) | (z & ((1u << parameter) - 1)) << ((quotient & 15) + 1);
-    const uint32_t far = ((1u << HZ_EXACT_ESCAPE) - 1) | (uint32_t)fresh[i] << HZ_EXACT_ESCAPE;
-    codes[i] = quotient < HZ_EXACT_ESCAPE ? near : far;
-    lengths[i] = (uint8_t)(quotient < HZ_EXACT_ESCAPE ? quotient + 1 + parameter : HZ_EXACT_ESCAPE + 16);
+// The parameters of a record, one by one and for vectors.
+struct Parameters {
+  uint8_t of[HZ_EXACT_CLASSES];
+#if defined(__AVX512F__) || defined(__AVX2__)
+  Table table;
+  explicit Parameters(const uint8_t* record) : table(record) { parameters_of(record, of); }
+#else
+  explicit Parameters(const uint8_t* record) { parameters_of(record, of); }
+#endif
+};
+
+// Codes of up to 64 weights and their numbers of bits, at the places that vectors have; no bits where none is.
+HZ_INLINE void codes_of(const hz_exact& exact, const Parameters& parameters, const uint16_t* old, const uint16_t* fresh,
+                        uint32_t count, uint32_t* codes, uint32_t* lengths) {
+  uint32_t i = 0;
+#if defined(__AVX512F__) || defined(__AVX2__)
+  for (; i + row_part <= count; i += row_part) {
+    const Sixteens before = load<Sixteens>(old + i), after = load<Sixteens>(fresh + i);
+    const Words zs = (Words)zigzag(after, before), all = (Words)parameters.table.of(classes_of(before, exact));
+    for (int half = 0; half < 2; ++half) {
+      const Words z = zs >> 16 * half & 0xffff, parameter = all >> 16 * half & 0xffff, quotient = down(z, parameter);
+      const Words ones = ~up(Words{} + ~0u, quotient), low = z & ~up(Words{} + ~0u, parameter);
+      const Words far = (Words)(quotient >= HZ_EXACT_ESCAPE), escape = ((Words)after >> 16 * half & 0xffff)
+                                                                       << HZ_EXACT_ESCAPE;
+      store(codes + i + half * lanes,
+            (far & (escape | ((1u << HZ_EXACT_ESCAPE) - 1))) | (~far & (ones | up(low, quotient + 1))));
+      store(lengths + i + half * lanes, (far & (HZ_EXACT_ESCAPE + 16)) | (~far & (quotient + 1 + parameter)));
+    }
   }
+#endif
+  for (; i < count; ++i) {
+    const uint32_t z = zigzag(fresh[i], old[i]), parameter = parameters.of[class_of(old[i], exact)];
+    const uint32_t quotient = z >> parameter, place = place_of(i);
+    if (quotient < HZ_EXACT_ESCAPE) {
+      codes[place] = ((1u << quotient) - 1) | (z & ((1u << parameter) - 1)) << (quotient + 1);
+      lengths[place] = quotient + 1 + parameter;
+    } else {
+      codes[place] = ((1u << HZ_EXACT_ESCAPE) - 1) | (uint32_t)fresh[i] << HZ_EXACT_ESCAPE;
+      lengths[place] = HZ_EXACT_ESCAPE + 16;
+    }
+  }
+  for (; i < HZ_EXACT_LANES; ++i) lengths[place_of(i)] = 0;
 }
 
 // Writes the lanes' numbers of words, and for each block the sum of them.
 static void exact_lengths(const hz_exact& exact, const ExactSpan& span) {
   const hz_exact_tensor& tensor = *span.tensor;
-  uint8_t *head = (uint8_t*)exact.message, parameters[HZ_EXACT_CLASSES], lengths[HZ_EXACT_LANES];
+  uint8_t* head = (uint8_t*)exact.message;
   uint16_t padded[HZ_EXACT_BLOCK];
-  uint32_t codes[HZ_EXACT_LANES];
-  parameters_of(head, parameters);
+  alignas(64) uint32_t codes[HZ_EXACT_LANES], lengths[HZ_EXACT_LANES];
+  const Parameters parameters(head);
   for (uint32_t index = span.begin; index < span.end; ++index) {
     const Block block = block_of(tensor, index);
     const uint16_t *old = (const uint16_t*)tensor.old + block.first, *fresh = fresh_of(tensor, block, padded);
@@ -424,10 +474,11 @@ static void exact_lengths(const hz_exact& exact, const ExactSpan& span) {
     for (uint32_t at = 0; at < block.size; at += block.lanes) {
       const uint32_t count = (uint32_t)between(0, block.size - at, block.lanes);
       codes_of(exact, parameters, old + at, fresh + at, count, codes, lengths);
-      for (uint32_t lane = 0; lane < count; ++lane) bits[lane] += lengths[lane];
+      for (uint32_t place = 0; place < HZ_EXACT_LANES; ++place) bits[place] += lengths[place];
     }
     uint8_t* words = head + exact.lane_bytes + tensor.first_lane + (size_t)index * HZ_EXACT_LANES;
-    for (uint32_t lane = 0; lane < block.lanes; ++lane) all += words[lane] = (uint8_t)((bits[lane] + 31) / 32);
+    for (uint32_t lane = 0; lane < block.lanes; ++lane)
+      all += words[lane] = (uint8_t)((bits[place_of(lane)] + 31) / 32);
     std::memcpy(head + HZ_EXACT_STARTS + 4 * (size_t)(tensor.first_block + index), &all, 4);
   }
 }
@@ -446,10 +497,10 @@ static void exact_starts(const hz_exact& exact, const ExactSpan&) {
 
 static void exact_encode(const hz_exact& exact, const ExactSpan& span) {
   const hz_exact_tensor& tensor = *span.tensor;
-  uint8_t *record = (uint8_t*)exact.message, parameters[HZ_EXACT_CLASSES], lengths[HZ_EXACT_LANES];
+  uint8_t* record = (uint8_t*)exact.message;
   uint16_t padded[HZ_EXACT_BLOCK];
-  uint32_t codes[HZ_EXACT_LANES];
-  parameters_of(record, parameters);
+  alignas(64) uint32_t codes[HZ_EXACT_LANES], lengths[HZ_EXACT_LANES];
+  const Parameters parameters(record);
   const uint64_t room = (exact.record_bytes - exact.head) / 4;
   uint32_t* const stream = (uint32_t*)(record + exact.head);
   for (uint32_t index = span.begin; index < span.end; ++index) {
@@ -465,8 +516,8 @@ static void exact_encode(const hz_exact& exact, const ExactSpan& span) {
       const uint32_t count = (uint32_t)between(0, block.size - from, block.lanes);
       codes_of(exact, parameters, old + from, fresh + from, count, codes, lengths);
       for (uint32_t lane = 0; lane < count; ++lane) {
-        pending[lane] |= (uint64_t)codes[lane] << filled[lane];
-        filled[lane] = (uint8_t)(filled[lane] + lengths[lane]);
+        pending[lane] |= (uint64_t)codes[place_of(lane)] << filled[lane];
+        filled[lane] = (uint8_t)(filled[lane] + lengths[place_of(lane)]);
         if (filled[lane] < 32) continue;
         if (at[lane] < room) stream[at[lane]] = (uint32_t)pending[lane];
         ++at[lane], pending[lane] >>= 32, filled[lane] -= 32;
