@@ -78,11 +78,6 @@ def _loss(engine: Any, step: int, micro: int) -> torch.Tensor:
     return engine(input_ids=ids, labels=ids).loss
 
 
-def _same_norm_weight(engine: Any) -> bool:
-    """Whether all ranks have the same bits of a weight that is not divided."""
-    return same_on_all_ranks([deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight)])
-
-
 def check_models_give_the_losses_of_no_tensor_parallelism() -> None:
     for name, (keys, how) in MODELS.items():
         found = list[tuple[list[float], list[float]]]()
@@ -115,7 +110,8 @@ def check_codecs_of_autotp_reach_its_sums() -> None:
         assert losses != stock and losses == pytest.approx(stock, rel=0.02)
         layers = [layer for layer in engine.module.modules() if hasattr(layer, "hzero_group")]
         assert len(layers) == blocks * 7 + 1
-        assert _same_norm_weight(engine)
+        # A weight that is not divided.
+        assert same_on_all_ranks([deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight)])
         folder = str(shared_folder())
         engine.save_checkpoint(folder, tag="here")
         on = train(engine, STEPS, first=STEPS, loss_of=_loss)

@@ -75,17 +75,16 @@ class Block(torch.nn.Module):
         return x + scale * self.down(torch.relu(self.up(self.norm(x)))), positions
 
 
-class Head(torch.nn.Module):
+class Head(torch.nn.Linear):
     """The head where it is not tied."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(9)
-        self.linear = torch.nn.Linear(WIDTH, VOCAB)
+        super().__init__(WIDTH, VOCAB)
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Logits."""
-        return self.linear(inputs[0])
+        return super().forward(inputs[0])
 
 
 def _head(embed: Embed, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

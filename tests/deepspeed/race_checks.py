@@ -70,30 +70,20 @@ def _steps(preset: str, accumulation: int = 2, **block: Any) -> Any:
     return engine
 
 
-def _node_gathers_by_doubling() -> Any:
-    """With checksums."""
-    setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
-    topology = {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2}
-    checked = {"checksum": True}
-    return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
-
-
-_GROUPS = {
-    "topology": {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2, "nodes_per_group": 2},
-    "boundary_message_bytes": 200,
+_FOUR_NODES = {"nodes": 4, "packages_per_node": 1, "devices_per_package": 2}
+#: With checksums.
+_DOUBLING = {
+    "node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 30},
+    "topology": _FOUR_NODES,
+    "checksum": True,
 }
-
-
-def _shared_boundary_messages() -> Any:
-    """Sums of several buckets wait between the nodes of a group and the groups; without gradient accumulation buffers too."""
-    return _steps("topo", 1, **_GROUPS)
-
-
-def _scopes_of_one_device() -> Any:
-    """No hop fetches weights or reduces the gradients of a micro-batch."""
-    topology = {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1}
-    scopes = {"weights": "package", "gradients": "package"}
-    return _steps("topo", topology=topology, shard=scopes)
+#: Sums of several buckets wait between the nodes of a group and the groups; without gradient accumulation buffers too.
+_GROUPS = {"topology": {**_FOUR_NODES, "nodes_per_group": 2}, "boundary_message_bytes": 200}
+#: No hop fetches weights or reduces the gradients of a micro-batch.
+_ONE_DEVICE = {
+    "topology": {"nodes": 2, "packages_per_node": 4, "devices_per_package": 1},
+    "shard": {"weights": "package", "gradients": "package"},
+}
 
 
 def _load_and_offload() -> Any:
@@ -212,10 +202,10 @@ _ACCUMULATE = ("topo", "replica")
 #: What is recorded. Each makes an engine and does something with it.
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{f"steps, {preset}": functools.partial(_steps, preset, 1 + (preset in _ACCUMULATE)) for preset in _SCHEDULES},
-    "steps, gathers by doubling": _node_gathers_by_doubling,
-    "steps, shared boundary messages": _shared_boundary_messages,
+    "steps, gathers by doubling": functools.partial(_steps, "topo", 1, **_DOUBLING),
+    "steps, shared boundary messages": functools.partial(_steps, "topo", 1, **_GROUPS),
     "steps, audits": functools.partial(_steps, "topo", 1, guard={"every": 1}),
-    "steps, scopes of one device": _scopes_of_one_device,
+    "steps, scopes of one device": functools.partial(_steps, "topo", **_ONE_DEVICE),
     "load and offload": _load_and_offload,
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,
@@ -228,8 +218,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 
 #: Of 8 ranks.
 _OF_THREE_TIERS = (
-    *("steps, topo", "steps, gathers by doubling", "steps, scopes of one device"),
-    "steps, shared boundary messages",
+    *("steps, topo", "steps, gathers by doubling", "steps, scopes of one device", "steps, shared boundary messages"),
     "beside tensor groups",
 )
 

@@ -1,4 +1,4 @@
-"""Whatever DeepSpeed does around the stage. Run by test_stage.py on 4 ranks."""
+"""Whatever DeepSpeed does around the stage, and secondary partitions. Run by test_stage.py on 4 ranks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from tests.deepspeed.training import (
     engine_of,
     masters_of,
     mean_over_ranks,
+    read_of,
     shared_folder,
     train,
 )
@@ -62,13 +63,6 @@ def check_a_world_in_another_order_is_refused() -> None:
     permuted = process_group(("permuted", "inter_node"), ranks, world_timeout())
     with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
         Owners.of(permuted, TopologyConfig())
-
-
-def _plain(masters: dict[str, torch.Tensor]) -> AwkwardNet:
-    """A model without an engine that has these weights."""
-    model = AwkwardNet()
-    model.load_state_dict(masters, strict=False)
-    return model
 
 
 def check_master_weights_set_by_the_user() -> None:
@@ -127,7 +121,8 @@ def check_an_engine_leaves_the_model_to_the_next() -> None:
         if destroyed == "late":
             first.destroy()
         train(second, 2, first=2)
-        reference = _plain(masters_of(second))
+        reference = AwkwardNet()
+        reference.load_state_dict(masters_of(second), strict=False)
         with torch.no_grad(), hzero.exact_weights(second):
             exact, want = mean_over_ranks(second(batch(50, 0))), mean_over_ranks(reference(batch(50, 0)))
             assert abs(exact - want) < 1e-5, (block, destroyed, exact, want)
@@ -226,3 +221,123 @@ def check_the_summary_of_comms_logger_has_the_bytes_on_the_wire() -> None:
         _, summary, stragglers = printed.getvalue().split("Comm. Op")
         for rows in (summary, stragglers):
             assert "\nhzero weights, inter_node, int8\n" in rows and "\nhzero gradients, inter_node, int4\n" in rows
+
+
+# ---- secondary partitions ----------------------------------------------------------------------------------------------
+
+AUDITED = {"every": 1}
+
+
+def _spoil(engine: Any, name: str, row: int = 0) -> None:
+    """Changes one bit of a secondary partition on this rank: in the row of its own shard, or ``row`` rows before."""
+    own = hzero.state(engine).weights
+    (kept,) = (param.secondary for param in own.up_to_date() if param.name == name)
+    plan = own.plan
+    place = plan.rank if plan.whole_copies else plan.rank_row
+    kept.view(plan.secondary_rows, -1).view(torch.uint8)[place - row, 0] ^= 1
+
+
+def check_a_stale_weight_ends_training_by_its_name() -> None:
+    """A copy that somebody changes behind the stage, on one rank. The same change of a shard is fine."""
+    for preset in ("topo", "replica"):
+        model = AwkwardNet()
+        engine = engine_of(ds_config(block_of(preset, guard=AUDITED), 1), model)
+        train(engine, 1)
+        loss = engine(batch(1, 0))
+        engine.backward(loss)
+        if dist.get_rank() == 3:
+            _spoil(engine, "up.weight")
+        with pytest.raises(hzero.StaleWeightsError) as caught:
+            engine.step()
+        text = str(caught.value)
+        assert "guard before step 2 of this engine: the secondary partitions of 1 of 10 weights are not what" in text, (
+            text
+        )
+        assert "owners hold: up.weight. Something" in text, text
+        assert caught.value.reported_elsewhere == (dist.get_rank() != 0)
+        engine.destroy()
+        engine = engine_of(ds_config(block_of(preset, guard=AUDITED), 1), model := AwkwardNet())
+        train(engine, 1)
+        engine.backward(engine(batch(1, 0)))
+        if dist.get_rank() == 3:
+            model.up.weight.ds_tensor.data[0] += 0.5
+        engine.step()
+        train(engine, 1, first=2)
+        engine.destroy()
+
+
+def check_a_copy_that_differs_ends_training_by_its_name() -> None:
+    """One bit of another rank's shard, in one of the copies; also where copies have two scopes."""
+    scoped = {"shard": {"except": {"norm*": {"weights": "device"}}}}
+    for block in ({}, scoped):
+        model = AwkwardNet()
+        engine = engine_of(ds_config(block_of("topo", guard=AUDITED, **block), 1), model)
+        train(engine, 1)
+        engine.backward(engine(batch(1, 0)))
+        if dist.get_rank() == 2:
+            _spoil(engine, "down.weight", 1)
+        with pytest.raises(hzero.StaleWeightsError) as caught:
+            engine.step()
+        text = str(caught.value)
+        assert "ranks that hold the same copies of 1 of 10 weights have different ones: down.weight. " in text, text
+        assert "not what their owners hold" not in text
+        engine.destroy()
+
+
+class _WithNothing(AwkwardNet):
+    """Has a parameter without elements."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.nothing.sum()
+
+
+def check_an_evaluation_in_inference_mode_may_start_a_refresh() -> None:
+    """What it keeps is trained with and added to; a parameter without elements is no obstacle."""
+    sixteen: dict[str, Any] = {"bf16": {"enabled": True}}  # changes, from copies that an evaluation has made
+    wide = {"width": 64, "inner": 150}
+    for preset, how, sizes in (("zero1", {}, {}), ("zero1", sixteen, wide), ("lossless", sixteen, wide)):
+        losses = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            engine = engine_of(ds_config(block_of(preset), **how), _WithNothing(**sizes))
+            got = []
+            for first in (0, 2):
+                with mode():
+                    engine(batch(first, 0))
+                got += train(engine, 2, first=first)
+            engine.destroy()
+            losses.append(got)
+        assert losses[0] == losses[1], (preset, losses)
+
+
+def check_an_edit_that_nobody_is_told_of_is_gone() -> None:
+    """As in stock. A parameter that is kept whole between steps must not let it into the secondary partition."""
+    for preset in ("zero1", "lossless"):
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 10**6}
+        engine = engine_of(ds_config(block_of(preset), zero_optimization=zero))
+        train(engine, 1)
+        losses = []
+        for value in (5.0, 6.0):
+            with torch.no_grad():
+                losses.append(mean_over_ranks(engine(batch(50, 0))))
+                with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                    engine.module.gain.data.fill_(value + dist.get_rank())
+        assert losses[0] == losses[1], losses
+        engine.destroy()
+
+
+def check_packed_codes_without_a_state_keep_their_bits() -> None:
+    """Another frozen weight beside them is rounded."""
+    model = AwkwardNet()
+    codes = torch.randint(0, 256, (333, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    model.packed = torch.nn.Parameter(codes.view(torch.bfloat16), requires_grad=False)
+    model.plain = torch.nn.Parameter(torch.randn(333, dtype=torch.bfloat16), requires_grad=False)
+    before = {name: getattr(model, name).detach().view(torch.int16).clone() for name in ("packed", "plain")}
+    engine = engine_of(ds_config(block_of("topo"), bf16={"enabled": True}), model)
+    read = read_of(engine)
+    kept = [torch.equal(read[name].view(torch.int16), bits) for name, bits in before.items()]
+    assert kept == [True, False]
+    engine.destroy()
