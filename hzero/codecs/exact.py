@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -154,9 +154,8 @@ def decode(message: torch.Tensor, copies: Sequence[torch.Tensor], order: Sequenc
     dtype, rows = _check_dtype(copies, "copies"), len(copies[0])
     for index, copy in enumerate(copies):
         if copy.dtype is not dtype or copy.device != message.device:
-            raise TypeError(
-                f"copies[{index}]: found {copy.dtype} on {copy.device}; expected {dtype} on {message.device}"
-            )
+            expected = f"expected {dtype} on {message.device}"
+            raise TypeError(f"copies[{index}]: found {copy.dtype} on {copy.device}; {expected}")
         if copy.dim() != 2 or len(copy) != rows:
             raise ValueError(f"copies[{index}]: found shape {tuple(copy.shape)}; expected {rows} rows")
         if copy.numel():
@@ -165,9 +164,7 @@ def decode(message: torch.Tensor, copies: Sequence[torch.Tensor], order: Sequenc
                 raise ValueError(f"copies[{index}]: found strides {copy.stride()}; expected contiguous rows")
             needed = (copy.storage_offset() + step * (rows - 1) + chunk) * copy.element_size()
             if (found := copy.untyped_storage().nbytes()) < needed:
-                raise ValueError(
-                    f"copies[{index}]: found {found} bytes of storage; expected {needed}: its memory was freed"
-                )
+                raise ValueError(f"copies[{index}]: found {found} bytes of storage; expected {needed}: it was freed")
     if len(set(order)) != len(order) or not all(0 <= row < rows for row in order):
         raise ValueError(f"order: found {list(order)[:8]}; expected each of {rows} rows at most once")
     layout = Layout.of(tuple(copy.shape[1] for copy in copies))
@@ -195,9 +192,8 @@ def _checked_shards(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], wr
     """Checks what is encoded, and that the bytes to write start at an aligned address. Returns the layout."""
     dtype, chunks = _check_dtype(old, "old"), [one.numel() for one in old]
     _check_tensors("old", old, dtype, written.device, chunks)
-    _check_tensors(
-        "new", new, dtype, written.device, [min(one.numel(), most) for one, most in zip(new, chunks, strict=True)]
-    )
+    most = [min(one.numel(), chunk) for one, chunk in zip(new, chunks, strict=True)]  # a shard may lack some at its end
+    _check_tensors("new", new, dtype, written.device, most)
     if written.data_ptr() % ALIGNMENT:
         raise ValueError(f"payload: found address {written.data_ptr():#x}; expected a multiple of {ALIGNMENT}")
     return Layout.of(tuple(chunks))
@@ -232,12 +228,10 @@ def _templates(chunks: tuple[int, ...], dtype: torch.dtype) -> list[tuple[np.nda
         some, argument = whole[first : first + TENSORS], np.zeros((), EXACT)
         argument["shift"], argument["offset"] = CLASS_OF[dtype]
         argument["tensors"], tensor = len(some), argument["tensor"][: len(some)]
-        places = {"first_block": blocks, "first_lane": lanes, "first_place": chunks}
-        for field, sizes in places.items():
+        for field, sizes in {"first_block": blocks, "first_lane": lanes, "first_place": chunks}.items():
             before = [0, *accumulate(sizes)]
             tensor[field] = [before[index] % 2**32 for index in some]
-        for field, values in (("chunk", chunks), ("blocks", blocks)):
-            tensor[field] = [values[index] for index in some]
+        tensor["chunk"], tensor["blocks"] = zip(*((chunks[index], blocks[index]) for index in some))
         tensor["by_blocks"] = [divisor(blocks[index]) for index in some]
         templates.append((argument, some))
     return templates
@@ -252,10 +246,8 @@ def _arguments(
     order: Sequence[int] = (0,),
 ) -> list[tuple[np.ndarray, int]]:
     """Arguments of kernels for all tensors and rows, and how many workgroups of a device share the work of each."""
-    made = []
-    for (template, some), first in (
-        (one, first) for one in _templates(layout.chunks, old[0].dtype) for first in range(0, len(order), EXACT_ROWS)
-    ):
+    made, firsts = [], range(0, len(order), EXACT_ROWS)
+    for (template, some), first in product(_templates(layout.chunks, old[0].dtype), firsts):
         rows, argument = order[first : first + EXACT_ROWS], template.copy()
         argument["record_bytes"] = size = records.shape[-1]
         argument["message"], argument["sums"] = records.data_ptr() + first * size, sums.data_ptr() + 4 * first

@@ -121,6 +121,8 @@ VECTOR: dict[str, Callable[..., Any]] = {
     "max3_u32": lambda a, b, c: np.maximum(np.maximum(a, b), c),
     "min_i32": lambda a, b: np.minimum(_signed(a), _signed(b)).view(np.uint32),
     "max_i32": lambda a, b: np.maximum(_signed(a), _signed(b)).view(np.uint32),
+    "med3_i32": lambda a, b, c: np.sort(np.stack([_signed(a), _signed(b), _signed(c)]), axis=0)[1].view(np.uint32),
+    "ffbl_b32": lambda a: np.array([(int(x) & -int(x)).bit_length() - 1 for x in a], np.int64).astype(np.uint32),
     "cvt_f32_u32": lambda a: _bits(a.astype(np.float32)),
     "cvt_f32_i32": lambda a: _bits(_signed(a).astype(np.float32)),
     **{f"cvt_f32_ubyte{i}": lambda a, i=i: _bits((a >> 8 * i & 255).astype(np.float32)) for i in range(4)},
@@ -155,6 +157,7 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 TYPES: dict[str, tuple[int, Any]] = {
     "u32": (1, np.uint32), "i32": (1, np.int32), "f32": (1, np.float32), "u64": (2, np.uint64), "i64": (2, np.int64),
+    "i16": (1, np.int32),
 }  # fmt: skip
 #: Scalar instructions of two sources: the result, and SCC unless it only says that the result is not zero.
 SCALAR: dict[str, Callable[[int, int, int], tuple[int, int | None]]] = {
@@ -366,7 +369,7 @@ def _scalar(name: str, operands: list[Operand]) -> Callable[[Wave], None]:
 def _memory(name: str, operands: list[Operand], offset: int) -> Callable[[Wave], None]:
     _, kind, what, *half = name.split("_")
     loads, high = kind == "load", half[-1:] == ["hi"]
-    size = _WIDTHS.get(what, 8)  # an atomic addition has 8
+    size = _WIDTHS.get(what, 8 if half[-1:] == ["x2"] else 4)  # of an atomic addition
 
     def run(wave: Wave) -> None:
         at = operands[1 if loads else 0]
@@ -421,7 +424,12 @@ def _vector(name: str, operands: list[Operand], options: dict[str, str]) -> Call
             wave.set(operands[0].register, int(operands[1].vector(wave)[first]), 1)
         elif stem.startswith("cmp_"):
             words, dtype = TYPES[kind]
-            a, b = ((source if words == 1 else pair)(wave, index).view(dtype) for index in (1, 2))
+            if kind == "i16":  # of the low halves
+                a, b = (
+                    _signed_field(source(wave, index), np.full(64, 0), np.full(64, 16)).view(dtype) for index in (1, 2)
+                )
+            else:
+                a, b = ((source if words == 1 else pair)(wave, index).view(dtype) for index in (1, 2))
             wave.set(operands[0].register, _lane_bits(wave, COMPARE[stem.removeprefix("cmp_")](a, b)), 2)
         elif name == "cndmask_b32":
             _write(wave, operands[0], np.where(wave.mask(operands[3].register), source(wave, 2), source(wave, 1)))

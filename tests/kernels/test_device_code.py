@@ -16,9 +16,11 @@ import pytest
 import torch
 import yaml
 
+from hzero.codecs import backends, exact
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.formats import RecordFormat
 from tests.codecs.samples import numbers
+from tests.codecs.test_exact import record_of
 from tests.kernels.cases import REFERENCE, Case, compared, source_of
 from tests.kernels.emulated import FAMILIES, KERNELS
 from tests.kernels.gfx90a import Simulated
@@ -155,6 +157,20 @@ def test_the_code_gives_the_bits_of_the_reference(assembly: dict[str, str], fmt:
         calls.append(("decode_onto", message, rows, fmt, [numbers("normal", one.numel(), seed=5) for one in source]))
     for call in calls:
         assert not list(compared(backend, cpu, *call))
+
+
+def test_the_code_decodes_codec_exact(assembly: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instruction by instruction, lanes that end at different weights; some weights change their sign, with an escape."""
+    if "--gfx90a" not in assembly["decode"]:
+        pytest.skip("tests/kernels/gfx90a.py has the instructions of gfx90a")
+    old = [numbers("normal", size, torch.bfloat16, size) for size in (700, 3, 0, 1030)]
+    new = [(one + 0.02 * numbers("normal", len(one), seed=9)).bfloat16() for one in old]
+    record = record_of(new, old)
+    copies = [one.clone().view(1, -1) for one in old]
+    backend = KernelBackend(Simulated(assembly.__getitem__))
+    monkeypatch.setattr(backends, "choice", lambda kind: backends.Choice("simulated", backend, "of this test"))
+    assert exact.decode(record, copies, [0]).all()
+    assert all(torch.equal(copy[0], one) for copy, one in zip(copies, new))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
