@@ -2,8 +2,8 @@
 
     python -m tests.kernels.launches [--width 256] [PRESET ...]
 
-It runs the stage's programs with wires that bring nothing, on a CPU. Refreshes send whole weights. A device starts the same calls. Page faults are those of
-this CPU: pages that the operating system clears, because memory was given back to it.
+It runs the stage's programs with wires that bring nothing, on a CPU. Refreshes send whole weights. A device starts the same
+calls. Page faults are those of this CPU: pages that the operating system clears, because memory was given back to it.
 """
 
 from __future__ import annotations
