@@ -13,23 +13,29 @@ from hzero.config import parse_config
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import compose
 from hzero.tools.plan.collectives import node_bytes, schemes_node_bytes, step_traffic
-from hzero.topology.grid import Grid
+from hzero.tools.plan.scenario import expected_bits, expecting
 
 RED, GREY = "#D55E00", "#8c959f"
 
 
 def main() -> None:
     """Writes the picture beside this file."""
-    grid, numels, accumulation = Grid(48, 4, 2), compose(["model=gpt_neox_20b"]).architecture.numels, 8
-    plan = ShardPlan.from_config(parse_config({"preset": "topo"}), grid, 0)
+    experiment = compose(["experiment=paper_20b", "topology.nodes=48"])
+    grid, numels, accumulation = experiment.grid, experiment.architecture.numels, 8
+    bits = expected_bits(experiment["train"]["lr"])
+
+    def into_node(preset: str) -> float:
+        plan = expecting(ShardPlan.from_config(parse_config({"preset": preset}), grid, 0), bits)
+        return node_bytes(step_traffic(plan, grid, numels, accumulation=accumulation), grid)
+
     others = schemes_node_bytes(grid, numels, accumulation=accumulation)
     bars = {
         "ZeRO-3 and FSDP2": others["ZeRO-3"],
         "ZeRO++": others["ZeRO++"],
         "HSDP over the node": others["HSDP, node"],
-        "hzero topo": node_bytes(step_traffic(plan, grid, numels, accumulation=accumulation), grid),
+        **{f"hzero {preset}": into_node(preset) for preset in ("lossless", "topo", "exact")},
     }
-    figure, axes = plt.subplots(figsize=(7.2, 2.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
     for place, (name, count) in enumerate(bars.items()):
         colour = RED if name.startswith("hzero") else GREY
         axes.barh(place, count / 1e9, 0.66, color=colour)

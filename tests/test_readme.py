@@ -150,7 +150,7 @@ def test_table_of_readme_is_what_its_command_computes() -> None:
 
     assert "`hzero plan experiment=paper_20b nodes=48`" in README.read_text()
     schemes = plan_dict(read_scenario(["experiment=paper_20b", "topology.nodes=48"]))["schemes"]
-    names = ("ZeRO-3", "ZeRO++", "FSDP2", "HSDP, node", "topo", "FSDP2, topo")
+    names = ("ZeRO-3", "ZeRO++", "FSDP2", "HSDP, node", "lossless", "exact", "topo", "FSDP2, topo")
     shown = [schemes[name] for name in names]
     rows = {
         row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in README.read_text().splitlines()) if row

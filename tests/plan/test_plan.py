@@ -157,6 +157,23 @@ def test_scopes_and_codecs_by_pattern_count(capsys: pytest.CaptureFixture[str], 
 # ---- searches -----------------------------------------------------------------------------------------------------------
 
 
+def test_bits_of_codec_exact_follow_the_learning_rate_or_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [*FRONTIER, "nodes=48", "preset=lossless"]
+
+    def bits(*more: str) -> float:
+        plan = _json(capsys, *keys, *more)
+        sent = next(row for row in plan["traffic"] if (row["role"], row["tier"]) == ("weights", "inter_node"))
+        return 8 * 8 * sent["wire_bytes"] / plan["parameters"] * 48 / 47  # eight devices share a node's bytes
+
+    by_rate = [bits(f"train.lr={lr}") for lr in (1e-5, 1e-4, 1e-3)]
+    assert by_rate == pytest.approx([1.4, 2.0, 4.0], rel=0.02)
+    assert bits("--bits", "7") == pytest.approx(7, rel=0.02)
+    assert bits("zero.codecs.weights.inter_node={codec: exact, bits: 9}") == pytest.approx(9, rel=0.02)
+    for value in ("0", "17", "nan"):
+        assert main(["plan", *keys, "--bits", value]) == 2
+        assert "--bits: found" in capsys.readouterr().err
+
+
 def test_tune_chooses_what_fits_and_what_loses_no_more_than_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["--tune", *FRONTIER, "nodes=48", "global_batch=384", "codecs=lossless", "memory=45GB"]
     result = _json(capsys, *keys)

@@ -256,6 +256,11 @@ def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]
 def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) -> list[str]:
     """Notes on differences between the bytes of a run and of the plan, and on the limits of predictions."""
     notes = []
+    if plan.exact and scenario.job.itemsize == 2:
+        bits, lr = plan.refresh_hops()[0].codec.format.bits, scenario.experiment["train"]["lr"]
+        notes.append(
+            f"codec exact: {bits:.1f} bits per weight expected at learning rate {lr:g}; --bits sets another number"
+        )
     if plan.gather_hops() and sum(scenario.job.model.numels) <= scenario.job.reuse:
         notes.append(
             "the model has no more parameters than stage3_max_reuse_distance, so DeepSpeed keeps weights for their next use: "
