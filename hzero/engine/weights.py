@@ -160,13 +160,17 @@ class Weights:
 
     @torch.no_grad()
     def written(self) -> tuple[list[Parameter], torch.Tensor | None]:
-        """Compares this rank's primary shards with those from which the copies are made. No host wait.
+        """Compares this rank's primary shards with those from which the copies are made, or their changes encoded. No host wait.
 
         Returns:
             The compared parameters, the same on all ranks. And for each one, whether its shard was written in whatever way since
             its refresh; bool ``[n]`` on the shards' device, None for none.
         """
-        kept = [param for param in self.parameters.values() if param.key not in self._stale]
+        kept = [
+            param
+            for param in self.parameters.values()
+            if (waiting := self._stale.get(param.key)) is None or waiting.record is not None
+        ]
         pairs = [(param, param.fingerprint) for param in kept if param.fingerprint is not None]
         if not pairs:
             return [], None
@@ -245,10 +249,10 @@ class Weights:
             bound = self.runtime.bind(program, bucket)
             keep = partial(self._keep, params, bound.bucket)
             chain = bound.run(partial(self._shards, params, bound.bucket), keep, seed=self.version)
+            self._take_fingerprints(params)
         for param, chunk in zip(params, bucket.chunks):
             param.refreshing, param.chunk, param.known = chain, chunk, True
             del self._stale[param.key]
-        self._take_fingerprints(params)
         return chain
 
     def _shards(self, params: Sequence[Parameter], bucket: Bucket, *_: Any) -> list[torch.Tensor]:
@@ -306,6 +310,7 @@ class Weights:
             one.record = head.new_empty(size)
             one.record[: len(head)] = head
             exact.encode(new, old, one.record)
+            self._take_fingerprints(one.params)
 
     def _send_changes(self, one: _Refresh, record: torch.Tensor) -> Chain[None]:
         params, program = one.params, one.params[0].route.changes(record.numel())

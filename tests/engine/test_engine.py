@@ -178,6 +178,35 @@ def test_changes_bring_the_owners_bits(preset: str, dtype: torch.dtype) -> None:
     assert sent["exact"].wire_bytes < 0.7 * sent["exact"].raw_bytes
 
 
+def test_a_write_behind_encoded_changes_is_noticed() -> None:
+    """The first use encodes the changes of all weights. One of them is written before its own use."""
+    groups: dict[Any, Any] = {}
+    numels = (4001, 5000, 4500, 6000, 5500)
+    ranks = [Rank(rank, {"preset": "lossless"}, groups, dtype=torch.bfloat16, numels=numels) for rank in range(WORLD)]
+
+    def step(one: Rank) -> list[torch.Tensor]:
+        for shard in one.shards:
+            shard.copy_(torch.randn(shard.shape))
+        one.read()
+        for shard in one.shards:
+            shard.mul_(1.001)
+        one.weights.note_step(one.params)
+        for _, wait in one.weights.unshard(one.params[:1]):
+            wait()
+        one.shards[4][5] = 7.0
+        compared, written = one.weights.written()
+        assert written is not None
+        edited = [param for param, differs in zip(compared, written.tolist()) if differs]
+        assert [param.key for param in edited] == [4]
+        one.weights.note_edit(edited)
+        return one.read()
+
+    results = on_all(ranks, step)
+    for key, numel in enumerate(numels):
+        want = torch.cat([one.shards[key] for one in ranks])[:numel]
+        assert all(torch.equal(read[key], want) for read in results)
+
+
 def test_a_copy_that_was_written_is_found_on_arrival() -> None:
     groups: dict[Any, Any] = {}
     ranks = [Rank(rank, {"preset": "lossless"}, groups, dtype=torch.bfloat16, numels=(4001,)) for rank in range(WORLD)]
