@@ -17,8 +17,8 @@ from tests.parity.compare import Row
 from tests.rank_main import DEVICE, same_on_all_ranks
 
 NONE, EXACT = {"codecs": {"weights": "none"}}, {"codecs": {"weights": "exact"}}
-#: Nodes, packages and devices: two and three tiers, and no tier inside nodes.
-LAYOUTS = [(2, 2, 2), (4, 1, 2), (8, 1, 1)]
+#: Nodes, packages and devices: refreshes over two tiers, over one between nodes of one package, and of packages of one device.
+LAYOUTS = [(2, 2, 2), (4, 1, 2), (2, 4, 1)]
 #: Steps between a save and its load. Weights are written after as many more.
 APART = 4
 
