@@ -120,11 +120,11 @@ class Bucket:
         fmt, out = (RecordFormat.of(codec, *how) for codec in (kernel.codec, kernel.to or kernel.codec))
         rows, dtype = Rows.of((self.numel // PEERS,), (PEERS,), outer=PEERS), DTYPES[self.dtype]
         if kernel.operation == "encode":
-            return Encoder(fmt, rows, dtype, "", backend), ([self.source],)
+            return Encoder(fmt, rows, dtype, backend), ([self.source],)
         payload = self.payloads[kernel.codec]
         # Sums take the same payload as a message of one shard from each of four peers.
         if kernel.operation in ("decode", "decode_sum"):
-            return Decoder(fmt, rows, dtype, False, backend, kernel.operation == "decode_sum"), (payload,)
+            return Decoder(fmt, rows, dtype, backend, kernel.operation == "decode_sum"), (payload,)
         return Recoder(fmt, rows, dtype, out, Rows.of(rows.chunks, (1,)), backend), (payload,)
 
 

@@ -426,11 +426,6 @@ HZ_DEVICE void store_codes(hz_u8* record, hz_u32 vector, hz_u32 all, const hz_u3
 #pragma unroll
     for (int i = 0; i < 4; ++i) whole.word[i] = words[i];
     ((Words*)record)[vector] = whole;
-  } else if constexpr (BITS == 2) {
-    ((hz_u32*)record)[vector] = words[0];
-    const hz_u32 end = vector + 1 == all ? (all + 3) / 4 * 4 : 0;
-#pragma unroll 1
-    for (hz_u32 i = all; i < end; ++i) ((hz_u32*)record)[i] = 0;
   } else {
     Pair pair = {{words[0], words[1]}};
     ((Pair*)record)[vector] = pair;
@@ -450,8 +445,6 @@ HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 scales, hz_u32 vector, hz_
     const Words whole = ((const Words*)record)[vector];
 #pragma unroll
     for (int i = 0; i < BITS / 2; ++i) words[i] = whole.word[i];
-  } else if constexpr (BITS == 2) {
-    words[0] = ((const hz_u32*)record)[vector];
   } else {
     const Pair pair = ((const Pair*)record)[vector];
     words[0] = pair.word[0];
@@ -679,9 +672,8 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
   if (easy) return easy_codes<BITS, true>(x, scale, reciprocal, row_key ^ column / 2, words);
   const bool empty = scale == 0.0f || scale != scale;
   const float divisor = empty ? 1.0f : scale;
-  // A word at a time, or half of one: sixteen divisions side by side would take more registers than the rest of the
-  // kernel.
-  constexpr int some = BITS == 8 ? 4 : 8;
+  // A word at a time: sixteen divisions side by side would take more registers than the rest of the kernel.
+  constexpr int some = 32 / BITS;
 #pragma unroll 1
   for (int done = 0; done < 16; done += some) {
     hz_u32 word = 0, noise = 0;
@@ -698,7 +690,7 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
     rotate<some>(x);
 #pragma unroll
     for (int i = 0; i + 1 < BITS / 2; ++i) words[i] = words[i + 1];
-    words[BITS / 2 - 1] = BITS == 2 ? words[0] >> 16 | word << 16 : word;
+    words[BITS / 2 - 1] = word;
   }
 }
 

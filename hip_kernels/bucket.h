@@ -7,7 +7,7 @@
 #define HZ_BUCKET_GROUPS 40   // the same, rounded up to vectors of 16 bytes
 #define HZ_BUCKET_AXES 6
 #define HZ_CHECKSUM_BYTES 16  // behind each part of a payload that has checksums
-#define HZ_BUCKET_VERSION 12  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 13  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -23,8 +23,7 @@ struct hz_divisor {
 
 struct hz_tensor {
   hz_u64 data;       // address of the shards in order: what is encoded, or where decoded elements and sums go
-  hz_u64 residual;   // address of residuals added before encoding, or of float32 that sums start from, or of elements
-                     // that decoded ones are added to; 0: none
+  hz_u64 residual;   // address of residuals added before encoding, or of float32 that sums start from; 0: none
   hz_u64 left;       // address for what encoding lost; 0: not wanted. It may be that of the residuals
   hz_i64 numel;      // elements at data; further ones count as +0
   hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload
@@ -68,7 +67,6 @@ struct alignas(16) hz_bucket {
   hz_u32 rotation;    // elements that are rotated together, 64 or 128, which divide a block; 0: none
   hz_u32 rate;        // bits of a value in codec zfp
   hz_u32 dimension;   // distance of the values that codec mpc subtracts
-  hz_u32 difference;  // 1: residuals of an encoding have the type of the source and a factor of -1
   hz_u32 kept_bytes;  // of a residual that encoding adds, and of what it leaves: 4, or 2 in bfloat16
   hz_u32 axes;
   hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..

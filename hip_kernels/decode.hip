@@ -1,11 +1,10 @@
-// Decode: elements of a bucket of tensors from one payload, int8, int4 or int2.
+// Decode: elements of a bucket of tensors from one payload, int8 or int4.
 //
-// Computes code * scale in float32, rotated back where the bucket says so, rounded to the type of the elements; or adds
-// it to elements that exist, each sum rounded once. Shards are written where they stand in the tensors, whatever the
-// order of the payload's rows.
+// Computes code * scale in float32, rotated back where the bucket says so, rounded to the type of the elements. Shards
+// are written where they stand in the tensors, whatever the order of the payload's rows.
 //
-// Memory traffic per element, bfloat16 target with blocks of 128: 1 + 2/128 bytes read (int8), 0.5 + 2/128 (int4) or
-// 0.25 + 2/128 (int2), 2 written, and 2 read where it is added. Each byte moves once.
+// Memory traffic per element, bfloat16 target with blocks of 128: 1 + 2/128 bytes read (int8) or 0.5 + 2/128 (int4), 2
+// written. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode.hip -o decode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu decode.hip -o decode.cubin
@@ -35,12 +34,6 @@ HZ_DEVICE void decode(const hz_bucket& bucket) {
   if (bucket.rotation) hadamard(bucket, at, x, 1.0f);
   const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk;
   const int count = at.has_elements ? (int)(tensor.chunk - at.element) : 0;
-  if (tensor.residual) {
-    float before[16];
-    load<Target>(pointer<const typename Target::type>(tensor.residual) + first, at.element, count, before);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = add(before[i], x[i]);
-  }
   store<Target>(bucket, at, pointer<typename Target::type>(tensor.data) + first, (int)tensor.chunk, count, x);
 }
 
@@ -78,9 +71,6 @@ HZ_DECODE(int8, 8, fp16, Fp16)
 HZ_DECODE(int4, 4, fp32, Fp32)
 HZ_DECODE(int4, 4, bf16, Bf16)
 HZ_DECODE(int4, 4, fp16, Fp16)
-HZ_DECODE(int2, 2, fp32, Fp32)
-HZ_DECODE(int2, 2, bf16, Bf16)
-HZ_DECODE(int2, 2, fp16, Fp16)
 HZ_KERNEL(decode_none_8) { hz::decode_elements<hz::Bits<1>, 1>(bucket); }
 HZ_KERNEL(decode_none_16) { hz::decode_elements<hz::Bits<2>, 2>(bucket); }
 HZ_KERNEL(decode_none_32) { hz::decode_elements<hz::Bits<4>, 4>(bucket); }

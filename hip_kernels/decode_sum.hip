@@ -1,4 +1,4 @@
-// Decode and sum: the payloads of several peers, int8, int4 or int2, summed in float32 in the order of the peers.
+// Decode and sum: the payloads of several peers, int8 or int4, summed in float32 in the order of the peers.
 //
 // The bucket's `outer` counts the peers. Each element starts from peer 0's value, or from a sum that exists; the others
 // are added one by one, each product and each sum rounded by itself, so that the result does not depend on where it is
@@ -55,7 +55,6 @@ HZ_DEVICE void decode_sum_elements(const hz_bucket& bucket) {
 
 HZ_KERNEL(decode_sum_int8) { hz::decode_sum<8>(bucket); }
 HZ_KERNEL(decode_sum_int4) { hz::decode_sum<4>(bucket); }
-HZ_KERNEL(decode_sum_int2) { hz::decode_sum<2>(bucket); }
 HZ_KERNEL(decode_sum_none_fp32) { hz::decode_sum_elements<hz::Fp32>(bucket); }
 HZ_KERNEL(decode_sum_none_bf16) { hz::decode_sum_elements<hz::Bf16>(bucket); }
 HZ_KERNEL(decode_sum_none_fp16) { hz::decode_sum_elements<hz::Fp16>(bucket); }

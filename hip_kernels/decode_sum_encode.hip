@@ -63,11 +63,6 @@ HZ_SUM(int8, 8, int8, 8)
 HZ_SUM(int8, 8, int4, 4)
 HZ_SUM(int4, 4, int8, 8)
 HZ_SUM(int4, 4, int4, 4)
-HZ_SUM(int8, 8, int2, 2)
-HZ_SUM(int4, 4, int2, 2)
-HZ_SUM(int2, 2, int8, 8)
-HZ_SUM(int2, 2, int4, 4)
-HZ_SUM(int2, 2, int2, 2)
 HZ_KERNEL(decode_sum_encode_none_none_fp32) { hz::add_up_elements<hz::Fp32>(bucket); }
 HZ_KERNEL(decode_sum_encode_none_none_bf16) { hz::add_up_elements<hz::Bf16>(bucket); }
 HZ_KERNEL(decode_sum_encode_none_none_fp16) { hz::add_up_elements<hz::Fp16>(bucket); }

@@ -1,14 +1,12 @@
-// Encode: block quantisation of a bucket of tensors into one payload, int8, int4 or int2; or their elements, none and
-// bf16.
+// Encode: block quantisation of a bucket of tensors into one payload, int8 or int4; or their elements, none and bf16.
 //
 // Computes, for every block of a record: the scale from the block's extreme, the codes to nearest even or
 // stochastically, and, where residuals are given, the same of source + factor * residual together with what the codes
-// lose of it, all in one pass (docs/payload_format.md); or of source - base. Groups of elements are rotated first where
-// the bucket says so. Shards are read in the order of the payload's rows.
+// lose of it, all in one pass (docs/payload_format.md). Groups of elements are rotated first where the bucket says so.
+// Shards are read in the order of the payload's rows.
 //
-// Memory traffic per element, bfloat16 source with blocks of 128: 2 bytes read, 1 + 2/128 (int8), 0.5 + 2/128 (int4) or
-// 0.25 + 2/128 (int2) written; with residuals in bfloat16 2 read and 2 written more, with a base 2 read. Each byte
-// moves once.
+// Memory traffic per element, bfloat16 source with blocks of 128: 2 bytes read, 1 + 2/128 (int8) or 0.5 + 2/128 (int4)
+// written; with residuals in bfloat16 2 read and 2 written more. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a encode.hip -o encode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu encode.hip -o encode.cubin
@@ -27,9 +25,7 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
   load<Source>(pointer<const typename Source::type>(tensor.data) + first, at.element, count, x);
   if (tensor.residual) {
     float residual[16];
-    if (bucket.difference)
-      load<Source>(pointer<const typename Source::type>(tensor.residual) + first, at.element, count, residual);
-    else if (bucket.kept_bytes == 2)
+    if (bucket.kept_bytes == 2)
       load<Bf16>(pointer<const hz_u16>(tensor.residual) + first, at.element, count, residual);
     else
       load<Fp32>(pointer<const float>(tensor.residual) + first, at.element, count, residual);
@@ -102,9 +98,6 @@ HZ_ENCODE(int8, 8, fp16, Fp16)
 HZ_ENCODE(int4, 4, fp32, Fp32)
 HZ_ENCODE(int4, 4, bf16, Bf16)
 HZ_ENCODE(int4, 4, fp16, Fp16)
-HZ_ENCODE(int2, 2, fp32, Fp32)
-HZ_ENCODE(int2, 2, bf16, Bf16)
-HZ_ENCODE(int2, 2, fp16, Fp16)
 HZ_KERNEL(encode_none_8) { hz::encode_elements<hz::Bits<1>, 1>(bucket); }
 HZ_KERNEL(encode_none_16) { hz::encode_elements<hz::Bits<2>, 2>(bucket); }
 HZ_KERNEL(encode_none_32) { hz::encode_elements<hz::Bits<4>, 4>(bucket); }

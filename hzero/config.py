@@ -122,7 +122,7 @@ class CodecConfig(Frozen):
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder, which has no bias and more
             noise.
-        rotation: For `int8`, `int4` and `int2`: number of elements that a Hadamard rotation mixes before they are encoded, 64
+        rotation: For `int8` and `int4`: number of elements that a Hadamard rotation mixes before they are encoded, 64
             or 128. It must divide `block_size`; 0, the default, mixes none. A rotation loses less if few elements are far
             larger than the rest. Elements near the end of their type's range, such as float16's 65504, may overflow.
         rate: For `zfp`: bits of a value, by default 16.
@@ -141,7 +141,7 @@ class CodecConfig(Frozen):
 
     @model_validator(mode="after")
     def _own_settings(self) -> CodecConfig:
-        scaled = ", ".join(BLOCK_CODECS)
+        scaled = " or ".join(BLOCK_CODECS)
         if self.rotation and (not self.traits.codes or self.block_size % self.rotation):
             found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
             raise ValueError(f"{found}; expected {scaled} and a divisor of block_size")

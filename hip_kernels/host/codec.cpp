@@ -375,14 +375,7 @@ static void encode(const hz_bucket& bucket, const Span& span) {
       continue;
     }
     for (uint32_t i = 0; i < all; i += lanes) store(sums + i, Type::widen(padded + i));
-    if (tensor.residual) {
-      if (bucket.difference) {
-        std::memcpy(padded, (const Element*)tensor.residual + first + at, here * sizeof(Element));
-        for (uint32_t i = 0; i < all; i += lanes) store(sums + i, load<Floats>(sums + i) - Type::widen(padded + i));
-      } else {
-        add_residuals(bucket, tensor, first + at, here, sums);
-      }
-    }
+    if (tensor.residual) add_residuals(bucket, tensor, first + at, here, sums);
     if (bucket.rotation) hadamard(bucket, sums, length, 1.0f / bucket.rotation);
     encode_blocks<Fp32, BITS>(sums, count, length - (count - 1) * size, block, span.blocks, bucket, rounding, record,
                               scales);
@@ -416,14 +409,10 @@ static void decode(const hz_bucket& bucket, const Span& span) {
     const uint8_t* codes = record.codes + at * BITS / 8;
     const float scale = load_scale(record.scales, block);
     Element* to = target + at;
-    if (bucket.rotation || tensor.residual) {
+    if (bucket.rotation) {
       const uint32_t all = (count + 15) & ~15u;
       for (uint32_t i = 0; i < all; i += lanes) store(values + i, Codes<BITS>::unpack(codes + i * BITS / 8) * scale);
-      if (bucket.rotation) hadamard(bucket, values, count, 1.0f);
-      if (tensor.residual) {
-        std::memcpy(padded, (const Element*)tensor.residual + (to - (Element*)tensor.data), count * sizeof(Element));
-        for (uint32_t i = 0; i < all; i += lanes) store(values + i, Type::widen(padded + i) + load<Floats>(values + i));
-      }
+      hadamard(bucket, values, count, 1.0f);
       for (uint32_t i = 0; i < all; i += lanes) {
         const Floats value = load<Floats>(values + i);
         const Words number = (Words)(value == value);  // bits of a NaN would be carried on into its sign

@@ -10,30 +10,18 @@
   DO(encode_int4_fp32, encode<Fp32, 4>)                       \
   DO(encode_int4_bf16, encode<Bf16, 4>)                       \
   DO(encode_int4_fp16, encode<Fp16, 4>)                       \
-  DO(encode_int2_fp32, encode<Fp32, 2>)                       \
-  DO(encode_int2_bf16, encode<Bf16, 2>)                       \
-  DO(encode_int2_fp16, encode<Fp16, 2>)                       \
   DO(decode_int8_fp32, decode<Fp32, 8>)                       \
   DO(decode_int8_bf16, decode<Bf16, 8>)                       \
   DO(decode_int8_fp16, decode<Fp16, 8>)                       \
   DO(decode_int4_fp32, decode<Fp32, 4>)                       \
   DO(decode_int4_bf16, decode<Bf16, 4>)                       \
   DO(decode_int4_fp16, decode<Fp16, 4>)                       \
-  DO(decode_int2_fp32, decode<Fp32, 2>)                       \
-  DO(decode_int2_bf16, decode<Bf16, 2>)                       \
-  DO(decode_int2_fp16, decode<Fp16, 2>)                       \
   DO(decode_sum_int8, decode_sum<8>)                          \
   DO(decode_sum_int4, decode_sum<4>)                          \
-  DO(decode_sum_int2, decode_sum<2>)                          \
   DO(decode_sum_encode_int8_int8, decode_sum_encode<8, 8>)    \
   DO(decode_sum_encode_int8_int4, decode_sum_encode<8, 4>)    \
   DO(decode_sum_encode_int4_int8, decode_sum_encode<4, 8>)    \
   DO(decode_sum_encode_int4_int4, decode_sum_encode<4, 4>)    \
-  DO(decode_sum_encode_int8_int2, decode_sum_encode<8, 2>)    \
-  DO(decode_sum_encode_int4_int2, decode_sum_encode<4, 2>)    \
-  DO(decode_sum_encode_int2_int8, decode_sum_encode<2, 8>)    \
-  DO(decode_sum_encode_int2_int4, decode_sum_encode<2, 4>)    \
-  DO(decode_sum_encode_int2_int2, decode_sum_encode<2, 2>)    \
   DO(encode_none_8, encode_elements<1>)                       \
   DO(encode_none_16, encode_elements<2>)                      \
   DO(encode_none_32, encode_elements<4>)                      \

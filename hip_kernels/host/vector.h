@@ -314,34 +314,5 @@ struct Codes<4> {
   }
 };
 
-template <>
-struct Codes<2> {
-  HZ_INLINE void pack(uint8_t* to, Words codes) {
-    const Words moved = (codes & 3) << places();
-#if defined(__AVX512F__)
-    const uint32_t word = (uint32_t)_mm512_reduce_or_epi32((__m512i)moved);
-#else
-    uint32_t word = 0;
-    for (int lane = 0; lane < lanes; ++lane) word |= moved[lane];
-#endif
-    std::memcpy(to, &word, lanes / 4);
-  }
-  HZ_INLINE void pack(uint8_t* to, Words first, Words second) {
-    pack(to, first);
-    pack(to + lanes / 4, second);
-  }
-  HZ_INLINE Floats unpack(const uint8_t* from) {
-    uint32_t word = 0;
-    std::memcpy(&word, from, lanes / 4);
-    // Each code to the top of its 32 bits, and down again with its sign.
-    return __builtin_convertvector((Ints)((Words{} + word) << (30 - places())) >> 30, Floats);
-  }
-  HZ_INLINE Words places() {
-    Words bits;
-    for (int lane = 0; lane < lanes; ++lane) bits[lane] = 2 * lane;
-    return bits;
-  }
-};
-
 }  // namespace HZ_ISA
 }  // namespace hz

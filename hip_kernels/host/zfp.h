@@ -136,15 +136,7 @@ static void encode_zfp(const hz_bucket& bucket, const Span& span) {
     std::memset(padded, 0, sizeof padded);
     if (here) std::memcpy(padded, (const Element*)tensor.data + first + at, here * sizeof(Element));
     for (uint32_t i = 0; i < zfp_group; i += lanes) store(values + i, Type::widen(padded + i));
-    if (tensor.residual && here) {
-      if (bucket.difference) {
-        std::memcpy(padded, (const Element*)tensor.residual + first + at, here * sizeof(Element));
-        for (uint32_t i = 0; i < zfp_group; i += lanes)
-          store(values + i, load<Floats>(values + i) - Type::widen(padded + i));
-      } else {
-        add_residuals(bucket, tensor, first + at, here, values);
-      }
-    }
+    if (tensor.residual && here) add_residuals(bucket, tensor, first + at, here, values);
     if (length % 4) zfp_fill(values + length / 4 * 4, length % 4);
     uint8_t packed[8 * 24 + 16] = {};
     const uint32_t blocks = (length + 3) / 4;

@@ -21,7 +21,7 @@ from hzero.codecs import reference
 from hzero.codecs.blocks import noise_key
 from hzero.codecs.formats import RecordFormat, Rows, layout_of
 from hzero.codecs.launchers import AXES, BUCKET, TENSOR, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
-from hzero.codecs.reference import NAMES, Adds, Backend, Run
+from hzero.codecs.reference import NAMES, Backend, Run
 from hzero.errors import ConfigError, is_rank_0, one_of
 
 #: Environment variable that forces a backend for its devices (``reference`` is for all). Without it, and for other devices, the
@@ -120,17 +120,17 @@ class KernelBackend:
     def __init__(self, launcher: HostLibrary | DeviceKernels) -> None:
         self.launcher = launcher
 
-    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
-        """Encodes a bucket. The kernels for codecs without a reference module support no ``adds``."""
-        if not self._has(fmt, rows) or (adds and not fmt.traits.reference):
-            return reference.encoder(rows, fmt, dtype, adds)
-        fields = {"": (), "base": ("residual",), "residuals": ("residual", "left")}[adds]
-        return Launch(self.launcher, "encode", rows, fmt, dtype, ("data", "numel", *fields), adds=adds)
+    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, feedback: bool = False) -> Run:
+        """Encodes a bucket. The kernels for codecs without a reference module support no residuals."""
+        if not self._has(fmt, rows) or (feedback and not fmt.traits.reference):
+            return reference.encoder(rows, fmt, dtype, feedback)
+        fields = ("data", "numel", *(("residual", "left") if feedback else ()))
+        return Launch(self.launcher, "encode", rows, fmt, dtype, fields, feedback=feedback)
 
-    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
-        """Decodes a message into tensors in shard order, or sums its pieces in float32 in their order. Can add to the tensors."""
-        if not self._has(fmt, rows) or not (fmt.traits.fixed if sums else fmt.traits.codes or not add):
-            return reference.decoder(rows, fmt, dtype, add, sums)
+    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, sums: bool = False, add: bool = False) -> Run:
+        """Decodes a message into tensors in shard order, or sums its pieces in float32 in their order. Can add to such sums."""
+        if not self._has(fmt, rows) or (sums and not fmt.traits.fixed):
+            return reference.decoder(rows, fmt, dtype, sums, add)
         fields = ("data", "residual") if add else ("data",)
         return Launch(self.launcher, "decode_sum" if sums else "decode", rows, fmt, dtype, fields)
 
@@ -178,7 +178,7 @@ class Launch:
         fmt: Format of the payload.
         dtype: Dtype of the elements; only its size and range matter.
         fields: Fields that a call sets for each tensor: addresses, and the number of elements at the first one.
-        adds: Operand that is added before encoding.
+        feedback: Whether residuals are added before encoding.
         out: Format of a second payload to write, or None.
         summed: Rows of the second payload.
 
@@ -195,14 +195,15 @@ class Launch:
         dtype: torch.dtype,
         fields: tuple[str, ...],
         *,
-        adds: Adds = "",
+        feedback: bool = False,
         out: RecordFormat | None = None,
         summed: Rows | None = None,
     ) -> None:
         self.kernel = _kernel(operator, fmt, dtype, out)
         self._launch = launcher.kernel(operator, self.kernel)
         self._launcher, self._operator, self._fields = launcher, operator, fields
-        self._rows, self._fmt, self._dtype, self._adds, self._out, self._summed = rows, fmt, dtype, adds, out, summed
+        self._rows, self._fmt, self._dtype, self._feedback = rows, fmt, dtype, feedback
+        self._out, self._summed = out, summed
         self._stochastic = (out or fmt).stochastic
         self._buckets: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
         whole = [index for index, chunk in enumerate(rows.chunks) if chunk]
@@ -232,10 +233,10 @@ class Launch:
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, rows.outer, rows.inner
         bucket["block_size"], bucket["tensors"] = together, len(some)
         bucket["rotation"], bucket["rate"], bucket["dimension"] = fmt.rotation, fmt.rate, fmt.dimension
-        bucket["stochastic"], bucket["difference"] = self._stochastic, self._adds == "base"
+        bucket["stochastic"] = self._stochastic
         if fmt.traits.codes:
             # Sums are float32 for every encoded dtype.
-            bucket["limit"] = (out or fmt).scale_limit("fp32" if sums or self._adds else NAMES[self._dtype])
+            bucket["limit"] = (out or fmt).scale_limit("fp32" if sums or self._feedback else NAMES[self._dtype])
         bucket["axes"] = len(rows.sizes)
         bucket["sizes"][: len(rows.sizes)], bucket["strides"][: len(rows.sizes)] = rows.sizes, rows.strides
         bucket["by_sizes"][: len(rows.sizes)] = [divisor(size) for size in rows.sizes]
@@ -260,7 +261,6 @@ class Launch:
                 bucket[name]["pieces"] = message.outer // message.parts
                 bucket[name]["by_pieces"] = divisor(message.outer // message.parts)
         tensor = bucket["tensor"][: len(some)]
-        tensor["factor"] = -1.0 if self._adds == "base" else 0.0
         for name, values in of_tensors.items():
             tensor[name] = [values[index] for index in some]
         if self._launcher.on_device:
@@ -292,7 +292,7 @@ class Launch:
         tensors: Sequence[torch.Tensor] = (),
         *,
         seed: int = 0,
-        added: Sequence[torch.Tensor] = (),
+        residuals: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
         message: torch.Tensor | None = None,
         checksums: torch.Tensor | None = None,
@@ -303,7 +303,7 @@ class Launch:
             payload: uint8 payload to read or write.
             tensors: The source, or the output of decoding; none if a sum is encoded again.
             seed: Seed of stochastic rounding.
-            added: Tensors to add to the source. New residuals overwrite them. Decoding adds to ``tensors``.
+            residuals: Tensors to add to the source. New residuals overwrite them.
             factors: Factors of residuals.
             message: A second payload, to write.
             checksums: The checksums of a payload that is read are added to it. None: ``payload`` is written.
@@ -319,8 +319,8 @@ class Launch:
             messages[2:4] = _place_of_sums(payload, self._rows.parts, checksums)
         if message is not None and self._summed is not None and self._summed.parts:
             messages[4:6] = _place_of_sums(message, self._summed.parts)
-        # A decoding kernel that adds reads the operand from its output.
-        addresses = {"data": tensors, "residual": added or tensors, "left": added}
+        # A kernel that adds to sums reads them from its output.
+        addresses = {"data": tensors, "residual": residuals or tensors, "left": residuals}
         for template, places, some, workgroups in self._buckets:
             words = template.copy()
             values = [*messages]
@@ -335,7 +335,7 @@ class Launch:
                 bucket = words.view(BUCKET)[0]
                 bucket["key"] = noise_key(seed)
                 if factors:
-                    bucket["kept_bytes"] = added[0].element_size()
+                    bucket["kept_bytes"] = residuals[0].element_size()
                     bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
             bucket = words.view(_BYTES).reshape(())
             self._launch(bucket, workgroups, payload.device)

@@ -1,4 +1,4 @@
-"""Reference of codecs ``int8``, ``int4`` and ``int2``, in plain torch: blocks of elements that share a scale.
+"""Reference of codecs ``int8`` and ``int4``, in plain torch: blocks of elements that share a scale.
 
 docs/payload_format.md specifies the computation, including the order of operations. Buffers come from ``new_empty`` of an
 argument: DeepSpeed's ``zero.Init`` converts the results of ``torch.empty`` to its type.

@@ -15,7 +15,7 @@ import torch
 from hzero.codecs import backends, reference
 from hzero.codecs.formats import ALIGNMENT, FIXED, RecordFormat, Rows
 from hzero.codecs.launchers import HostLibrary
-from hzero.codecs.reference import NAMES, Adds, Backend
+from hzero.codecs.reference import NAMES, Backend
 from hzero.config import PLAIN, CodecConfig
 
 #: Dtypes that codecs encode.
@@ -61,24 +61,24 @@ class Codec(NamedTuple):
 
     # ---- prepared calls ---------------------------------------------------------------------------------------------
 
-    def encoder(self, rows: Rows, dtype: torch.dtype, device: torch.device, adds: Adds = "") -> Encoder:
+    def encoder(self, rows: Rows, dtype: torch.dtype, device: torch.device, feedback: bool = False) -> Encoder:
         """Prepares to encode buckets of one layout.
 
         Args:
             rows: Shards of the bucket, and their order in the message.
             dtype: Dtype of the tensors; for codec ``none`` also uint8, for bytes of any dtype.
             device: Device of the tensors.
-            adds: ``residuals`` encodes ``source + factor * residual``, with product and sum each rounded to float32, and stores
-                the loss. ``base`` encodes ``source - base``, a float32 difference that is rounded once.
+            feedback: Whether ``source + factor * residual`` is encoded, with product and sum each rounded to float32, and the
+                loss stored.
 
         Raises:
             TypeError: The dtype cannot be encoded.
-            ValueError: The codec has no messages of a fixed size, as ``adds`` requires.
+            ValueError: The codec has no messages of a fixed size, as ``feedback`` requires.
         """
-        return _encoder(self.format, rows, dtype, adds, backends.of(device))
+        return _encoder(self.format, rows, dtype, backends.of(device), feedback)
 
     def decoder(
-        self, rows: Rows, dtype: torch.dtype, device: torch.device, add: bool = False, sums: bool = False
+        self, rows: Rows, dtype: torch.dtype, device: torch.device, sums: bool = False, add: bool = False
     ) -> Decoder:
         """Prepares to decode messages of one layout, or to sum their pieces.
 
@@ -86,15 +86,15 @@ class Codec(NamedTuple):
             rows: Rows of the messages, as encoded. For a sum, each peer's message is a piece, with a checksum or none.
             dtype: Dtype to decode to; for codec ``none``, the encoded dtype. Sums are float32.
             device: Device of the messages.
-            add: Whether decoded values are added, in float32, to the values in the output tensors. Each sum is rounded once.
-                Pieces are added one by one, or as one sum if they are rotated.
             sums: Whether the decoded pieces are summed in float32, in their order.
+            add: With ``sums``: whether they are added to the values in the output tensors, one by one, or as one sum if they are
+                rotated.
 
         Raises:
             TypeError: The dtype cannot be decoded.
-            ValueError: Parts of a sum have several pieces.
+            ValueError: Parts of a sum have several pieces, or ``add`` is set without ``sums``.
         """
-        return _decoder(self.format, rows, dtype, add, backends.of(device), sums)
+        return _decoder(self.format, rows, dtype, backends.of(device), sums, add)
 
     def recoder(self, rows: Rows, dtype: torch.dtype, device: torch.device, to: Codec, summed: Rows) -> Recoder:
         """Prepares to sum the pieces of messages, as `decoder` does, and to encode the sums.
@@ -141,23 +141,25 @@ class Encoder:
         bytes: Size of the message.
     """
 
-    def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, adds: Adds, backend: Backend) -> None:
+    def __init__(
+        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, backend: Backend, feedback: bool = False
+    ) -> None:
         traits = fmt.traits
-        _check_dtype(dtype, fmt, bytes_too=traits.plain and not adds)
-        if adds and not traits.fixed:
-            raise ValueError(f"codec: found {fmt.codec!r} with {adds}; expected {', '.join(FIXED)}")
-        self._dtype, self._adds, self._rows, self._widens = dtype, adds, rows.total, traits.widens
+        _check_dtype(dtype, fmt, bytes_too=traits.plain and not feedback)
+        if feedback and not traits.fixed:
+            raise ValueError(f"codec: found {fmt.codec!r} with residuals; expected {', '.join(FIXED)}")
+        self._dtype, self._feedback, self._rows, self._widens = dtype, feedback, rows.total, traits.widens
         self._most = [rows.total * chunk for chunk in rows.chunks]
         coded = torch.float32 if traits.widens else dtype
-        self.bytes = rows.message_bytes(fmt, 4 if adds == "residuals" else coded.itemsize)
-        self._run = backend.encoder(rows, fmt, coded, adds)
+        self.bytes = rows.message_bytes(fmt, 4 if feedback else coded.itemsize)
+        self._run = backend.encoder(rows, fmt, coded, feedback)
 
     def __call__(
         self,
         source: Sequence[torch.Tensor],
         out: torch.Tensor | None = None,
         seed: int = 0,
-        added: Sequence[torch.Tensor] = (),
+        residuals: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
     ) -> torch.Tensor:
         """Encodes one bucket.
@@ -167,9 +169,9 @@ class Encoder:
                 order. Missing elements are encoded as zero.
             out: uint8 ``[bytes]`` to write, at an address that is a multiple of 16; None makes it.
             seed: Seed of stochastic rounding.
-            added: The base, in the sources' dtype, or the residuals, float32 or bfloat16, with as many elements as the sources.
-                Residuals are overwritten by the sums minus their decoded values, and by zero in blocks that are not finite. With
-                a rotation, the difference is computed for rotated numbers and then rotated back.
+            residuals: Float32 or bfloat16 tensors, with as many elements as the sources. They are overwritten by the sums minus
+                their decoded values, and by zero in blocks that are not finite. With a rotation, the difference is computed for
+                rotated numbers and then rotated back.
             factors: One factor per residual.
 
         Returns:
@@ -187,17 +189,16 @@ class Encoder:
             if numel > most:
                 shards = f"{self._rows} shards of {most // self._rows}"
                 raise ValueError(f"source[{index}]: found {numel} elements; expected at most {most}: {shards}")
-        if self._adds == "residuals":
-            if not len(added) == len(factors) == len(source):
-                raise ValueError(f"residuals: found {len(added)} with {len(factors)} factors for {len(source)} sources")
-            kept = torch.bfloat16 if added[0].dtype == torch.bfloat16 else torch.float32
-            _check_tensors("residuals", added, kept, device, numels)
-        elif self._adds:
-            _check_tensors("base", added, self._dtype, device, numels)
+        if self._feedback:
+            if not len(residuals) == len(factors) == len(source):
+                found = f"found {len(residuals)} with {len(factors)} factors"
+                raise ValueError(f"residuals: {found} for {len(source)} sources")
+            kept = torch.bfloat16 if residuals[0].dtype == torch.bfloat16 else torch.float32
+            _check_tensors("residuals", residuals, kept, device, numels)
         if self._widens:
             source = [tensor.to(torch.float32) for tensor in source]
         out = _written(source[0], out, self.bytes)
-        self._run(out, source, seed=seed, added=added, factors=factors)
+        self._run(out, source, seed=seed, residuals=residuals, factors=factors)
         return out
 
 
@@ -209,13 +210,15 @@ class Decoder:
     """
 
     def __init__(
-        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Backend, sums: bool = False
+        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, backend: Backend, sums: bool = False, add: bool = False
     ) -> None:
-        _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not add and not sums)
+        if add and not sums:
+            raise ValueError("add: found True without sums; expected sums=True, or no add")
+        _check_dtype(dtype, fmt, bytes_too=fmt.traits.plain and not sums)
         self._numels = [(rows.inner if sums else rows.total) * chunk for chunk in rows.chunks]
         self._dtype, self._expected = torch.float32 if sums else dtype, _expected_of(fmt, rows, dtype, sums)
         self.bytes = self._expected[0]
-        self._run = backend.decoder(rows, fmt, dtype, add, sums)
+        self._run = backend.decoder(rows, fmt, dtype, sums, add)
 
     def __call__(
         self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None, checksums: torch.Tensor | None = None
@@ -224,7 +227,7 @@ class Decoder:
 
         Args:
             payload: uint8 ``[bytes]``, at any address.
-            out: Contiguous tensors to write or to add to, with the prepared dtype (float32 for sums) and ``rows * chunk``
+            out: Contiguous tensors to write, or sums to add to, with the prepared dtype (float32 for sums) and ``rows * chunk``
                 elements each. They must not overlap. None makes them.
             checksums: For a message with checksums: int64 ``[parts]``, to which the checksums of its bytes are added.
 
@@ -264,7 +267,7 @@ class Recoder:
         self.bytes, self._expected = summed.message_bytes(out, coded.itemsize), _expected_of(fmt, rows, dtype, True)
         one_pass = backend.recoder(rows, fmt, dtype, summed, out)
         if one_pass is None:
-            decode, encode = _decoder(fmt, rows, dtype, False, backend, True), _encoder(out, summed, coded, "", backend)
+            decode, encode = _decoder(fmt, rows, dtype, backend, True), _encoder(out, summed, coded, backend)
 
             def in_two_steps(payload: Any, *, message: torch.Tensor, seed: int = 0, checksums: Any = None) -> None:
                 encode([total.to(coded) for total in decode(payload, None, checksums)], message, seed)
@@ -332,7 +335,7 @@ def fingerprints(groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     for group in groups:  # an encoder of codec `none` adds up the words that it copies, in one launch for 38 tensors
         parts = [part for tensor in group for part in tensor.view(-1).view(torch.uint8).split(_LONGEST)]
         rows = Rows.of([part.numel() for part in parts], (1,), parts=1)
-        message = _encoder(PLAIN.format, rows, torch.uint8, "", backend)(parts)
+        message = _encoder(PLAIN.format, rows, torch.uint8, backend)(parts)
         sums.append(reference.trailers(message, 1)[0, 0])
     return torch.stack(sums)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 #: A payload format.
-CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "int2", "zfp", "mpc", "exact"]
+CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "zfp", "mpc", "exact"]
 
 #: Number of the payload format. Raise it with every change of docs/payload_format.md after which another release would read a
 #: payload differently. Ranks compare it before their first message (`hzero.comm.peers.unused_name`), and every checksum has it.
@@ -239,7 +239,7 @@ def _code_error(fmt: RecordFormat, absmax: float) -> float:
     step = (scale + drift) * (1.0 if fmt.stochastic else 0.5)
     cut = fmt.levels * drift
     if fmt.codes.highest < fmt.levels:
-        # int4 and int2: the sign opposite to the largest element's has one level less.
+        # int4: the sign opposite to the largest element's has one level less.
         cut = max(cut, scale + fmt.codes.highest * drift)
     return max(step, cut) + 3 * single * absmax + 2.0**-149
 
@@ -333,13 +333,6 @@ TRAITS: dict[CodecName, Traits] = {
         compiled="all",
         codes=BlockCodes(4, -8, 7),
         between_groups="int8",
-    ),
-    "int2": Traits(
-        lambda fmt, numel, itemsize: (-(-numel // 4), SCALE_BYTES * fmt.blocks(numel)),
-        _block_error,
-        reference="blocks",
-        compiled="all",
-        codes=BlockCodes(2, -2, 1),
     ),
     "zfp": Traits(
         lambda fmt, numel, itemsize: (-(-fmt.blocks(numel) * fmt.rate // 2),),

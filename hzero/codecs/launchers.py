@@ -23,7 +23,7 @@ import torch
 from hzero.files import cache_folder, distrust, replacing
 
 #: ``HZ_BUCKET_VERSION``, ``_TENSORS``, ``_GROUPS``, ``_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, GROUPS, AXES, THREADS = 12, 38, 40, 6, 256
+VERSION, TENSORS, GROUPS, AXES, THREADS = 13, 38, 40, 6, 256
 
 #: A prepared divisor; see `divisor`.
 DIVISOR = np.dtype([("factor", "u4"), ("shift", "u4")])
@@ -54,11 +54,10 @@ BUCKET = np.dtype(
         *((name, DIVISOR) for name in ("by_inner", "by_out_inner")),
         ("block_size", "u4"),
         ("limit", "f4"),
-        *((name, "u4") for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference")),
-        *((name, "u4") for name in ("kept_bytes", "axes")),
+        *((name, "u4") for name in ("stochastic", "key", "rotation", "rate", "dimension", "kept_bytes", "axes")),
         *((name, "u4", AXES) for name in ("sizes", "strides")),
         ("by_sizes", DIVISOR, AXES),
-        *((name, "u4") for name in ("tensors", "rows", "workgroups")),
+        *((name, "u4") for name in ("tensors", "rows", "workgroups", "padding")),
         ("first_group", "u4", GROUPS),
         ("tensor", TENSOR, TENSORS),
     ],

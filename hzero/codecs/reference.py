@@ -12,7 +12,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -20,8 +20,6 @@ from torch.nn.functional import pad
 from hzero.codecs.blocks import mixed, rotated
 from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows, layout_of
 
-#: Operand that is added before encoding: residuals of earlier losses, or a base that is subtracted.
-Adds: TypeAlias = Literal["", "residuals", "base"]
 #: A prepared call: it reads and writes the tensors of its arguments. Those after the tensors have names.
 Run: TypeAlias = Callable[..., None]
 
@@ -29,10 +27,10 @@ Run: TypeAlias = Callable[..., None]
 class Backend(Protocol):
     """Prepares calls of codecs. This module is one backend; its functions describe arguments and results."""
 
-    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
+    def encoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, feedback: bool = False) -> Run:
         """Prepares to encode."""
 
-    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
+    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, sums: bool = False, add: bool = False) -> Run:
         """Prepares to decode, or to sum."""
 
     def recoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, summed: Rows, out: RecordFormat) -> Run | None:
@@ -52,42 +50,37 @@ _SLICE = 1 << 22
 # ---- functions of every backend ------------------------------------------------------------------------
 
 
-def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds) -> Run:
-    """Returns a call ``(payload, tensors, *, seed, added, factors)`` that encodes a bucket; see `hzero.codecs.codec.Encoder`."""
-    # Sums with residuals, and differences that a codec rounds, are float32.
-    coded = dtype if not adds or (adds == "base" and fmt.traits.plain) else torch.float32
+def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, feedback: bool = False) -> Run:
+    """Returns a call ``(payload, tensors, *, seed, residuals, factors)`` that encodes; see `hzero.codecs.codec.Encoder`."""
+    coded = torch.float32 if feedback else dtype
 
     @torch.no_grad()
-    def encode(payload: Any, tensors: Any, *, seed: int = 0, added: Any = (), factors: Any = ()) -> None:
+    def encode(payload: Any, tensors: Any, *, seed: int = 0, residuals: Any = (), factors: Any = ()) -> None:
         payload.zero_()
         for index, record in records_of(payload, rows, fmt, coded):
             values, chunk = tensors[index].view(-1), rows.chunks[index]
-            if adds:
-                values = values.float()
-            if adds == "base":
-                values = (values - added[index].view(-1)).to(coded)
-            elif adds:
+            if feedback:
                 # Product and sum are rounded separately: on some processors, `add_` with alpha fuses them.
-                values = values + added[index].view(-1).float() * factors[index]
+                values = values.float() + residuals[index].view(-1).float() * factors[index]
             flat = pad(values, (0, rows.total * chunk - values.numel()))
             shards = _shards(flat, chunk, rows).reshape(rows.total, chunk)
             shards = shards.to(torch.float32 if fmt.traits.reference else coded)
             shards = rotated(shards, fmt, 1 / max(fmt.rotation, 1))
             written = _record_of(shards, fmt, NAMES.get(coded, ""), seed, _first_block(rows, fmt, index))
             record.copy_(written.view(record.shape))
-            if adds == "residuals":
+            if feedback:
                 # An overflow makes a block NaN, and some configurations do not skip the step. Residuals must not keep the NaN.
                 lost = (shards - _values_of(written, chunk, fmt, coded)).nan_to_num_(0.0, 0.0, 0.0)
                 lost = rotated(lost, fmt).nan_to_num_(0.0, 0.0, 0.0)  # a sum of finite numbers may overflow
                 found = flat.new_empty(flat.numel())
                 _shards(found, chunk, rows).copy_(lost.view(*rows.sizes, chunk))
-                added[index].view(-1).copy_(found[: values.numel()])
+                residuals[index].view(-1).copy_(found[: values.numel()])
         _check(payload, rows.parts)
 
     return encode
 
 
-def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: bool = False) -> Run:
+def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, sums: bool = False, add: bool = False) -> Run:
     """Returns a call ``(payload, tensors, *, checksums)`` that decodes or sums a message; see `hzero.codecs.codec.Decoder`."""
 
     @torch.no_grad()
@@ -96,8 +89,7 @@ def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool, sums: 
         for index, record in records_of(payload, rows, fmt, dtype):
             chunk = rows.chunks[index]
             values = rotated(_values_of(record.flatten(0, -2), chunk, fmt, dtype), fmt).view(*rows.sizes, chunk)
-            target = _shards(tensors[index].view(-1), chunk, rows)
-            target.copy_(values.float() + target if add else values)
+            _shards(tensors[index].view(-1), chunk, rows).copy_(values)
 
     @torch.no_grad()
     def sum_(payload: torch.Tensor, tensors: Sequence[torch.Tensor], *, checksums: Any = None) -> None:

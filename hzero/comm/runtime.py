@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from hzero.codecs.codec import Codec, Recoder, checksums
 from hzero.codecs.formats import CHECKSUM_BYTES, RecordFormat, Rows
-from hzero.codecs.reference import Adds, module_of
+from hzero.codecs.reference import module_of
 from hzero.comm.arena import FlatTensors
 from hzero.comm.checksum import Arrived, Comparison, addressed, addresses
 from hzero.comm.lanes import Call, Chain, Lanes, ThreadLanes
@@ -328,16 +328,15 @@ class BoundProgram:
             made.append(_Step(partial(self._in_table, _rows_of(order.table, device)[0])))
         if encoded != dtype:
             made.append(_Step(partial(_copied, encoded), self._floats(encoded, order.rows)))
-        adds: Adds = "residuals" if residual is not None else ""
         rows = Rows.of(bucket.chunks, order.sizes, order.strides, step.outer, parts[1])
-        encode = codec.encoder(rows, encoded, device, adds)
+        encode = codec.encoder(rows, encoded, device, residual is not None)
 
         def with_residuals(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, scale: float) -> Any:
             assert residual is not None
             residuals, factors = feedback.of(residual, bucket.keys, tensors, scale)
             return encode(tensors, out, seed, residuals, factors)
 
-        return [*made, _Step(with_residuals if adds else encode, encode.bytes, 2 if adds else 1)]
+        return [*made, _Step(encode, encode.bytes, 1) if residual is None else _Step(with_residuals, encode.bytes, 2)]
 
     def _in_table(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
         """Reorders shards by the rows of a table."""
@@ -369,7 +368,7 @@ class BoundProgram:
         room, new = self._floats(torch.float32, step.rows), codec.decoder(rows, dtype, device, sums=True)
         if step is not self._program.steps[-1]:
             return [_Step(new, room)]
-        onto = codec.decoder(rows, dtype, device, add=True, sums=True)
+        onto = codec.decoder(rows, dtype, device, sums=True, add=True)
         return [_Step(lambda value, sums, checks=None: (new if sums is None else onto)(value, sums, checks), room)]
 
     def _decoding(self, step: Decode, _: torch.dtype, device: torch.device, parts: tuple[int, int]) -> list[_Step]:

@@ -117,7 +117,7 @@ class ShardPlan:
         unit_numel: Maximum elements of a layer that forward and backward gather as a whole; 0: no layer.
         order: Order of collectives on a device, see `hzero.config.HZeroConfig`; None: the order for the device's library.
         channel: First part of the lane names.
-        adaptations: Warnings: adaptations of the preset to the machine, and codecs that are coarser than expected.
+        adaptations: Warnings: adaptations of the preset to the machine.
         notes: Settings without effect on this machine.
     """
 
@@ -198,15 +198,6 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].traits.plain and not excepted:
                 notes.append(f"error feedback on tier {tier} has no effect: codec none is exact")
-        noisy = [
-            f"{codec.codec} of {role} on {tier}"
-            for role, tier, codec in written
-            if grid.size(tier) > 1 and _is_noisy(codec)
-        ]
-        if noisy:
-            adaptations.append(
-                f"stochastic rounding of {', '.join(noisy)} adds as much noise as signal (+0.5 to -1 dB); use nearest or int4"
-            )
         codecs, exact = _with_changes(config.codecs, [tier for tier in tiers_outside(weights) if grid.size(tier) > 1])
         return cls(
             grid,
@@ -468,8 +459,3 @@ def _nearest_to(pattern: str, names: Sequence[str]) -> list[str]:
         return max(SequenceMatcher(None, meant, part).ratio() for part in (name, *name.split(".")))
 
     return sorted(names, key=likeness, reverse=True)
-
-
-def _is_noisy(codec: CodecConfig) -> bool:
-    """Whether a round trip adds about as much noise as signal: +0.5, -0.4 and -1 dB for blocks of 32, 64 and 128."""
-    return codec.rounding == "stochastic" and codec.traits.codes is not None and codec.traits.codes.bits <= 2

@@ -31,24 +31,15 @@ def encode_feedback(
 ) -> tuple[Tensor, list[Tensor]]:
     """The message, and what it lost."""
     left = [residual.clone() for residual in residuals]
-    encoder = codec.encoder(Rows.of(chunks, **layout), source[0].dtype, source[0].device, "residuals")
-    return encoder(source, seed=seed, added=left, factors=factors), left
-
-
-def encode_difference(codec: Codec, source: Sequence[Tensor], base: Any, chunks: Any, *, rows: int) -> Tensor:
-    encoder = codec.encoder(Rows.of(chunks, [rows]), source[0].dtype, source[0].device, "base")
-    return encoder(source, added=base)
-
-
-def decode_onto(codec: Codec, payload: Tensor, tensors: Sequence[Tensor], chunks: Any, **layout: Any) -> None:
-    codec.decoder(Rows.of(chunks, **layout), tensors[0].dtype, payload.device, add=True)(payload, tensors)
+    encoder = codec.encoder(Rows.of(chunks, **layout), source[0].dtype, source[0].device, feedback=True)
+    return encoder(source, seed=seed, residuals=left, factors=factors), left
 
 
 def decode_sum(
     codec: Codec, payload: Tensor, peers: int, chunks: Any, *, inner: int, dtype: torch.dtype, into: Any = None
 ) -> list[Tensor]:
     rows = Rows.of(chunks, (peers, inner), outer=peers)
-    return codec.decoder(rows, dtype, payload.device, add=into is not None, sums=True)(payload, into)
+    return codec.decoder(rows, dtype, payload.device, sums=True, add=into is not None)(payload, into)
 
 
 def decode_sum_encode(

@@ -13,10 +13,8 @@ from hzero.codecs.codec import Codec
 from hzero.codecs.formats import BLOCK_CODECS
 from tests.codecs.samples import (
     FLOATS,
-    decode_onto,
     decode_sum,
     decode_sum_encode,
-    encode_difference,
     make,
     numbers,
     round_trip,
@@ -49,7 +47,7 @@ def in_small_blocks(codec: str, rounding: str, rotation: int) -> Codec:
 )
 @example(values=[65504.0, -65504.0], dtype=torch.float16, own=make("int8", block_size=16), seed=0)
 @example(values=[1.0, -1.0], dtype=torch.float32, own=make("int4", block_size=16), seed=0)
-@example(values=[-3e38, 3e38], dtype=torch.float32, own=make("int2", block_size=16), seed=0)
+@example(values=[-3e38, 3e38], dtype=torch.float32, own=make("int4", block_size=16), seed=0)
 @example(values=[0.0, -65489.0], dtype=torch.float16, own=make("int4", block_size=16, rounding="stochastic"), seed=1911)
 @example(values=[178 * 2.0**-133, 2.0**-133], dtype=torch.float32, own=make("int8", block_size=16), seed=0)
 def test_bound_holds_anywhere(values: list[float], dtype: torch.dtype, own: Codec, seed: int) -> None:
@@ -68,7 +66,7 @@ def test_bound_holds_anywhere(values: list[float], dtype: torch.dtype, own: Code
 # ---- signal and noise -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("codec", "low", "high"), [("int8", 43.5, 45), ("int4", 19.3, 21), ("int2", 7, 8)])
+@pytest.mark.parametrize(("codec", "low", "high"), [("int8", 43.5, 45), ("int4", 19.3, 21)])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_signal_to_noise_at_128(codec: str, low: float, high: float, dtype: torch.dtype) -> None:
     x = numbers("normal", 128 * 500 + 77, dtype, 5)
@@ -195,39 +193,3 @@ def test_sums_of_rotated_payloads_stay_rotated_between_hops() -> None:
     flat = make("int4"), make("int8")
     again = decode_sum_encode(flat[0], payload, 3, [300], inner=1, dtype=torch.float32, to=flat[1], outer=1)
     assert torch.equal(message, again)
-
-
-def test_a_difference_is_rounded_once_where_it_is_added() -> None:
-    base = numbers("normal", 200, torch.bfloat16, 5)
-    new = (base.float() * 1.001 + 0.01).bfloat16()
-    for own in (make("int4"), make("int8", rotation=128), make("bf16"), make("none")):
-        message = encode_difference(own, [new], [base], [100], rows=2)
-        copy = base.clone()
-        decode_onto(own, message, [copy], [100], sizes=[2])
-        exact = new.float() - base.float()
-        meant = exact.bfloat16() if own.format.codec == "none" else exact
-        assert torch.equal(message, own.encode([meant], [100], sizes=[2]))
-        (added,) = own.decode(message, [100], dtype=meant.dtype)
-        assert torch.equal(copy, (base.float() + added.float()).bfloat16())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("codec", BLOCKED)
-def test_errors_of_differences_do_not_add_up(codec: str, dtype: torch.dtype) -> None:
-    """In 200 of them, each against what the receivers hold: the bound of docs/payload_format.md ("Differences")."""
-    own = make(codec, block_size=64)
-    share = own.error_bound(1.0, torch.float32)
-    weights = numbers("normal", 640) * 0.03
-    copy, square, largest = weights.to(dtype).clone(), [], 0.0
-    for step in range(200):
-        update = numbers("normal", 640, seed=step).sinh() * 1e-4  # with heavy tails
-        before = weights.to(dtype)
-        weights = weights + update
-        new = weights.to(dtype)
-        message = encode_difference(own, [new], [copy], [640], rows=1)
-        decode_onto(own, message, [copy], [640], sizes=[1])
-        error, largest = new.float() - copy.float(), max(largest, float((new.float() - before.float()).abs().max()))
-        rounding = torch.finfo(dtype).eps * float(weights.abs().max())
-        assert float(error.abs().max()) <= (share * largest + rounding) / (1 - share), step
-        square.append(float(error.square().mean()))
-    assert sum(square[-50:]) < 1.5 * sum(square[20:70]), "no drift"

@@ -18,10 +18,10 @@ from hzero.codecs import backends
 from hzero.codecs.codec import Codec, checksums, fingerprints
 from hzero.codecs.formats import BLOCK_CODECS, FIXED, TRAITS, RecordFormat, Rows
 from tests.codecs import samples
-from tests.codecs.samples import FLOATS, decode_onto, decode_sum, decode_sum_encode, numbers, same
+from tests.codecs.samples import FLOATS, decode_sum, decode_sum_encode, numbers, same
 from tests.ranks import LONG
 
-from tests.codecs.samples import encode_difference, encode_feedback  # isort: skip
+from tests.codecs.samples import encode_feedback  # isort: skip
 
 CHUNKS = [21, 0, 1, 64]
 
@@ -158,8 +158,8 @@ def test_residuals_are_updated_in_place(codec: str, kept: torch.dtype) -> None:
     residuals = [numbers("normal", tensor.numel(), kept, 1) * 0.1 for tensor in x]
     how = {"sizes": [2], "strides": [1]}
     want, left = encode_feedback(own, x, [one.float() for one in residuals], [0.5, 1.0], [35, 16], **how, seed=4)
-    encoder = own.encoder(Rows.of([35, 16], **how), torch.float32, torch.device("cpu"), "residuals")
-    got = encoder(x, seed=4, added=residuals, factors=[0.5, 1.0])
+    encoder = own.encoder(Rows.of([35, 16], **how), torch.float32, torch.device("cpu"), feedback=True)
+    got = encoder(x, seed=4, residuals=residuals, factors=[0.5, 1.0])
     assert torch.equal(got, want) and same(residuals, [one.to(kept) for one in left])
 
 
@@ -228,8 +228,8 @@ def feedback(residuals: Any, factors: Any) -> object:
     return encode_feedback(INT8, [X], residuals, factors, [10], sizes=[4])
 
 
-def onto(tensors: Any) -> None:
-    decode_onto(INT8, U, tensors, [10], sizes=[1])
+def into(tensors: Any) -> None:
+    INT8.decoder(Rows.of([10], [1]), tensors[0].dtype, U.device)(U, tensors)
 
 
 def _freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -297,10 +297,10 @@ def transcode(peers: int) -> object:
     ("call", "error", "says"),
     [
         (lambda: encode_feedback(MPC, [X], [X], [1.0], [40], sizes=[1]), ValueError, "codec: found 'mpc' with residuals; exp"),
-        (lambda: encode_difference(INT8, [X], [X[:3]], [10], rows=4), ValueError, r"base: found \[3\] elements; expected \[40\]"),
-        (lambda: onto([X]), ValueError, r"tensors: found \[40\] elements; expected \[10\]"),
-        (lambda: onto([X.view(10, 4)[:, 0]]), ValueError, r"tensors\[0\]: found strides \(4,\); expected a contiguous"),
-        (lambda: onto([X[:10].long()]), TypeError, "dtype: found torch.int64; expected float32 or bfloat16 or float16"),
+        (lambda: on_cpu("decoder", add=True), ValueError, "add: found True without sums; expected sums=True"),
+        (lambda: into([X]), ValueError, r"tensors: found \[40\] elements; expected \[10\]"),
+        (lambda: into([X.view(10, 4)[:, 0]]), ValueError, r"tensors\[0\]: found strides \(4,\); expected a contiguous"),
+        (lambda: into([X[:10].long()]), TypeError, "dtype: found torch.int64; expected float32 or bfloat16 or float16"),
         (lambda: encode([X.double()]), TypeError, "dtype: found torch.float64; expected float32 or bfloat16"),
         (lambda: encode([X, X.half()], [10, 10]), TypeError, r"source\[1\]: found torch.float16 .*expected torch.float32"),
         (lambda: encode([X.view(8, 5).t()]), ValueError, r"source\[0\]: found strides \(1, 5\); expected a contiguous"),

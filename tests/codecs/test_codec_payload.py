@@ -64,7 +64,7 @@ def up_to_bf16(x: np.float32) -> int:
 
 
 #: Bits of a code.
-BITS = {"int8": 8, "int4": 4, "int2": 2}
+BITS = {"int8": 8, "int4": 4}
 
 
 def limits_of(cfg: CodecConfig) -> tuple[int, int]:
@@ -351,8 +351,8 @@ def test_the_example_of_the_page() -> None:
 
 
 def test_limits_are_those_of_the_page() -> None:
-    found = re.findall(r"^ +\| `(int8|int4|int2)` \|(.*)\|$", DOCUMENT.read_text(), flags=re.MULTILINE)
-    assert len(found) == 3
+    found = re.findall(r"^ +\| `(int8|int4)` \|(.*)\|$", DOCUMENT.read_text(), flags=re.MULTILINE)
+    assert len(found) == 2
     for codec, cells in found:
         for dtype, cell in zip(FLOATS, cells.split("|")):
             top = torch.full((16,), torch.finfo(dtype).max, dtype=dtype)

@@ -52,9 +52,7 @@ def check_unsupported_features_are_refused_by_name() -> None:
     _expect_refusal(ds_config({"preset": "topo", "topology": {**TOPOLOGY, "nodes": 3}}), "nodes")
     _expect_refusal(ds_config(block_of("tpoo")), "topo")
     _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")
-    says = (
-        "hzero.codecs.weights.inter_node.codec: found 'exp'; expected none, bf16, int8, int4, int2, zfp, mpc or exact"
-    )
+    says = "hzero.codecs.weights.inter_node.codec: found 'exp'; expected none, bf16, int8, int4, zfp, mpc or exact"
     _expect_refusal(ds_config(block_of("topo", codecs={"weights": {"inter_node": "exp"}})), says)
     # Before a group is made, on all ranks; also where another pattern comes first.
     for patterns, found in (({"nrom*": "none"}, "nrom*"), ({"norm*": "int8", "norm.weight": "none"}, "norm.weight")):

@@ -27,24 +27,17 @@ class Calls:
     backend: Any = reference
 
     def encode(self, source: Any, rows: Rows, fmt: RecordFormat, seed: int = 0, **feedback: Any) -> torch.Tensor:
-        adds = "" if not feedback else "residuals" if "factors" in feedback else "base"
-        return Encoder(fmt, rows, source[0].dtype, adds, self.backend)(source, seed=seed, **feedback)
+        return Encoder(fmt, rows, source[0].dtype, self.backend, bool(feedback))(source, seed=seed, **feedback)
 
     def encode_feedback(self, source: Any, residuals: Any, factors: Any, *how: Any) -> list[torch.Tensor]:
         left = [residual.clone() for residual in residuals]
-        return [self.encode(source, *how, added=left, factors=factors), *left]
-
-    def encode_difference(self, source: Any, base: Any, *how: Any) -> torch.Tensor:
-        return self.encode(source, *how, added=base)
+        return [self.encode(source, *how, residuals=left, factors=factors), *left]
 
     def decode(self, payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> list[torch.Tensor]:
-        return Decoder(fmt, rows, dtype, False, self.backend)(payload)
-
-    def decode_onto(self, payload: torch.Tensor, rows: Rows, fmt: RecordFormat, tensors: Any) -> list[torch.Tensor]:
-        return Decoder(fmt, rows, tensors[0].dtype, True, self.backend)(payload, tensors)
+        return Decoder(fmt, rows, dtype, self.backend)(payload)
 
     def decode_sum(self, payload: Any, rows: Rows, fmt: RecordFormat, dtype: Any, sums: Any = None) -> Any:
-        return Decoder(fmt, rows, dtype, sums is not None, self.backend, True)(payload, sums)
+        return Decoder(fmt, rows, dtype, self.backend, True, sums is not None)(payload, sums)
 
     def decode_sum_encode(self, payload: Any, rows: Rows, fmt: RecordFormat, dtype: Any, *how: Any) -> torch.Tensor:
         outer, out, seed = how
@@ -123,14 +116,10 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         for kept in (torch.float32, torch.bfloat16):
             residuals = [residual.to(kept) for residual in residuals]
             yield from compare("encode_feedback", source, residuals, factors, rows, fmt, seed)
-        base = [numbers("normal", t.numel(), t.dtype, 8) for t in source]
-        yield from compare("encode_difference", source, base, rows, fmt, seed)
 
     payload = Calls(backend if SANITIZED else reference).encode(source, rows, fmt, seed)
     for dtype in (case.dtype,) if fmt.traits.plain else FLOATS:
         yield from compare("decode", payload, rows, fmt, dtype)
-        onto = [numbers("normal", rows.total * chunk, dtype, 5) for chunk in case.chunks]
-        yield from compare("decode_onto", payload, rows, fmt, onto)
 
     how = (rows, fmt, case.dtype)
     yield from compare("decode_sum", payload, *how)

@@ -7,8 +7,8 @@ It prints three tables:
 1. Instructions that `tests.kernels.gfx90a` executes of hipcc's assembly, lanes times instructions by elements. The issue bound is
    the time in which the 110 compute units of a chiplet start the vector instructions, one each in a cycle of 1.7 GHz, as a share
    of the time that its memory needs for the bytes, at 1.6 TB/s.
-2. All memory accesses of that assembly by width, to codes, scales and arguments too. A thread has 8 bytes of codes in int4 and 4
-   in int2, so these cannot be 16 bytes wide; successive lanes access successive addresses.
+2. All memory accesses of that assembly by width, to codes, scales and arguments too. A thread has 8 bytes of codes in
+   int4, so these cannot be 16 bytes wide; successive lanes access successive addresses.
 3. Accesses to elements alone, by width, of rows that start anywhere, as the emulation of the source counts them. At least 90 % of
    these are to be 16 bytes wide.
 """
@@ -54,15 +54,15 @@ def calls(backend: Any, chunk: int, rows: int) -> Iterator[tuple[str, Any]]:
         random = fmt._replace(stochastic=True)
         source = [torch.randn(rows * chunk).to(bf16)]
         # Of zeros no kernel would compute quotients.
-        message = Encoder(fmt, pieces, bf16, "", reference)([torch.randn(PEERS * chunk).to(bf16)])
-        again, one = Rows.of((chunk,), (1,)), Encoder(fmt, order, bf16, "", backend)
+        message = Encoder(fmt, pieces, bf16, reference)([torch.randn(PEERS * chunk).to(bf16)])
+        again, one = Rows.of((chunk,), (1,)), Encoder(fmt, order, bf16, backend)
         yield f"encode {codec}", lambda one=one, source=source: one(source)
-        one = Encoder(random, order, bf16, "", backend)
+        one = Encoder(random, order, bf16, backend)
         yield f"encode {codec}, stochastic", lambda one=one, source=source: one(source)
         payload = torch.zeros(one.bytes, dtype=torch.uint8)
-        decode = Decoder(fmt, order, bf16, False, backend)
+        decode = Decoder(fmt, order, bf16, backend)
         yield f"decode {codec}", lambda decode=decode, payload=payload: decode(payload)
-        summed = Decoder(fmt, pieces, bf16, False, backend, True)
+        summed = Decoder(fmt, pieces, bf16, backend, True)
         yield f"decode_sum {codec}", lambda summed=summed, message=message: summed(message)
         recode = Recoder(fmt, pieces, bf16, fmt, again, backend)
         yield f"decode_sum_encode {codec}", lambda recode=recode, message=message: recode(message)

@@ -34,7 +34,7 @@ LAYERS = {
     "Llama-3-8B": ([4096**2] * 2 + [4096 * 1024] * 2 + [4096 * 14_336] * 3, [4096] * 2),
     "GPT-NeoX, width 256": _gpt_neox(256),
 }
-FORMATS = [RecordFormat.of(codec, 64 if codec == "int2" else 128) for codec in ("int8", "int4", "int2")]
+FORMATS = [RecordFormat.of(codec, 128) for codec in ("int8", "int4")]
 
 
 def into_node(chunks: Sequence[int], fmt: RecordFormat, world: int) -> int:
@@ -47,7 +47,7 @@ def launched(chunks: Sequence[int], fmt: RecordFormat, world: int) -> tuple[int,
     started: list[int] = []
     device = SimpleNamespace(on_device=True, kind="cpu", launch=lambda *call: started.append(call[3]))
     rows: Any = Rows.of(chunks, (world,))
-    decode = KernelBackend(device).decoder(rows, fmt, torch.bfloat16, False)  # type: ignore[arg-type]
+    decode = KernelBackend(device).decoder(rows, fmt, torch.bfloat16)  # type: ignore[arg-type]
     decode(torch.empty(16, dtype=torch.uint8), [torch.empty(1)] * len(chunks))
     return sum(started), world * int(np.sum([-(-chunk // 16) for chunk in chunks]))
 

@@ -454,7 +454,7 @@ def test_doctor_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
             decode(payload, tensors, **how)
             tensors[0].add_(1)
 
-        return one_more if how[4] else decode
+        return one_more if how[3] else decode
 
     wrong = types.ModuleType("wrong")
     vars(wrong).update(vars(reference), decoder=decoder)

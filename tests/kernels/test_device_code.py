@@ -27,7 +27,7 @@ from tests.kernels.gfx90a import Simulated
 from tests.ranks import LONG, run_python
 
 #: Kernels of each family: types and codecs.
-COUNTS = {"encode": 14, "decode": 14, "decode_sum": 6, "decode_sum_encode": 12, "exact": 6}
+COUNTS = {"encode": 11, "decode": 11, "decode_sum": 5, "decode_sum_encode": 7, "exact": 6}
 
 
 def _compiler(name: str) -> list[str]:
@@ -95,7 +95,7 @@ def test_kernels_stay_within_their_limits(assembly: dict[str, str], family: str)
 
 
 def test_memory_is_accessed_16_bytes_at_a_time(assembly: dict[str, str]) -> None:
-    """Whichever side of a kernel has 16 bytes in 16 elements; int4 codes have 8 and int2 codes 4, in successive lanes."""
+    """Whichever side of a kernel has 16 bytes in 16 elements; int4 codes have 8, in successive lanes."""
     for text in assembly.values():
         for name, body in re.findall(r"^(\w+):\s*; @\1\n(.*?)^\.Lfunc_end", text, re.DOTALL | re.MULTILINE):
             found = Counter(re.findall(r"^\s+((?:global|flat|scratch|buffer)_\w+)", body, re.MULTILINE))
@@ -117,13 +117,11 @@ def test_memory_is_accessed_16_bytes_at_a_time(assembly: dict[str, str]) -> None
             else:
                 wide = [reads, writes] if "int8" in name else [writes]
             assert all(found[access] for access in wide), (name, found)
-            if "int2" in name:
-                continue
             assert found["global_load_dwordx4"] or found["global_load_dwordx2"], (name, found)
             assert found["global_store_dwordx4"] or found["global_store_dwordx2"], (name, found)
     # Exchanges within 16 lanes go by DPP; only those of 16 and more lanes, through the crossbar.
     dpp = re.findall(r"v_(?:max|min)_u32_dpp|v_mov_b32_dpp", assembly["encode"])
-    assert len(dpp) >= 4 * 9  # the kernels of codecs with scales
+    assert len(dpp) >= 4 * 6  # the kernels of codecs with scales
 
 
 def test_products_and_sums_are_not_contracted(assembly: dict[str, str]) -> None:
@@ -154,7 +152,6 @@ def test_the_code_gives_the_bits_of_the_reference(assembly: dict[str, str], fmt:
     if fmt.traits.codes:
         residuals = [numbers("normal", one.numel(), torch.bfloat16, 7) for one in source]
         calls.append(("encode_feedback", source, residuals, [0.5, 1.0], rows, fmt, seed))
-        calls.append(("decode_onto", message, rows, fmt, [numbers("normal", one.numel(), seed=5) for one in source]))
     for call in calls:
         assert not list(compared(backend, cpu, *call))
 

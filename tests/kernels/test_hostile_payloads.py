@@ -74,7 +74,6 @@ def test_any_bytes_are_decoded_alike(target: str, seed: int) -> None:
     out = RecordFormat.of(draw.choice(BLOCK_CODECS), size, stochastic=draw.random() < 0.5)
     calls: list[tuple[Any, ...]] = [
         ("decode", rows, fmt, dtype),
-        ("decode_onto", rows, fmt, [numbers("normal", rows.total * c, dtype, 3) for c in rows.chunks]),
         ("decode_sum", rows, fmt, dtype),
         ("decode_sum", rows, fmt, dtype, [numbers("normal", rows.inner * c, seed=3) for c in rows.chunks]),
         ("decode_sum_encode", rows, fmt, dtype, rows.inner, out, 5),

@@ -123,16 +123,6 @@ def test_presets_never_mean_whole_copies_by_accident(layout: tuple[int, int, int
     assert len([note for note in explicit.notes if "unused" in note]) == 1
 
 
-def test_two_bits_with_stochastic_rounding_are_a_warning() -> None:
-    """If the codec is used on a tier with several ranks."""
-    block = parse_config(
-        {"preset": "topo", "codecs": {"gradients": {"inter_node": {"codec": "int2", "rounding": "stochastic"}}}}
-    )
-    (warning,) = ShardPlan.from_config(block, Grid(2, 4, 2), 0).adaptations
-    assert warning.startswith("stochastic rounding of int2 of gradients on inter_node adds as much noise as signal")
-    assert not any("noise" in one for one in ShardPlan.from_config(block, Grid(1, 4, 2), 0).adaptations)
-
-
 def test_where_codec_exact_applies() -> None:
     """On all refreshed tiers of this machine or on none; elsewhere it is codec none."""
     for preset, codecs, grid, refreshed in (
