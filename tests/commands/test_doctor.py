@@ -397,3 +397,8 @@ def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -
     assert "pipeline stages (deepspeed >=0.19.8)" in versions.describe()
     monkeypatch.setattr(versions.deepspeed, "__version__", "0.18.5")
     assert "found 0.18.5; hzero supports deepspeed >=0.18.6,<0.20" in list(check_deepspeed())[-1][1]
+
+
+def test_codecs_equal_the_reference() -> None:
+    """Each codec, also those that a shard alone cannot be encoded in."""
+    assert [level for level, _ in doctor.check_codecs()] == [doctor.GOOD]
