@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from tests.parity.compare import row, rows
-from tests.parity.deepspeed_rows import AT_RANDOM, NONE
+from tests.parity.deepspeed_rows import AT_RANDOM, CHANGES, NONE
 from tests.parity.fsdp import Session
 
 _of = functools.partial(rows, Session)
@@ -15,7 +15,7 @@ LONG_ROWS = {
     "layouts": _of(
         row("lossless", (1, 3, 8)),
         row("lossless", (1, 3, 8), layout=(3, 1, 2), block=ALONE),
-        row("lossless", "bf16"),
+        row("lossless", "bf16", block=CHANGES),
         row("lossless", "frozen", "tied", "offload", layout=(3, 1, 2), block=ALONE),
         row("lossless", 2, layout=(2, 2, 1), tensor=2),
     ),
