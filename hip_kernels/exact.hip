@@ -307,14 +307,13 @@ HZ_DEVICE void exact_encode(const hz_exact& exact) {
     const bool far = quotient >= HZ_EXACT_ESCAPE;
     const hz_u32 ones = far ? HZ_EXACT_ESCAPE : quotient;
     const hz_u32 rest = far ? fresh : (z & ((1u << parameter) - 1)) << 1;
-    const hz_u32 code = ((1u << ones) - 1) | rest << ones;
+    const hz_u32 code = ((1u << ones) - 1) | rest << ones, length = far ? HZ_EXACT_ESCAPE + 16 : ones + 1 + parameter;
     word |= code << filled;
-    filled += far ? HZ_EXACT_ESCAPE + 16 : ones + 1 + parameter;
+    filled += length;
     if (filled < 32) return;
     if (place < room) stream[place] = word;
     ++place;
     filled -= 32;
-    const hz_u32 length = far ? HZ_EXACT_ESCAPE + 16 : ones + 1 + parameter;
     word = filled ? code >> (length - filled) : 0;
   });
   if (filled && place < room) stream[place] = word;

@@ -132,7 +132,7 @@ FAULTS = (
           (f"{TIERED} -k error_feedback",)),
     # ---- engine -----------------------------------------------------------------------------------------------------
     Fault("write-on-one-rank-is-not-refreshed", "hzero/engine/engine.py",
-          "message, dist.ReduceOp.MAX", "message, dist.ReduceOp.MIN",
+          "numbers, dist.ReduceOp.MAX", "numbers, dist.ReduceOp.MIN",
           (f"{PARITY} -k edits", "tests/faults/test_between_steps.py")),
     Fault("payloads-read-as-if-adjacent", "hzero/engine/weights.py",
           "if payload.storage_offset() != end or payload", "if payload",

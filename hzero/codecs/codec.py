@@ -184,7 +184,7 @@ class Encoder:
         if len(source) != len(self._most):
             raise ValueError(f"source: found {len(source)} tensors for {len(self._most)} chunks")
         device, numels = source[0].device, [tensor.numel() for tensor in source]
-        _check_tensors("source", source, self._dtype, device, numels)
+        check_tensors("source", source, self._dtype, device, numels)
         for index, (numel, most) in enumerate(zip(numels, self._most)):
             if numel > most:
                 shards = f"{self._rows} shards of {most // self._rows}"
@@ -194,7 +194,7 @@ class Encoder:
                 found = f"found {len(residuals)} with {len(factors)} factors"
                 raise ValueError(f"residuals: {found} for {len(source)} sources")
             kept = torch.bfloat16 if residuals[0].dtype == torch.bfloat16 else torch.float32
-            _check_tensors("residuals", residuals, kept, device, numels)
+            check_tensors("residuals", residuals, kept, device, numels)
         if self._widens:
             source = [tensor.to(torch.float32) for tensor in source]
         out = _written(source[0], out, self.bytes)
@@ -247,7 +247,7 @@ class Decoder:
         if out is None:
             out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
         else:
-            _check_tensors("tensors", out, self._dtype, payload.device, self._numels)
+            check_tensors("tensors", out, self._dtype, payload.device, self._numels)
         self._run(payload, out, checksums=checksums)
         return out
 
@@ -349,9 +349,10 @@ def _check_dtype(dtype: torch.dtype, fmt: RecordFormat, bytes_too: bool = False)
         raise TypeError(f"dtype: found {dtype}; expected {expected} in codec {fmt.codec}")
 
 
-def _check_tensors(
+def check_tensors(
     name: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, numels: Sequence[int]
 ) -> None:
+    """Raises TypeError or ValueError unless tensors are contiguous, have memory, and are what a call was prepared for."""
     if [tensor.numel() for tensor in tensors] != numels:
         raise ValueError(f"{name}: found {[t.numel() for t in tensors][:8]} elements; expected {list(numels)[:8]}")
     for index, tensor in enumerate(tensors):
@@ -360,10 +361,10 @@ def _check_tensors(
         if not tensor.is_contiguous():
             raise ValueError(f"{name}[{index}]: found strides {tuple(tensor.stride())}; expected a contiguous tensor")
         if tensor.data_ptr() < _LOW:
-            _check_storage(tensor, f"{name}[{index}]")
+            check_storage(tensor, f"{name}[{index}]")
 
 
-def _check_storage(tensor: torch.Tensor, name: str) -> None:
+def check_storage(tensor: torch.Tensor, name: str) -> None:
     """Raises if a tensor's memory was freed, as sharding engines do: a kernel would read other data there."""
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
     found = tensor.untyped_storage().nbytes()
@@ -371,12 +372,13 @@ def _check_storage(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: found {found} bytes of storage; expected {needed}: its memory was freed")
 
 
-def _check_payload(payload: torch.Tensor, size: int, what: str) -> None:
+def check_payload(payload: torch.Tensor, size: int, what: str) -> None:
+    """Raises TypeError or ValueError unless a payload is contiguous uint8 ``[size]`` with memory. ``what`` describes it."""
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions; expected uint8 of one")
     if not payload.is_contiguous():
         raise ValueError(f"payload: found stride {payload.stride()[0]}; expected a contiguous tensor")
-    _check_storage(payload, "payload")
+    check_storage(payload, "payload")
     if payload.numel() != size:
         raise ValueError(f"payload: found {payload.numel()} bytes; expected {size}: {what}")
 
@@ -391,10 +393,10 @@ def _expected_of(fmt: RecordFormat, rows: Rows, dtype: torch.dtype, sums: bool) 
 
 def _checked(payload: torch.Tensor, checksums: torch.Tensor | None, size: int, parts: int, what: str) -> torch.Tensor:
     """Checks a message to read and its checksums. Returns the message, or a copy at an aligned address."""
-    _check_payload(payload, size, what)
+    check_payload(payload, size, what)
     if parts or checksums is not None:
         given = [] if checksums is None else [checksums]
-        _check_tensors("checksums", given, torch.int64, payload.device, [parts] if parts else [])
+        check_tensors("checksums", given, torch.int64, payload.device, [parts] if parts else [])
         if given[0].dim() != 1:  # kernels step over the first dimension
             raise ValueError(f"checksums: found shape {tuple(given[0].shape)}; expected one dimension")
     return payload.clone() if payload.data_ptr() % ALIGNMENT else payload
@@ -404,7 +406,7 @@ def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.T
     """Returns the message to write: ``out``, or a new one."""
     if out is None:
         return like.new_empty(size, dtype=torch.uint8)
-    _check_payload(out, size, "to be written")
+    check_payload(out, size, "to be written")
     if out.device != like.device:
         raise TypeError(f"payload: found {out.device}; expected {like.device}")
     if out.data_ptr() % ALIGNMENT:

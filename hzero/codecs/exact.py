@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hzero.codecs import backends
-from hzero.codecs.codec import _check_payload, _check_tensors
+from hzero.codecs.codec import check_payload, check_tensors
 from hzero.codecs.formats import ALIGNMENT
 from hzero.codecs.launchers import EXACT, EXACT_ROWS, GROUPS, TENSORS, THREADS, DeviceKernels, HostLibrary, divisor
 
@@ -100,7 +100,7 @@ def measure(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], head: torc
         ValueError: Sizes or strides are not as stated.
     """
     layout = _checked_shards(new, old, head)
-    _check_payload(head, layout.head, "the head of a record")
+    check_payload(head, layout.head, "the head of a record")
     launcher = _launcher(head.device)
     if launcher is None:
         _measure(new, old, head, layout)
@@ -191,9 +191,9 @@ def _check_dtype(tensors: Sequence[torch.Tensor], name: str) -> torch.dtype:
 def _checked_shards(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], written: torch.Tensor) -> Layout:
     """Checks what is encoded, and that the bytes to write start at an aligned address. Returns the layout."""
     dtype, chunks = _check_dtype(old, "old"), [one.numel() for one in old]
-    _check_tensors("old", old, dtype, written.device, chunks)
+    check_tensors("old", old, dtype, written.device, chunks)
     most = [min(one.numel(), chunk) for one, chunk in zip(new, chunks, strict=True)]  # a shard may lack some at its end
-    _check_tensors("new", new, dtype, written.device, most)
+    check_tensors("new", new, dtype, written.device, most)
     if written.data_ptr() % ALIGNMENT:
         raise ValueError(f"payload: found address {written.data_ptr():#x}; expected a multiple of {ALIGNMENT}")
     return Layout.of(tuple(chunks))
@@ -202,7 +202,7 @@ def _checked_shards(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor], wr
 def _check_record(message: torch.Tensor, layout: Layout, records: int) -> None:
     size = message.numel() // max(records, 1)
     whole = size if size >= layout.head and size % ALIGNMENT == 0 else layout.head
-    _check_payload(message, whole * records, f"{records} records with heads of {layout.head} and whole vectors")
+    check_payload(message, whole * records, f"{records} records with heads of {layout.head} and whole vectors")
 
 
 def words_of(head: torch.Tensor) -> torch.Tensor:

@@ -234,9 +234,7 @@ class Engine(Traffic):
         message = message.to(self.device)
         if marks is not None:
             message[len(_MEETINGS) :][: len(marks)] = marks
-        with blaming():
-            self.lanes.between(dist.all_reduce, message, dist.ReduceOp.MAX, self.group)
-            found: list[int] = message.tolist()
+        found = self._largest(message)
         others = [name for name, there in zip(_MEETINGS, found) if there and name != where]
         if others:
             raise RuntimeError(
@@ -246,6 +244,7 @@ class Engine(Traffic):
         return found[len(_MEETINGS) :]
 
     def _largest(self, numbers: torch.Tensor) -> list[int]:
+        """Returns the largest of each number over all ranks. Collective; waits for the device."""
         with blaming():
             self.lanes.between(dist.all_reduce, numbers, dist.ReduceOp.MAX, self.group)
             found: list[int] = numbers.tolist()

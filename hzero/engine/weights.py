@@ -243,7 +243,7 @@ class Weights:
         params = [param for param in refresh.params if self._stale.get(param.key) is refresh]
         route, bucket = params[0].route, bucket_of(params, params[0].dtype, "weights")
         if refresh.record is not None and len(params) == len(refresh.params):
-            chain = self._send_changes(refresh, refresh.record)
+            chain = self._send_changes(params, bucket, refresh.record)
         else:
             program = route.programs.uncoded if route.plan.exact else route.programs.refresh
             bound = self.runtime.bind(program, bucket)
@@ -312,9 +312,8 @@ class Weights:
             exact.encode(new, old, one.record)
             self._take_fingerprints(one.params)
 
-    def _send_changes(self, one: _Refresh, record: torch.Tensor) -> Chain[None]:
-        params, program = one.params, one.params[0].route.changes(record.numel())
-        bucket = bucket_of(params, params[0].dtype, "weights")
+    def _send_changes(self, params: Sequence[Parameter], bucket: Bucket, record: torch.Tensor) -> Chain[None]:
+        program = params[0].route.changes(record.numel())
         joined = replace(bucket, chunks=(sum(bucket.chunks),), owned=())  # a record has all tensors
         refresh = self.runtime.bind(program, joined)
         return refresh.run(lambda: record, partial(self._apply_changes, params, joined.label))
@@ -424,9 +423,7 @@ class Weights:
                 fresh = Codec.from_config(target).encode(decoded, chunks)
         if plan.whole_copies:
             (fresh,) = Codec.from_config(codecs[-1]).decode(fresh, chunks, dtype=param.dtype)
-            held = copy.view(-1, param.chunk)[plan.rank]
-        else:
-            held = copy.view(plan.secondary_rows, -1)[plan.rank_row]
+        held = copy.view(plan.secondary_rows, -1)[plan.rank_row]
         return (held.reshape(-1).view(torch.uint8) != fresh.reshape(-1).view(torch.uint8)).any()
 
 

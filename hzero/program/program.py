@@ -309,9 +309,8 @@ def changes_program(plan: ShardPlan, record: int) -> Program:
 
     It starts with the message of this rank and ends with the messages of all ranks whose shards are in the secondary partition.
     """
-    message = gather_program(
-        plan, plan.refresh_hops(), held=plan.refresh_hops()[0].codec, result=plan.refresh_hops()[0].codec
-    )
+    hops = plan.refresh_hops()
+    message = gather_program(plan, hops, held=hops[0].codec, result=hops[0].codec)
     return Program(tuple(replace(step, record=record) if isinstance(step, Cross) else step for step in message.steps))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from hzero.calls import library_errors, quiet
+from hzero.codecs.formats import TRAITS
 from hzero.config import TIERS, SequenceConfig, TierCodecs, parse_config
 from hzero.errors import ConfigError, one_of
 from hzero.program.shards import ShardPlan
@@ -259,7 +260,7 @@ class Scenario:
     quality: Quality
     global_batch: int | None
     given: tuple[str, ...]
-    bits: float = 3.5
+    bits: float = TRAITS["exact"].settings["bits"]
 
     @property
     def sequences(self) -> int | None:
