@@ -13,8 +13,8 @@ help: ## list these targets
 setup: ## make a virtual environment and install everything into it (VENV=.venv, PYTHON=python3.11)
 	@scripts/setup "$(VENV)"
 
-train: setup ## train a GPT on eight ranks through three tiers (ARGS="zero=mild train.steps=50")
-	@"$(BIN)/hzero" train $(ARGS)
+train: setup ## train a GPT on eight ranks through three tiers, with preset topo (ARGS="train.steps=50")
+	@"$(BIN)/hzero" train zero=topo $(ARGS)
 
 # One process more than there are cores: ranks of a test often wait for each other.
 test: setup ## run the tests (ARGS="tests/codecs -x")

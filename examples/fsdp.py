@@ -25,7 +25,7 @@ def train(steps: int) -> list[float]:
     for layer in (model[1], model[3]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    state = hzero.fsdp.apply(model, "topo", TOPOLOGY, accumulation=MICRO_BATCHES)  # the one line of hzero
+    state = hzero.fsdp.apply(model, topology=TOPOLOGY, accumulation=MICRO_BATCHES)  # the one line of hzero
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     text = torch.tensor(list(Path(__file__).read_bytes()), device=mesh.device_type)
     torch.manual_seed(dist.get_rank())  # each rank draws its own samples

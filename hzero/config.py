@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import typing
 from collections.abc import Mapping
@@ -62,8 +63,12 @@ def _in_order(value: Any) -> tuple[Any, ...]:
 #: A written list of tiers, innermost first.
 TierList: TypeAlias = Annotated[tuple[Tier, ...], BeforeValidator(_in_order)]
 
-DEFAULT_PRESET = "topo"
+#: The preset that chooses shard degrees, see `hzero.program.choice`.
+FIT = "fit"
+DEFAULT_PRESET = FIT
 DEFAULT_BLOCK_SIZE = 128
+#: Links are measured at the start.
+MEASURE = "measure"
 #: Groups of nodes are chosen, see `hzero.topology.grid.chosen_group`.
 AUTOMATIC: Literal["automatic"] = "automatic"
 
@@ -106,6 +111,8 @@ PRESETS: dict[str, Preset] = {
     "exact": Preset("package", "node", "exact", "int8", "int4"),
     "topo": Preset("package", "node", "int8", "int4"),
 }
+#: All presets, the default first. Until `fit` has chosen, it has the shard degrees of `lossless`.
+PRESET_NAMES = (FIT, *PRESETS)
 #: Former presets, with what replaces each. ``conf/zero`` has a file with the settings of most.
 _FORMER = {name: f"the settings in conf/zero/{name}.yaml" for name in ("mild", "hybrid", "zhybrid", "mzhybrid")}
 _FORMER["lean"] = "exact, which rounds no weights and sends about as many bytes"
@@ -435,6 +442,35 @@ def _source_alone(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
+#: Bytes as the user writes them: a number, or a text with a unit.
+_BYTES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
+
+
+def bytes_of(value: Any) -> int:
+    """Parses bytes, such as ``64GB``. Raises `ValueError` with the message after the key."""
+    if type(value) is int and value >= 0:
+        return value
+    if not isinstance(value, str) or (found := _BYTES.fullmatch(value)) is None:
+        raise ValueError(f"found {reprlib.repr(value)}; expected bytes, or a text such as 64GB or 64GiB")
+    base = 1024 if "i" in found[2] else 1000
+    return int(float(found[1]) * base ** ("kMGT".index(found[2][0].replace("K", "k")) + 1))
+
+
+Bytes: TypeAlias = Annotated[int, BeforeValidator(bytes_of)]
+
+
+class MemoryConfig(Frozen):
+    """Memory of a device, for preset ``fit``. A value is a number of bytes, or a text such as ``64GB``.
+
+    Attributes:
+        device: Memory of a device. Null measures what is free at the start; on CPU, that is divided among the ranks of a host.
+        activations: Memory that stays free for activations and messages. Null keeps half of what the states of ZeRO-3 leave.
+    """
+
+    device: Bytes | None = None
+    activations: Bytes | None = None
+
+
 #: Sources for the machine on which a process runs. The block calls it ``discover``.
 HERE = ("auto", "discover")
 #: The key ``topology``. A string is a source.
@@ -444,11 +480,14 @@ Topology = Annotated[TopologyConfig, BeforeValidator(_source_alone)]
 class Block(Frozen):
     """The keys of a block. `HZeroConfig` documents them."""
 
-    preset: str = Field(json_schema_extra={"enum": list(PRESETS)})
+    preset: str = Field(json_schema_extra={"enum": list(PRESET_NAMES)})
     # Before the codecs that inherit it, so that an error names this key.
     block_size: int = Field(ge=16, le=512, multiple_of=16)
     shard: ShardConfig
     codecs: CodecsConfig
+    rounding: Literal["none", "int8", "int4"] = "none"
+    memory: MemoryConfig = MemoryConfig()
+    links: str = MEASURE
     resident: Literal["decoded", "payload"] | None = None
     unit: Literal["layer", "module"] = "layer"
     unit_numel: int = Field(10**9, ge=0)  # as many as DeepSpeed keeps live by default
@@ -479,6 +518,11 @@ class HZeroConfig(Block):
         shard: Shard degrees.
         codecs: Codecs per role and tier.
         block_size: Elements that share a scale; a codec may have its own.
+        rounding: Codec of gradients: `none`; `int8`; or `int4`, which is between nodes only, with `int8` inside nodes. It is the
+            one key by which a preset without rounding starts to round.
+        memory: Memory that preset `fit` may use.
+        links: Rates of the links for preset `fit`: `measure`, the default, measures them for a few seconds at the start. A file
+            has the rates that `hzero links` has written; if it does not exist, the measurement of this run is written there.
         resident: Form of weights over the device. `decoded`, the default, decodes once per step into the weights' type.
             `payload` keeps the codec's bytes, which forward and backward decode at every use. Weights over a wider scope are
             always kept as payload. Forward reads decoded weights in place, so no module may write to its weights in forward,
@@ -531,6 +575,17 @@ class HZeroConfig(Block):
         shard = ShardConfig(weights=weights, gradients=gradients)
         return self.model_copy(update={"shard": shard, "written": written})
 
+    def laid_out(self, weights: Scope, gradients: Scope, exact: bool) -> HZeroConfig:
+        """The block with these shard degrees, except for parameters with their own; without codec ``exact`` if not ``exact``."""
+        shard = self.shard.model_copy(update={"weights": weights, "gradients": gradients})
+        config = self.in_scopes(weights, gradients).model_copy(update={"shard": shard})
+        if exact:
+            return config
+        tiers = {tier: getattr(self.codecs.weights, tier) for tier in TIERS}
+        plain = {tier: PLAIN if codec and codec.traits.changes else codec for tier, codec in tiers.items()}
+        codecs = self.codecs.model_copy(update={"weights": TierCodecs(**plain)})
+        return config.model_copy(update={"codecs": codecs})
+
 
 # ---- from a written block to its configuration ------------------------------------------------------------------------------
 
@@ -555,9 +610,9 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
         raise ConfigError(
             f"{path}.{former[0]}: found a key that is gone; expected codec 'exact' in {path}.codecs.weights"
         )
-    if preset not in tuple(PRESETS):
-        raise one_of(f"{path}.preset", preset, PRESETS)
-    start = PRESETS[preset]
+    if preset not in PRESET_NAMES:
+        raise one_of(f"{path}.preset", preset, PRESET_NAMES)
+    start = _rounded(preset_of(preset), block.get("rounding", "none"))
     written, size = block.get("shard", {}), block.get("block_size", DEFAULT_BLOCK_SIZE)
     shard = {"weights": start.weights, "gradients": start.gradients}
     codecs = _codecs(start, block.get("codecs", {}), size)
@@ -570,12 +625,29 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     return HZeroConfig(**dict(parsed), written=(*block, *below))
 
 
+def preset_of(name: str) -> Preset:
+    """The defaults of a preset."""
+    return PRESETS["lossless" if name == FIT else name]
+
+
+def _rounded(start: Preset, rounding: Any) -> Preset:
+    """The preset with the codec of gradients that key ``rounding`` names. pydantic refuses other values."""
+    if rounding not in ("int8", "int4"):
+        return start
+    return start._replace(gradients_codec="int8", between_nodes=rounding)
+
+
 def _check_together(block: Block, path: str) -> None:
     """Refuses values that exclude each other."""
 
     def refuse(key: str, found: str, possible: str) -> ConfigError:
         return ConfigError(f"{path}.{key}: {found}; expected {possible}")
 
+    if block.rounding != "none" and preset_of(block.preset).gradients_codec != "none":
+        found = f"found {block.rounding!r} with preset {block.preset!r}, which has its own codecs of gradients"
+        raise refuse(
+            "rounding", found, f"none, or a preset without rounding; {path}.codecs.gradients sets other codecs"
+        )
     scope = block.shard.weights
     if block.resident == "decoded" and scope != "device":
         raise refuse("resident", f"found 'decoded' with weights over the {scope}", "weights over the device")

@@ -100,21 +100,24 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
 
     Args:
         function: Function of rank 0. Its result must be picklable.
-        group: The process group that broadcasts the answer; None is the world.
+        group: The process group that broadcasts the answer, whose first rank calls the function; None is the world.
     """
     import torch.distributed as dist
 
     answer: list[Any] = [None, None]
     raised: Exception | None = None
-    if dist.get_rank() == 0:
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    if dist.get_rank() == first:
         try:
             answer[0] = function()
         except Exception as error:  # the other ranks wait for the answer
             raised = error
             answer[1] = (
-                error if isinstance(error, _OneLineError) else PlainError(f"rank 0: {type(error).__name__}: {error}")
+                error
+                if isinstance(error, _OneLineError)
+                else PlainError(f"rank {first}: {type(error).__name__}: {error}")
             )
-    dist.broadcast_object_list(answer, group=group)
+    dist.broadcast_object_list(answer, src=first, group=group)
     if answer[1] is not None:
         of_all_ranks(answer[1])
         raise raised or answer[1]  # rank 0 shows the traceback of an unexpected error
@@ -151,6 +154,15 @@ def of_every_rank(value: T, group: Any = None) -> list[T]:
     every = [value] * dist.get_world_size(group)
     dist.all_gather_object(every, value, group=group)
     return every
+
+
+def size_text(count: float) -> str:
+    """Formats bytes with a decimal unit, such as 1.50 kB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
 
 
 def of_file(error: OSError) -> ConfigError:

@@ -109,7 +109,11 @@ def test_short_messages_between_nodes_take_the_algorithm_of_the_block() -> None:
 
 def test_exceptions_take_the_defaults_of_the_block() -> None:
     found = parse_config(
-        {"block_size": 64, "codecs": {"except": {"*norm*": "none", "e*": {"codec": "int8", "rotation": 64}}}}
+        {
+            "preset": "topo",
+            "block_size": 64,
+            "codecs": {"except": {"*norm*": "none", "e*": {"codec": "int8", "rotation": 64}}},
+        }
     )
     assert list(found.codecs.exceptions) == ["*norm*", "e*"]
     assert found.codecs.exceptions["e*"] == CodecConfig(codec="int8", block_size=64, rotation=64)

@@ -25,8 +25,8 @@ from hzero.errors import ConfigError
 from hzero.files import read_json
 from hzero.tools.commands.doctor import check_config
 from hzero.tools.experiment import Experiment, compose
-from hzero.tools.plan.links_file import read_links
 from hzero.topology import resolve_grid
+from hzero.topology.links_file import read_links
 from hzero.topology.node import Node
 from tests.commands.measured import links
 from tests.topology.hostile import accepts, mutated

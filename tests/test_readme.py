@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hzero.errors import size_text
+from hzero.program.collectives import step_traffic
 from hzero.tools.cli import main
 from hzero.tools.experiment import compose, full_names
 from hzero.tools.plan.against import node_counts
-from hzero.tools.plan.collectives import step_traffic
 from hzero.tools.plan.command import against_dict, plan_dict
 from hzero.tools.plan.scenario import read_scenario
-from hzero.tools.terminal import size_text
 from tests.ranks import LONG, ROOT, run
 
 README = ROOT / "README.md"
@@ -162,9 +162,9 @@ def test_table_of_readme_is_what_its_command_computes() -> None:
     assert into == [f"{one['node_bytes'] / 1e9:.3g} GB" for one in shown]
     assert memory == [f"{one['memory_bytes'] / 1e9:.1f} GB" for one in shown]
     assert step == [f"{one['step_s']:.1f} s" for one in shown]
-    for name, text in (("zero2", " for the job above); `lossless`"), ("lossless", ") |")):
+    for name, text in (("zero2", "`zero2` ("), ("lossless", "(for the job above ")):
         one = schemes[name]
-        assert f"({one['step_s']:.1f} s, {one['memory_bytes'] / 1e9:.1f} GB{text}" in README.read_text()
+        assert f"{text}{one['step_s']:.1f} s, {one['memory_bytes'] / 1e9:.1f} GB)" in README.read_text()
     assert schemes["zero2"]["step_s"] < schemes["lossless"]["step_s"]  # so that it is the first choice
     more = schemes["HSDP, node"]["memory_bytes"] / schemes["topo"]["memory_bytes"]
     rest = (schemes[name]["step_s"] / schemes["FSDP2, topo"]["step_s"] - 1 for name in ("topo", "FSDP2", "HSDP, node"))

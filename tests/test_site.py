@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hzero
-from hzero.config import DEFAULT_PRESET, PRESETS, parse_config
+from hzero.config import DEFAULT_PRESET, PRESET_NAMES, PRESETS, parse_config
 from tests.ranks import ROOT, run_python
 
 DOCS = ROOT / "docs"
@@ -67,7 +67,7 @@ def test_table_of_presets() -> None:
         codecs = (preset.weights_codec, preset.gradients_codec)
         names = [one if isinstance(one, str) else one["codec"] for one in codecs]
         assert rows[name][:2] == [f"{preset.weights}, {preset.gradients}", ", ".join(names)], name
-    assert list(rows) == list(PRESETS)
+    assert list(rows) == list(PRESET_NAMES)
     assert [name for name, cells in rows.items() if "the default" in cells[2]] == [DEFAULT_PRESET]
 
 

@@ -99,7 +99,7 @@ def _make_optimizer(stock: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
         with on_all_ranks():
             attach(engine.module, config, set_z3_leaf_module)
         engine.dp_world_size //= config.sequence.parallel  # the ranks of a sequence count once in the batch size
-    offload = functools.partial(HZeroOffload, config)
+    offload = functools.partial(HZeroOffload, config, engine)
     with attributes(
         (stage3, "DeepSpeedZeroOptimizer_Stage3", HZeroStage3),  # the method imports it
         (stage3, "DeepSpeedZeRoOffload", offload),

@@ -35,13 +35,14 @@ class HZeroOffload(DeepSpeedZeRoOffload):
 
     Args:
         config: The block.
+        engine: DeepSpeed's engine, whose batch and buckets decide for preset ``fit``.
         module: The model.
         *args: Passed to ``DeepSpeedZeRoOffload``.
         **kwargs: Passed to ``DeepSpeedZeRoOffload``.
     """
 
     @on_all_ranks()
-    def __init__(self, config: HZeroConfig, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: HZeroConfig, engine: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         registry = InFlight()  # otherwise stock creates its own, unless an earlier engine has left one
         earlier: Any = getattr(module, "ds_inflight_param_registry", registry)
         registry.data, module.ds_inflight_param_registry = earlier.data, registry  # type: ignore[assignment]
@@ -53,7 +54,8 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         group = self.dp_process_group or params[0].ds_process_group  # without an optimizer there is no dp_process_group
         # A size of 0 disables prefetching. Refreshes then use buckets of the default size.
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
-        self.hzero = StageState(module, config, group, bucket_numel)
+        step = engine.gradient_accumulation_steps(), engine.zero_reduce_bucket_size()
+        self.hzero = StageState(module, config, group, bucket_numel, *step)
         units = set(self.hzero.units.of.values())
         # DeepSpeed counts all parameters of the layer in use. With a limit of one layer it could not prefetch the next one.
         largest = max((sum(member.param.ds_numel for member in unit.members) for unit in units), default=0)

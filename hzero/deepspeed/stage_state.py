@@ -30,8 +30,10 @@ from hzero.deepspeed.handles import GatherHandle, Gathering, Handles, ZeroParame
 from hzero.deepspeed.refusals import check_partition
 from hzero.deepspeed.units import Managed, Units, form_units, layers_of, managed_of
 from hzero.engine.engine import PASS, Engine, Owners, Traffic
+from hzero.engine.fit import fitted
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.errors import is_rank_0
+from hzero.program.choice import Load
 from hzero.program.shards import ShardPlan
 from hzero.sequence import detacher
 
@@ -79,6 +81,18 @@ def packed_parameters(module: torch.nn.Module, rank_of: Callable[[ZeroParameter]
     return {param for param, mark in zip(frozen, marks.tolist()) if mark}
 
 
+def load_of(module: torch.nn.Module, config: HZeroConfig, accumulation: int, bucket_numel: int) -> Load:
+    """Returns what decides about a layout. ``bucket_numel``: elements that are refreshed, or reduced, together."""
+    params: list[ZeroParameter] = list(module.parameters())
+    numels = tuple(param.ds_numel for param in params)
+    trained = tuple(param.ds_numel for param in params if param.requires_grad)
+    itemsize = max(params, key=lambda param: param.ds_numel).ds_tensor.element_size()
+    layers = layers_of(module, config.unit_numel if config.unit == "layer" else 0)
+    modules = sum(next(one.parameters(recurse=False), None) is not None for one in module.modules())
+    buckets = -(-sum(numels) // bucket_numel)
+    return Load(numels, trained, itemsize, accumulation, len(layers) + 1 if layers else modules, buckets)
+
+
 class StageState(Engine):
     """hzero's engine for one DeepSpeed engine with ZeRO-3.
 
@@ -93,6 +107,8 @@ class StageState(Engine):
         group: The ranks over which DeepSpeed partitions. None: the world.
         bucket_numel: Maximum number of elements in a message of a refresh. It is also the limit at the boundary until the
             optimizer sets another one.
+        accumulation: Micro-batches per step.
+        reduce_numel: Elements of the gradients that DeepSpeed reduces together.
 
     Raises:
         ConfigError: A parameter is partitioned over other ranks.
@@ -104,17 +120,25 @@ class StageState(Engine):
     )
 
     def __init__(
-        self, module: torch.nn.Module, config: HZeroConfig, group: dist.ProcessGroup | None, bucket_numel: int
+        self,
+        module: torch.nn.Module,
+        config: HZeroConfig,
+        group: dist.ProcessGroup | None,
+        bucket_numel: int,
+        accumulation: int,
+        reduce_numel: int,
     ) -> None:
         owners = Owners.of(group, config.topology)
         check_partition(module, owners.ranks)
+        lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
+        load = load_of(module, config, accumulation, min(bucket_numel, reduce_numel))
+        config, choice = fitted(config, owners, load, current_device(), lanes)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         parts = autoep.parts(module, config, owners.world)
         of_experts = {param: parts[0][0] for param in module.parameters() if autoep.is_expert(param)}
         packed = packed_parameters(module, lambda param: of_experts.get(param, plan).rank)
         routes, codes = routes_of(module, plan, of_experts.get, packed)
         self.module = module
-        lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
         model = module, config, owners.world
         self._dimensions = [autotp.take_over(*model), autoep.take_over(*model, lanes)]
         self.orthogonalizer: Any = None
@@ -153,7 +177,7 @@ class StageState(Engine):
                 how = f"; gathers by module ({_why_by_module(module, config)})"
             as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
             of_parts = "".join(f"; {one.channel} over {one}" for one, _ in parts)
-            self.announce(f"{self.described()}{of_parts}{how}{as_bytes}")
+            self.announce(f"{self.described()}{of_parts}{how}{as_bytes}", choice)
             self.warn_of_plan()
 
     @property

@@ -131,8 +131,10 @@ class Traffic:
         for communicator in self._communicators:
             communicator.wire_log = self.wire_log
 
-    def announce(self, text: str) -> None:
-        """Prints one line that shows how the block is in effect, at every log level."""
+    def announce(self, text: str, choice: object = None) -> None:
+        """Prints one line that shows how the block is in effect, at every log level, after a line about the choice."""
+        if choice is not None:
+            print(f"hzero: {choice}", file=sys.stderr, flush=True)
         backend = backends.choice("cpu" if self.device.type == "cpu" else "cuda").name
         transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
         print(f"hzero: {text}; transport {transport}; codecs {backend}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hzero.config import DEFAULT_PRESET
 from hzero.fsdp.state import FsdpState, apply, config_of
 
 
@@ -28,7 +29,7 @@ class Callback:
     """
 
     def __init__(
-        self, preset: str = "topo", topology: Any = "discover", accumulation: int | None = None, **block: Any
+        self, preset: str = DEFAULT_PRESET, topology: Any = "discover", accumulation: int | None = None, **block: Any
     ) -> None:
         config_of(preset, topology, block)  # raises before the data is read
         self._how = preset, topology, accumulation, block

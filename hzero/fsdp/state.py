@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hzero.codecs.codec import FLOAT_DTYPES
-from hzero.comm import lasting, shared_watchdog
+from hzero.comm import lasting, shared_lanes, shared_watchdog
 from hzero.comm.wires import process_group, world_timeout
-from hzero.config import Block, HZeroConfig, parse_config
+from hzero.config import DEFAULT_PRESET, Block, HZeroConfig, parse_config
 from hzero.engine.engine import STEP, USE, Engine, Owners, ranks_of
+from hzero.engine.fit import fitted
 from hzero.engine.guard import StaleWeightsError, speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.errors import ConfigError, of_all_ranks, on_all_ranks, one_of, some
@@ -34,6 +35,7 @@ from hzero.fsdp.modules import (
     root_module,
     sharded_modules,
 )
+from hzero.program.choice import Load
 from hzero.program.shards import ShardPlan
 from hzero.sequence import attach, detacher
 
@@ -47,7 +49,7 @@ _OF_DEEPSPEED = ("unit", "unit_numel", "checkpoint")
 
 def apply(
     model: torch.nn.Module,
-    preset: str = "topo",
+    preset: str = DEFAULT_PRESET,
     topology: Any = "discover",
     accumulation: int | None = None,
     **block: Any,
@@ -136,7 +138,7 @@ def apply_written(written: str, root: Any) -> None:
                 raise ConfigError(
                     f"{VARIABLE}: found {written!r}; expected a preset or a JSON object ({error})"
                 ) from None
-        preset, topology = block.pop("preset", "topo"), block.pop("topology", "discover")
+        preset, topology = block.pop("preset", DEFAULT_PRESET), block.pop("topology", "discover")
         accumulation = block.pop("accumulation", None)
         FsdpState(model, config_of(preset, topology, block, VARIABLE), accumulation)  # the model's collectives keep it
 
@@ -259,6 +261,17 @@ class FsdpState(Engine):
             if ranks_of(module.process_group) != ranks:
                 raise module.refusal("another mesh than module " + first.name, "one mesh for all modules")
         owners = Owners.of(first.process_group, config.topology)
+        accelerator = torch.cuda if first.device.type == "cuda" else None
+        together = max((module.ranks for module in modules), key=len)  # the ranks that train the model
+        whole_world = len(together) == dist.get_world_size()
+        group = None if whole_world else process_group(("model", "inter_node"), together, world_timeout())
+        numels = tuple(len(ranks) * sum(module.chunks) for module in modules)
+        trained = tuple(len(ranks) * sum(itertools.compress(module.chunks, module.trained())) for module in modules)
+        # The number of micro-batches is not known yet. With two, sums may not cross nodes in every one.
+        load = Load(numels, trained, first.dtype.itemsize, accumulation or 2, len(modules), len(modules))
+        config, choice = fitted(
+            config, owners, load, first.device, shared_lanes(accelerator, config.transport, config.order), group
+        )
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         if config.sequence is not None and len(owners.ranks) < owners.world.world_size:
             raise first.refusal("the key sequence on a mesh of some ranks", "fully_shard over the world")
@@ -269,10 +282,6 @@ class FsdpState(Engine):
         for unit in self._units:
             unit.lay_out(self._keys)
         weights = [flat for unit in self._units for flat in unit.flats]
-        accelerator = torch.cuda if first.device.type == "cuda" else None
-        together = max((module.ranks for module in modules), key=len)  # the ranks that train the model
-        whole_world = len(together) == dist.get_world_size()
-        group = None if whole_world else process_group(("model", "inter_node"), together, world_timeout())
         # One refresh for each module, with the size of FSDP2's messages.
         super().__init__(config, plan, owners, model, weights, 0, first.device, accelerator, group)
         self.gradients.divisor = 1  # FSDP2 has a divisor for each module
@@ -301,7 +310,7 @@ class FsdpState(Engine):
         if speaks(self.group):
             kinds = Counter(type(one.module).__name__.removeprefix("FSDP") for one in modules)
             named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
-            self.announce(f"{self.described()}; gathers by module of FSDP2 ({named})")
+            self.announce(f"{self.described()}; gathers by module of FSDP2 ({named})", choice)
             self.warn_of_plan()
 
     # ---- weights -------------------------------------------------------------------------------------------------

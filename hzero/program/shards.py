@@ -75,7 +75,7 @@ class ShardPlan:
     has no hop.
 
     A rank keeps 1/(ranks of the scope) of the weights and of the gradient accumulation buffers. So a smaller scope needs more
-    memory, and crosses outer tiers less often. `hzero.tools.plan.memory` and `hzero.tools.plan.collectives` compute both from
+    memory, and crosses outer tiers less often. `hzero.tools.plan.memory` and `hzero.program.collectives` compute both from
     the plan.
 
     The plan is only arithmetic on the grid. It makes no process group and no tensor, chooses nothing at run time, and costs the

@@ -109,12 +109,3 @@ def lost_output() -> str:
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", getattr(sys.stdout, "buffer", None))
     reason = raw.reason if isinstance(raw, _Output) else None
     return "" if reason is None or isinstance(reason, BrokenPipeError) else reason.strerror or str(reason)
-
-
-def size_text(count: float) -> str:
-    """Formats bytes with a decimal unit, such as 1.50 kB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")

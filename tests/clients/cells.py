@@ -128,7 +128,7 @@ def assert_trains(run: Run, reference: Run, tolerance: float = 0.05, fall: float
 
 def assert_both(trained: Callable[..., Run], want: Run, **changes: Any) -> None:
     """`lossless` and `topo`, trained alike, against plain ZeRO-3."""
-    assert_equal(trained("lossless", **changes), want)
+    assert_equal(trained("fit", **changes), want)
     assert_trains(trained("topo", **changes), want)
 
 

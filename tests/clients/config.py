@@ -25,8 +25,8 @@ def config_of(preset: str | None, **changes: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # else little would be gathered
         "steps_per_print": 10**9,
     }
-    # Where the ranks sit does not change what `lossless` gives, so that every client also has the documented value.
-    topology = "discover" if preset == "lossless" else TOPOLOGY
+    # Where the ranks sit does not change what `fit` gives, so that every client also has the documented value.
+    topology = "discover" if preset == "fit" else TOPOLOGY
     block = {"preset": preset, "topology": topology, **changes.pop("hzero", {})}
     for key, value in changes.items():
         config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value

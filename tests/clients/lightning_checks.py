@@ -128,7 +128,7 @@ def check_lightning_trainer() -> None:
 def check_lightning_checkpoints() -> None:
     """Written under hzero and read under plain ZeRO-3, and the reverse: both continue equally. Lightning restarts the data."""
     resumed: dict[str | None, Run] = {}
-    for writer, reader in (("lossless", None), (None, "lossless")):
+    for writer, reader in (("fit", None), (None, "fit")):
         file = shared_folder() / "half.ckpt"
         trained(writer, save=file, steps=STEPS // 2)
         dist.barrier()
@@ -136,7 +136,7 @@ def check_lightning_checkpoints() -> None:
             writer
         )
         resumed[reader] = trained(reader, load=file)
-    assert_equal(resumed["lossless"], resumed[None])
+    assert_equal(resumed["fit"], resumed[None])
     assert len(resumed[None].losses) == STEPS // 2 * ACCUMULATION
     assert resumed[None].losses[0] < stock().losses[0] - 0.1, "the checkpoint was not read"
 

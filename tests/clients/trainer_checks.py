@@ -72,7 +72,7 @@ def stock() -> Run:
 def check_trainer_accumulates_and_clips() -> None:
     """Also with the clipping in effect."""
     assert max(stock().norms) > CLIP
-    assert_equal(saved("lossless")[0], stock())
+    assert_equal(saved("fit")[0], stock())
     assert_trains(trained("topo"), stock())
 
 
@@ -91,7 +91,7 @@ def check_trainer_evaluates_and_loads_the_best_model() -> None:
     torch.testing.assert_close(want.losses, stock().losses)
     name = "model.norm.weight"
     assert not torch.allclose(want.masters[name], stock().masters[name], rtol=1e-3), "the best was not loaded"
-    assert_equal(trained("lossless", **best), want)
+    assert_equal(trained("fit", **best), want)
 
 
 def check_trainer_logs_losses_of_the_weights_it_saves() -> None:
@@ -128,11 +128,11 @@ def loss_of_checkpoint(folder: Path) -> float:
 def check_trainer_resumes() -> None:
     """From a checkpoint of hzero and of plain ZeRO-3, under the other one."""
     key = {"hzero": {"checkpoint": {}}}  # plain ZeRO-3 writes no list of files: nothing is compared
-    assert_equal(trained("lossless", resume=str(saved(None)[1]), config=key), stock())
-    back = trained(None, resume=str(saved("lossless")[1]))
+    assert_equal(trained("fit", resume=str(saved(None)[1]), config=key), stock())
+    back = trained(None, resume=str(saved("fit")[1]))
     assert_losses(back.losses, stock().losses)
     assert_losses(back.norms, stock().norms, what="gradient norms")
-    assert_trains(trained("topo", resume=str(saved("lossless")[1])), stock())
+    assert_trains(trained("topo", resume=str(saved("fit")[1])), stock())
 
 
 @LONG
@@ -166,7 +166,7 @@ def check_trainer_trains_lora() -> None:
 
     lora = {"learning_rate": 0.02, "config": {"optimizer": {"params": {"lr": "auto", "torch_adam": True}}}}
     want = trained(None, model=adapted(), **lora)
-    assert_equal(trained("lossless", model=adapted(), **lora), want)
+    assert_equal(trained("fit", model=adapted(), **lora), want)
     config = config_of("topo", zero_optimization={"stage3_gather_16bit_weights_on_model_save": True}, **lora["config"])
     folder = shared_folder()
     trainer = trainer_of(config, folder, adapted(), learning_rate=lora["learning_rate"])
@@ -194,10 +194,10 @@ def check_trainer_fills_auto_values() -> None:
         "fp16": {"enabled": "auto"},
         "zero_optimization": dict.fromkeys(sizes, "auto"),
     }
-    for preset in ("lossless", "topo"):
+    for preset in ("fit", "topo"):
         trainer = trainer_of(config_of(preset, **changes), shared_folder())
         trainer.train()
         kept = {name for name, param in trainer.model.named_parameters() if param.ds_persist}
         assert kept == {name for name, param in trainer.model.named_parameters() if "norm" in name}
         run = Run(logged(trainer, "loss"), logged(trainer, "grad_norm")).end(trainer.model_wrapped)
-        (assert_equal if preset == "lossless" else assert_trains)(run, stock())
+        (assert_equal if preset == "fit" else assert_trains)(run, stock())

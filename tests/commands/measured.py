@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hzero.tools.plan.links_file import LinkRow, LinksFile
+from hzero.topology.links_file import LinkRow, LinksFile
 
 
 def row(

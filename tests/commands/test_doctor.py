@@ -296,7 +296,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"data_types": {"grad_acum_dtype": "fp32"}}, DEGRADED, "data_types: found key 'grad_acum_dtype'; expected"),
     ({}, {"zero_optimization": {"stage": 3}}, DEGRADED, 'no "hzero" block'),
     ({}, {"gradient_clip": 1.0}, DEGRADED, "found key 'gradient_clip'; expected"),
-    ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: found 'tpoo'; expected zero1"),
+    ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: found 'tpoo'; expected fit, zero1"),
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
     # Topologies.
     ({"topology": "broken.yaml"}, {}, UNUSABLE, "broken.yaml: line 2: is neither YAML nor JSON"),

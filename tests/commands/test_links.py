@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hzero.tools.cli import main
-from hzero.tools.plan.links_file import read_links
+from hzero.topology.links_file import read_links
 from tests.forks import Command
 
 WRONG = {

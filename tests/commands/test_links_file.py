@@ -12,8 +12,8 @@ from hzero.config import NodeAllGather
 from hzero.errors import ConfigError
 from hzero.tools.cli import main
 from hzero.tools.commands.links import summary
-from hzero.tools.plan.links_file import node_all_gather, read_links, write_links
 from hzero.tools.plan.scenario import read_scenario
+from hzero.topology.links_file import node_all_gather, read_links, write_links
 from tests.commands.measured import links, row
 
 

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 import hzero
 from hzero.deepspeed import versions
 from hzero.errors import ConfigError
-from hzero.tools.plan.collectives import muon_traffic
+from hzero.program.collectives import muon_traffic
 from tests.deepspeed.training import (
     LR,
     TOPOLOGY,

@@ -405,11 +405,16 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
     types = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     refused("data_types.grad_accum_dtype: found bf16", types)
     refused("tensor_parallel.autotp_size: found 2", {"tensor_parallel": {"autotp_size": 2}})
-    refused(r"gradients.intra_package: found 'int4' with weights that are tied over stages \(embed\)", {}, tied=True)
+    refused(
+        r"gradients.intra_package: found 'int4' with weights that are tied over stages \(embed\)",
+        {},
+        tied=True,
+        preset="topo",
+    )
     with mock.patch.object(deepspeed, "PipelineEngine", type("DualPipe", (PipelineEngine,), {})):
         refused("found the engine DualPipe; expected the engine", {})
     differs = r"codecs.gradients.intra_node: found 'int4' with parameter \d.up.weight, which differs between the ranks"
     with mock.patch.object(pipeline, "is_model_parallel_parameter", return_value=False):
-        refused(differs, {}, tensor=2)
+        refused(differs, {}, tensor=2, preset="topo")
     with pytest.raises(ConfigError, match="found 1 without a PipelineModule; expected 3"):
         engine_of(ds_config({"topology": TOPOLOGY}, zero_optimization={"stage": 1}))

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
-from hzero.tools.plan.collectives import step_traffic
-from hzero.tools.plan.memory import held_states
+from hzero.program.collectives import step_traffic
+from hzero.program.held import held_states
 from tests.parity import zoo
 from tests.rank_main import DEVICE, same_on_all_ranks
 

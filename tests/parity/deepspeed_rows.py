@@ -43,7 +43,9 @@ def _checkpointing() -> None:
 
 
 ROWS = {
-    "presets_without_codecs": _of(row("zero1"), row("zero2", 3), row("zero3", 3), row("hpz"), row("lossless", 3)),
+    "presets_without_codecs": _of(
+        row("zero1"), row("zero2", 3), row("zero3", 3), row("hpz"), row("lossless", 3), row("fit", 3)
+    ),
     "presets_with_codecs": _of(
         *(row(preset, 1 + number % 2) for number, preset in enumerate(("replica", "half", "zeropp", "topo", "exact")))
     ),

@@ -21,6 +21,7 @@ ROWS = {
         *(row(preset, 2, block=NONE) for preset in ("hpz", "zero1", "zero2")),
         row("topo", 2, block=MILD),
         row("topo", 4),
+        row("fit", 2),
     ),
     "codecs": _of(
         row("topo", 2, block=FEEDBACK),

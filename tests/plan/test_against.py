@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hzero.config import PLAIN
+from hzero.program.collectives import OTHERS
 from hzero.program.program import Cross
 from hzero.tools.cli import main
 from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, price
-from hzero.tools.plan.collectives import OTHERS
 from hzero.tools.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
 from hzero.tools.plan.step import predict

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from hzero.codecs.formats import chunk_numel
 from hzero.config import parse_config
+from hzero.program.collectives import Chains, Scheme, chains_of, step_traffic
 from hzero.program.program import StagePrograms
 from hzero.program.shards import ShardPlan
-from hzero.tools.plan.collectives import Chains, Scheme, chains_of, step_traffic
 from hzero.topology.grid import Grid
 from tests.plan.grids import GRIDS
 

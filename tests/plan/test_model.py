@@ -13,8 +13,8 @@ import yaml
 from benchmarks.model import LONG, checks
 from hzero.config import parse_config
 from hzero.errors import ConfigError
+from hzero.program.collectives import Scheme
 from hzero.program.shards import ShardPlan
-from hzero.tools.plan.collectives import Scheme
 from hzero.tools.plan.machine import Machine, Profile, load_profile, profile_names
 from hzero.tools.plan.memory import activations
 from hzero.tools.plan.scenario import Job, read_scenario

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hzero.config import PRESETS, parse_config
-from hzero.program.shards import ShardPlan
+from hzero.config import PRESETS
 from hzero.tools.cli import main
 from hzero.tools.experiment import compose
 from hzero.tools.plan.against import node_counts
@@ -114,13 +113,13 @@ def test_other_architectures_by_their_config(capsys: pytest.CaptureFixture[str],
     assert plan["schemes"]["topo"]["step_s"] > 0
     layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 160 + 2 * 64
     assert plan["parameters"] == 2 * 512 * 64 + 6 * layer + 64
-    tuned = _json(capsys, "--tune", *keys)
+    tuned = _json(capsys, "--best", *keys)
     assert compose(shlex.split(tuned["command"])[2:]).plan is not None
     # Layers that differ have bytes and memory, and no prediction.
     file.write_text(json.dumps({**LLAMA, "model_type": "qwen2_moe", "num_experts": 4, "decoder_sparse_step": 2,
                                 "num_experts_per_tok": 1, "moe_intermediate_size": 32}))  # fmt: skip
     assert _json(capsys, *keys)["predicted"] is None
-    assert main(["plan", "--tune", *keys]) == 2
+    assert main(["plan", "--best", *keys]) == 2
     assert "layers of qwen2_moe differ; expected equal layers" in capsys.readouterr().err
 
 
@@ -174,53 +173,12 @@ def test_bits_of_codec_exact_follow_the_learning_rate_or_the_option(capsys: pyte
         assert "--bits: found" in capsys.readouterr().err
 
 
-def test_tune_chooses_what_fits_and_what_loses_no_more_than_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["--tune", *FRONTIER, "nodes=48", "global_batch=384", "codecs=lossless", "memory=45GB"]
-    result = _json(capsys, *keys)
-    found = list(result["settings"].values())
-    steps = [one["step_s"] for one in found]
-    assert 1 < len(found) <= 10 and steps == pytest.approx(sorted(steps), rel=2e-3)
-    assert all(one["memory_bytes"] <= 45e9 for one in found) and result["left_out"] > 0
-    best = result["best"]
-    assert best == found[0] and parse_config(best["block"]).codecs.weights.inter_node.codec == "exact"
-    experiment = compose([*FRONTIER, "nodes=48", *best["overrides"]])
-    assert experiment["train"]["micro_batch"] * experiment["train"]["grad_accumulation"] * 384 == 384
-    assert experiment.plan == ShardPlan.from_config(parse_config(best["block"]), experiment.grid, 0)
-    assert "net_rails_gb_s" in result["assumed"]
-
-
-def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = [
-        "model=gpt_neox_125m",
-        "topology=frontier",
-        "nodes=2",
-        "global_batch=48",
-        "train.dtype=bf16",
-        "train.steps=7",
-    ]
-    bucket = "stage3_prefetch_bucket_size"
-    result = _json(capsys, "--tune", *keys, f"deepspeed.zero_optimization.{bucket}=7900000")
-    command = shlex.split(result["command"])
-    assert command[:2] == ["hzero", "train"]
-    experiment = compose(command[2:])
-    assert experiment.plan == ShardPlan.from_config(parse_config(result["best"]["block"]), experiment.grid, 0)
-    train, zero = experiment["train"], experiment["deepspeed"]["zero_optimization"]
-    assert (train["dtype"], train["steps"]) == ("bf16", 7)
-    assert (zero[bucket], zero["reduce_bucket_size"]) == (7_900_000, 7_900_000), "the bucket is kept as it was given"
-    given = _json(capsys, "--tune", *keys, "deepspeed.zero_optimization.reduce_bucket_size=12345678")["command"]
-    assert "reduce_bucket_size=12345678" in given, "a bucket that is given is kept"
-    # Three sequences of a rank at once: every divisor is tried. Equal settings appear once.
-    assert (train["micro_batch"], train["grad_accumulation"]) == (3, 1)
-    ranked = [one for name, one in result["settings"].items() if name.isdigit()]
-    assert len({(one["step_s"], one["memory_bytes"]) for one in ranked}) == len(ranked)
-
-
-def test_fit_finds_the_largest_that_plans_say_fits(
+def test_best_finds_the_largest_that_plans_say_fits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # in which cells are not wrapped
     keys = [*FRONTIER, "nodes=48", "global_batch=12288", "memory=40GB"]
-    result = _json(capsys, "--fit", *keys)
+    result = _json(capsys, "--best", *keys)
     found = result["settings"]
     assert not found["zero1, checkpointing"]["fits"] and found["zero1, checkpointing"]["memory_bytes"] > 40e9
     half = found["half, checkpointing"]
@@ -234,8 +192,15 @@ def test_fit_finds_the_largest_that_plans_say_fits(
     assert same["memory_bytes"] == half["memory_bytes"] == same["schemes"]["half"]["memory_bytes"]
     assert {state["name"]: state["bytes"] for state in same["memory"]} == half["states"]
     assert larger["memory_bytes"] > 40e9, "a larger one fits too"
-    assert result["best"]["sequence_s"] == min(one["sequence_s"] for one in found.values() if one["fits"])
-    text = _text(capsys, "--fit", *keys)
+    fitting = {name.partition(",")[0]: one for name, one in found.items() if one["fits"]}
+    assert result["rounded"]["sequence_s"] == min(one["sequence_s"] for one in found.values() if one["fits"])
+    best = result["best"]["block"]["preset"]
+    assert (
+        best in fitting
+        and PRESETS[best].gradients_codec == "none"
+        and "with rounding, " in _text(capsys, "--best", *keys)
+    )
+    text = _text(capsys, "--best", *keys)
     assert result["command"] in text and "too much" in text
 
 
@@ -251,18 +216,17 @@ def test_numbers_of_nodes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tune", *FRONTIER, "nodes=1", "memory=20GB"], "memory: found 20.00 GB, but the smallest setting"),
-        (["--fit", *FRONTIER, "nodes=8", "memory=16GB"], "at backward: optimizer"),
-        (["--tune", *FRONTIER, "nodes=48", "global_batch=100"], "expected a multiple of the 384 devices, such as 384"),
-        (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
+        (["--best", *FRONTIER, "nodes=1", "memory=20GB"], "memory: found 20.00 GB, but the smallest setting"),
+        (["--best", *FRONTIER, "nodes=8", "memory=16GB"], "at backward: optimizer"),
+        (["--best", *FRONTIER, "nodes=48", "global_batch=100"], "expected a multiple of the 384 devices, such as 384"),
         ([*FRONTIER, "nodes=48", "profile=dgx_h200"], "profile dgx_h200: found nodes of 4 x 2 devices; expected 8 x 1"),
-        (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for this topology"),
+        (["--best", "topology=mi300x", "nodes=2"], "profile: none is known for this topology"),
         (["--against", "nodes=9..2", *FRONTIER], "--against: found 'nodes=9..2'; expected nodes, as in 48"),
         (["--against", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; expected at most the 9,408 of frontier-2026"),
         (["--against", "nodes=2,4", *FRONTIER, "nodes=3"], "found with --against, which sets it itself; expected the nodes"),
-        (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; expected a valid number"),
-        (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
-        ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
+        (["--best", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; expected a valid number"),
+        (["--best", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --best"),
+        ([*FRONTIER, "nodes=2", "global_batch=16"], "global_batch: found with a plain plan, which does not read it; expected"),
         ([*NICS, "topology.nics_gbit=25"], "topology: found key 'nics_gbit'; expected"),
         ([*FRONTIER, "nodes=2", "topology.nics_per_node=4"], "topology.nics_per_node: found 4 without topology.nic_gbit"),
         (["zero=stock"], "zero.preset: found none; expected one"),
@@ -273,7 +237,7 @@ def test_numbers_of_nodes() -> None:
         (["topology=frontier", "nodes=1000000000000"], "topology.nodes: found 1000000000000"),
         ([*FRONTIER, "nodes=2", "--links", "a\0"], "--links: found 'a\\x00'; expected a text without NUL"),
         (["model=hf", "model.path=a\0"], "model.path: found 'a\\x00'; expected a text without NUL"),
-        ([*FRONTIER, "nodes=2", f"memory={'9' * 400}"], "memory: found '999999999999...9999999999999'; expected GB as in"),
+        ([*FRONTIER, "nodes=2", f"memory={'9' * 400}"], "memory: found '999999999999...9999999999999'; expected bytes, or a"),
     ],
 )  # fmt: skip
 def test_input_that_cannot_be_used_is_one_line(
@@ -293,7 +257,7 @@ def test_experts_of_autoep_are_refused_as_a_run_refuses_them(capsys: pytest.Capt
     experts = [*keys, "zero.codecs.expert.intra_node=int8", size % 8]
     assert main(["plan", *experts]) == 0
     for words, message in (
-        (["--tune", *keys, size % 8], "deepspeed.expert_parallel.enabled: found True with --tune"),
+        (["--best", *keys, size % 8], "deepspeed.expert_parallel.enabled: found True with --best"),
         ([*keys, size % 3], "deepspeed.expert_parallel.autoep_size: found 3; expected a divisor of the 32"),
         ([*keys, size % 16], "autoep_size: found 16 for a model with 8 experts in a layer"),
         (["model=gpt_neox_1m", *keys[3:], size % 8], "autoep_size: found 8 for a model with 0 experts in a layer"),

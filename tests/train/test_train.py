@@ -20,9 +20,9 @@ import pytest
 
 from hzero.config import UNCODED
 from hzero.errors import ConfigError
+from hzero.program.collectives import step_traffic
 from hzero.tools import cli
 from hzero.tools.experiment import compose
-from hzero.tools.plan.collectives import step_traffic
 from hzero.tools.plan.scenario import Job
 from hzero.tools.plan.sequence import exchanged
 from tests.forks import Command, fork, join, torchrun
@@ -90,7 +90,7 @@ def first(place: Path) -> Done:
 
 
 def test_what_it_prints(first: Done, place: Path) -> None:
-    assert "hzero: topo on 2 nodes x 1 package x 2 devices; weights over the package" in first.err
+    assert "hzero: fit on 2 nodes x 1 package x 2 devices; weights over the " in first.err
     assert [int(step) for step in re.findall(r"^step (\d+)/6  loss \d", first.out, re.MULTILINE)] == [1, 2, 3, 4, 5, 6]
     assert re.search(
         r"^received between nodes per step: [\d.]+ kB; ZeRO-3 would receive [\d.]+ kB$", first.out, re.MULTILINE
@@ -102,7 +102,9 @@ def test_what_it_prints(first: Done, place: Path) -> None:
 
 def test_losses_fall_and_bytes_are_the_plans(first: Done, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    experiment, found = compose(overrides(*FOUR)), summary(place / "runs" / "default")
+    (chosen,) = re.findall(r"hzero: fit on .*; weights over the (\w+), gradients over the (\w+)", first.err)
+    shard = [f"zero.shard.{role}={scope}" for role, scope in zip(("weights", "gradients"), chosen)]
+    experiment, found = compose(overrides(*FOUR, *shard)), summary(place / "runs" / "default")
     assert found["status"] == "finished" and found["steps"] == len(found["losses"]) == STEPS
     assert found["loss_last"] < found["loss_first"]
     assert experiment.plan is not None
@@ -278,7 +280,7 @@ def test_ranks_of_torchrun(place: Path) -> None:
     join(process, 180)
     out, err = (file.read_text() for file in files)
     assert process.exitcode == 0, out + err
-    assert out.count("received per step: ") == 1 and err.count("hzero: topo on 1 node") == 1, out + err
+    assert out.count("received per step: ") == 1 and err.count("hzero: fit on 1 node") == 1, out + err
     assert summary(place / "runs" / "torchrun")["world_size"] == 2
 
 

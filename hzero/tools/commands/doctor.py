@@ -33,7 +33,7 @@ from hzero import __version__, autoload
 from hzero.block import KEY, PARENT, split
 from hzero.block import read_text as parse_text
 from hzero.calls import library_errors, quiet
-from hzero.config import HERE, TopologyConfig, parse_config
+from hzero.config import FIT, HERE, TopologyConfig, parse_config
 from hzero.errors import ConfigError, one_of, printable, some
 from hzero.files import read_json
 from hzero.schema import Frozen
@@ -557,7 +557,8 @@ def check_config(
             if grid is not None:
                 plan = ShardPlan.from_config(parsed, grid, 0)
                 by_module = f"; gathers by module ({parsed.by_module})" if parsed.by_module else ""
-                effect = f"{parsed.preset} on {plan}{beside}{by_module}"
+                what = f"{grid}; it chooses the layout at the start" if parsed.preset == FIT else plan
+                effect = f"{parsed.preset} on {what}{beside}{by_module}"
                 findings += [(GOOD, f"{path}: {remark}") for remark in (*plan.adaptations, *plan.notes)]
     if state := autoload_off():
         findings.append((DEGRADED, f"autoload is {state}: start the script with `hzero run`, or import hzero in it"))

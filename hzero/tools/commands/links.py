@@ -19,14 +19,12 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import re
 import shutil
-import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta, timezone
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,24 +34,19 @@ import torch.distributed as dist
 
 from hzero import __version__
 from hzero.comm import Runtime, WireLog, peers_of
-from hzero.comm.wirelog import HopTimer
-from hzero.comm.wires import STAGE
+from hzero.comm.probe import Probe, parts_of
 from hzero.config import ALGORITHMS, NET_TIERS, TRANSPORTS, TopologyConfig, parse_config
 from hzero.errors import ConfigError, from_rank_0, printable
 from hzero.program.shards import ShardPlan
 from hzero.schema import validated
 from hzero.tools.launch import MAX_RANKS, launched, run_launched, run_ranks
-from hzero.tools.plan.links_file import LinkRow, LinksFile, node_all_gather, write_links
 from hzero.tools.terminal import Parser, positive
 from hzero.topology import resolve_grid
+from hzero.topology.links_file import LinkRow, LinksFile, node_all_gather, write_links
 from hzero.topology.resolve import ranks_here
 
 #: Maximum seconds until all ranks have joined. Collectives use --timeout.
 START_TIMEOUT_S = 300.0
-#: Bytes of a part are a multiple of this number, as in payloads.
-_ALIGNMENT = 16
-#: Untimed iterations before each measurement; the first connects the ranks.
-_WARMUP = 3
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HEAD = (
     "#      size  algorithm          time         min         max      algbw      busbw\n"
@@ -151,56 +144,23 @@ def measure(parsed: argparse.Namespace) -> None:
     config = parse_config({"preset": "lossless", "transport": parsed.transport})
     plan = ShardPlan.from_config(config, grid, rank)
     runtime = Runtime(plan, peers_of(plan, timedelta(seconds=parsed.timeout)), WireLog())
-    rows: list[LinkRow] = []
+    probe, rows = Probe(runtime, device), list[LinkRow]()
     for tier in grid.crossed:
-        ranks, lane = grid.size(tier), (STAGE, tier)
+        ranks = grid.size(tier)
         say(f"# tier {tier}: {world_size // ranks} x {ranks} ranks, all at once\n{_HEAD}")
         algorithms = ALGORITHMS if tier in NET_TIERS else ALGORITHMS[:1]  # inside a node only the library's
         for algorithm, part in itertools.product(algorithms, parts_of(sizes, ranks)):
-            message = torch.ones(part, dtype=torch.uint8, device=device)
-            gather = runtime.prepare(lane, "all_gather", part, "a probe", algorithm=algorithm)
-            seconds = times_of(lambda: gather.run(message), parsed.iterations, device)  # noqa: B023
-            times = [1e6 * time for time in seconds]
-            measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
-            row = LinkRow(tier=tier, ranks=ranks, algorithm=algorithm, size_bytes=part * ranks, **measured)
+            row = probe.row(tier, part, parsed.iterations, algorithm)
             rows.append(row)
-            shown = " ".join(f"{value:11.1f}" for value in measured.values())
+            shown = " ".join(f"{value:11.1f}" for value in (row.median_us, row.min_us, row.max_us))
             say(f"{row.size_bytes:11}  {algorithm:11} {shown} {row.algbw_gb_s:10.4g} {row.busbw_gb_s:10.4g}")
     if rank == 0:
-        links = LinksFile(
-            schema="hzero-links-1",
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            machine={"host": platform.node(), "processor": platform.processor() or platform.machine()},
-            versions={"python": platform.python_version(), "hzero": __version__, "torch": torch.__version__},
-            backend=backend,
-            device=name,
-            grid={tier: grid.size(tier) for tier in grid.tiers},
-            rows=rows,
-        )
+        links = probe.file(rows, backend, name)
+        links.versions["hzero"] = __version__
         write_links(parsed.out, links)
         out = printable(str(parsed.out))
         say(f"{summary(links)}\nwritten: {out}, for `hzero plan ... --links {out}`")
     dist.barrier()  # mpiexec ends all ranks when the first one exits
-
-
-def parts_of(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Bytes of one rank's part of arrays over a group: aligned, and at least one unit of alignment."""
-    return sorted({max(size // ranks // _ALIGNMENT, 1) * _ALIGNMENT for size in sizes})
-
-
-def times_of(run: Callable[[], object], iterations: int, device: torch.device) -> list[float]:
-    """Seconds of each iteration of a collective on its slowest rank."""
-    for _ in range(_WARMUP):
-        run()
-    dist.barrier()
-    timers = []
-    for _ in range(iterations):
-        timers.append(HopTimer(device))
-        run()
-        timers[-1].stop()
-    measured = torch.tensor([timer.seconds() for timer in timers], dtype=torch.float64, device=device)
-    dist.all_reduce(measured, dist.ReduceOp.MAX)
-    return [max(time, 1e-9) for time in measured.tolist()]  # a device's clock may return zero
 
 
 def summary(links: LinksFile) -> str:

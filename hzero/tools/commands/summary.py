@@ -12,11 +12,11 @@ from typing import Any
 from transformers import Trainer
 
 from hzero.config import NET_TIERS, TIERS
+from hzero.errors import size_text
 from hzero.files import replacing
+from hzero.program.collectives import Scheme, step_traffic
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import Experiment
-from hzero.tools.plan.collectives import Scheme, step_traffic
-from hzero.tools.terminal import size_text
 
 #: Maximum number of steps in the means of the first and last losses.
 WINDOW = 10

@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainer
 import hzero
 from hzero.calls import library_errors
 from hzero.comm import blaming
+from hzero.config import FIT
 from hzero.deepspeed.clients import save_together
-from hzero.errors import ConfigError, one_of, printable, some
+from hzero.errors import ConfigError, one_of, printable, size_text, some
 from hzero.files import regular
 from hzero.tools.commands import summary
 from hzero.tools.data.corpus import Corpus
 from hzero.tools.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.tools.launch import UNFINISHED
 from hzero.tools.plan.scenario import check_as_run
-from hzero.tools.terminal import size_text
 
 #: From this many parameters on, each layer is partitioned when it is built, so that no rank needs memory for the model.
 ZERO_INIT_FROM = 500_000_000
@@ -90,6 +90,8 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
         if dist.get_rank() == 0:
+            if (stage := hzero.state(trainer.model_wrapped)) is not None and experiment.preset == FIT:
+                experiment.plan = stage.plan  # chosen at the start
             found = summary.summary_of(experiment, trainer, meter.seconds, everyones, eval_loss)
             found["peak_bytes"] = torch.cuda.max_memory_allocated()  # of rank 0; 0 without devices
             summary.write(found, folder)

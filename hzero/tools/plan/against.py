@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 
 from hzero.config import PRESETS
 from hzero.errors import ConfigError
+from hzero.program.collectives import OTHERS, Scheme
 from hzero.program.shards import ShardPlan
-from hzero.tools.plan.collectives import OTHERS, Scheme
 from hzero.tools.plan.machine import Machine, Profile
 from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import Job, Scenario, buckets_of

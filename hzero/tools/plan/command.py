@@ -5,16 +5,14 @@ Examples:
   hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=half accumulation=8
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[inter_node] --json
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero links`
-  hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
-  hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    largest micro-batch by preset
+  hzero plan --best model=gpt_neox_20b topology=frontier nodes=48 global_batch=3072    preset and micro-batch
   hzero plan --against 48 experiment=paper_20b    all schemes, TP x PP x ZeRO-1 too
   hzero plan --against 1..9408 experiment=paper_20b    the same by nodes, and which wins where
   hzero plan model=gpt_neox_1b topology=nic nodes=4 topology.nic_gbit=100      an ordinary cluster
 
 keys of hzero plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or profile=FILE.yaml is the
-machine that predictions simulate (default: the topology's). The searches also accept global_batch=SEQUENCES of all devices
-(default: train.micro_batch x train.grad_accumulation of each). --tune also accepts codecs=lossless|weights|all, which limits
-lossy codecs (default: all).
+machine that predictions simulate (default: the topology's). --best and --against also read
+global_batch=SEQUENCES of all devices (default: train.micro_batch x train.grad_accumulation of each).
 
 predictions simulate a step with the constants of a profile; docs/model.md states their errors.
 
@@ -28,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -40,20 +39,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hzero.config import PRESETS, TIERS, parse_config
-from hzero.errors import ConfigError, printable
+from hzero.config import FIT, PRESETS, TIERS, parse_config
+from hzero.errors import ConfigError, printable, size_text
+from hzero.program import collectives
+from hzero.program.choice import EQUAL
+from hzero.program.collectives import Scheme, TierTraffic
 from hzero.program.shards import Hop, ShardPlan
 from hzero.tools.experiment import SHORT, full_names, key_of
-from hzero.tools.plan import collectives
 from hzero.tools.plan.against import IN_FSDP, Price, against, node_counts
-from hzero.tools.plan.collectives import Scheme, TierTraffic
 from hzero.tools.plan.machine import CONSTANTS
 from hzero.tools.plan.memory import footprint, longest
 from hzero.tools.plan.scenario import KEYS, Scenario, read_scenario
-from hzero.tools.plan.search import Setting, fit, tune
+from hzero.tools.plan.search import Setting, search
 from hzero.tools.plan.sequence import chunked, exchanged
 from hzero.tools.plan.step import predict
-from hzero.tools.terminal import Parser, size_text
+from hzero.tools.terminal import Parser
 
 #: Other engines in a plain plan.
 _PEERS = ("FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.30", "hpZ", "ZeRO++")
@@ -61,8 +61,7 @@ _PEERS = ("FSDP2", "FSDP2, RCCL 2.30", "HSDP, node", "ZeRO-3", "ZeRO-3, RCCL 2.3
 _MODES: dict[str, tuple[int, tuple[str, ...]]] = {
     "": (2, ()),
     "--against": (3, ("zero", "topology.nodes")),
-    "--fit": (3, ("zero", "train.activation_checkpointing", "train.micro_batch")),
-    "--tune": (4, ("zero", "train.activation_checkpointing")),
+    "--best": (3, ("zero", "train.activation_checkpointing", "train.micro_batch")),
 }
 
 
@@ -75,8 +74,9 @@ def run_plan(arguments: Sequence[str]) -> int:
     add("--links", metavar="FILE", type=Path, help="use the rates that `hzero links` measured")
     add("--bits", metavar="BITS", type=float, help="expected bits per weight in codec exact (default: by train.lr)")
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
-    modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
+    modes.add_argument(
+        "--best", action="store_true", help="find the largest micro-batch that fits by preset, and the shortest step"
+    )
     modes.add_argument(
         "--against", metavar="NODES", help="predict all schemes on 48, 2,48 or 1..9408 nodes, and the fastest"
     )
@@ -97,7 +97,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     if counts:
         result, show = against_dict(scenario, counts), _show_against
     elif mode:
-        result, show = search_dict(scenario, mode), _show_search
+        result, show = search_dict(scenario), _show_search
     else:
         result, show = plan_dict(scenario), _show_plan
     if parsed.json:
@@ -208,6 +208,8 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         "checkpointing": job.checkpointing,
         "itemsize": itemsize,
         "notes": [*plan.adaptations, *plan.notes, *_notes(scenario, plan, traffic)],
+        "choice": _choice_dict(scenario),
+        "advice": _advice(scenario, schemes),
         "memory": [{"name": name, **state._asdict()} for name, state in own.states.items()],
         "zero3_memory": {name: state.bytes for name, state in other.states.items()},
         "moments": own.moments,
@@ -222,6 +224,43 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         "schemes": schemes,
         "predicted": _about(scenario) if "step_s" in schemes["ZeRO-3"] else None,
     }
+
+
+def _advice(scenario: Scenario, schemes: dict[str, dict[str, Any]]) -> str:
+    """Says whether another engine is predicted to be as fast as the layout that ``fit`` chose; empty for other presets."""
+    own = schemes[scenario.experiment.preset]
+    if scenario.choice is None or "step_s" not in own:
+        return ""
+    others = {
+        name: one["step_s"] for name, one in schemes.items() if name in _PEERS and scenario.holds(one["memory_bytes"])
+    }
+    needed = own["memory_bytes"] - scenario.choice.best.bytes - scenario.shared_bytes
+    lines = [
+        f'activations and buffers of this step need {size_text(needed)}: with "memory": {{"activations": '
+        f'"{math.ceil(needed / 1e9)}GB"}} in the block, fit keeps as much free instead of half of the memory'
+    ]
+    if others and others[best := min(others, key=others.__getitem__)] <= own["step_s"] * (1 + EQUAL):
+        ratio = others[best] / own["step_s"]
+        lines.append(f"{best} is predicted to take {ratio:.2f} of fit's step: hzero saves no time for this job")
+    return "\n".join(lines)
+
+
+def _choice_dict(scenario: Scenario) -> dict[str, Any] | None:
+    """The layouts that preset ``fit`` compares, the shortest time first."""
+    if (choice := scenario.choice) is None:
+        return None
+    room = choice.room
+    every = [
+        {
+            "name": one.name,
+            "message_s": one.seconds,
+            "bytes": one.bytes,
+            "fits": room is None or one.bytes <= room,
+            "chosen": one is choice.best,
+        }
+        for one in choice.every
+    ]
+    return {"text": str(choice), "room": room, "candidates": every}
 
 
 def _sequences(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
@@ -256,6 +295,10 @@ def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]
 def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) -> list[str]:
     """Notes on differences between the bytes of a run and of the plan, and on the limits of predictions."""
     notes = []
+    if scenario.experiment.preset == FIT and scenario.choice is None:
+        notes.append(
+            "fit chooses at the start of a run, by measured links; without a profile, this is the layout of lossless"
+        )
     if plan.exact and scenario.job.itemsize == 2:
         bits, lr = plan.refresh_hops()[0].codec.format.bits, scenario.experiment["train"]["lr"]
         notes.append(
@@ -287,6 +330,8 @@ def _show_plan(result: dict[str, Any]) -> None:
     )
     for note in result["notes"]:
         _say(f"note: {note}")
+    if choice := result["choice"]:
+        _show_choice(choice)
     stock = {name: size_text(size) for name, size in result["zero3_memory"].items()}
     rows: list[Sequence[str]] = []
     for state in result["memory"]:
@@ -316,8 +361,23 @@ def _show_plan(result: dict[str, Any]) -> None:
     if rates := ", ".join(f"{tier} {rate:.4g}" for tier, rate in result["rates_gb_s"].items() if rate):
         _say(f"link time: from bandwidth only (hzero plan --help); {result['rates']}, GB/s one way per device: {rates}")
     _show_schemes(result["schemes"], there)
+    if result["advice"]:
+        _say(result["advice"])
     if result["predicted"]:
         _say(result["predicted"]["about"])
+
+
+def _show_choice(choice: dict[str, Any]) -> None:
+    least = min(one["message_s"] for one in choice["candidates"] if one["chosen"])
+    rows = []
+    for one in choice["candidates"]:
+        why = "chosen" if one["chosen"] else f"{one['message_s'] / least:.2f} of the chosen one's time"
+        if not one["fits"]:
+            why = f"{size_text(one['bytes'] - choice['room'])} too much"
+        rows.append((one["name"], f"{one['message_s']:.3g} s", size_text(one["bytes"]), why))
+    has = "" if choice["room"] is None else f", for which a device has {size_text(choice['room'])}"
+    title = f"layouts that fit compares: time of a step's messages, and memory beside the states of ZeRO-3{has}"
+    _table(title, ("layout", "*messages", "*memory", "why"), rows)
 
 
 def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None:
@@ -423,15 +483,14 @@ def _show_against(result: dict[str, Any]) -> None:
     _say(result["about"])
 
 
-def search_dict(scenario: Scenario, mode: str) -> dict[str, Any]:
-    """Settings that ``--fit`` and ``--tune`` find."""
-    about = _about(scenario)
-    search = fit(scenario) if mode == "--fit" else tune(scenario)
+def search_dict(scenario: Scenario) -> dict[str, Any]:
+    """Settings that ``--best`` finds."""
+    about, found = _about(scenario), search(scenario)
 
     def of(one: Setting) -> dict[str, Any]:
         return {
             "setting": str(one),
-            "block": one.block,
+            "block": {"preset": one.preset},
             "overrides": one.overrides,
             "micro_batch": one.job.micro_batch,
             "accumulation": one.job.accumulation,
@@ -446,11 +505,11 @@ def search_dict(scenario: Scenario, mode: str) -> dict[str, Any]:
     return {
         **about,
         "world_size": scenario.grid.world_size,
-        "tried": search.tried,
-        "left_out": search.left_out,
-        "settings": {name: of(one) for name, one in search.settings.items()},
-        "best": of(search.best),
-        "command": search.best.command,
+        "left_out": found.left_out,
+        "settings": {name: of(one) for name, one in found.settings.items()},
+        "best": of(found.best),
+        "rounded": of(found.rounded),
+        "command": found.best.command,
     }
 
 
@@ -464,10 +523,13 @@ def _show_search(result: dict[str, Any]) -> None:
         at = one["fullest"] if one["fits"] else f"{size_text(over)} too much at {one['fullest']}"
         rows.append((name, one["setting"], *figures, size_text(one["memory_bytes"]), at))
     title = (
-        f"{result['tried']:,} settings simulated on {result['world_size']:,} devices of {size_text(result['memory_bytes'])}, "
+        f"{len(result['settings'])} settings on {result['world_size']:,} devices of {size_text(result['memory_bytes'])}, "
         f"{result['left_out']:,} do not fit; s: predicted seconds per sequence of a device"
     )
     _table(title, ("", "setting, sequences x micro-batches", "*s", "*TFLOPS", "busiest", "*memory", "at"), rows)
     _say(result["about"])
-    _say("settings that differ by less than the error are equal: prefer the one that loses less")
-    _say(f'\nbest: {result["best"]["setting"]}\n"hzero": {json.dumps(result["best"]["block"])}\n{result["command"]}')
+    best, rounded = result["best"], result["rounded"]
+    _say(f'\nbest without rounding: {best["setting"]}\n"hzero": {json.dumps(best["block"])}\n{result["command"]}')
+    if rounded != best:
+        ratio = rounded["sequence_s"] / best["sequence_s"]
+        _say(f"with rounding, {json.dumps(rounded['block'])} takes {ratio:.2f} of its time: {rounded['setting']}")

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from hzero.calls import library_errors, quiet
 from hzero.codecs.formats import TRAITS
-from hzero.config import TIERS, SequenceConfig, TierCodecs, parse_config
-from hzero.errors import ConfigError, one_of
+from hzero.config import FIT, TIERS, HZeroConfig, SequenceConfig, TierCodecs, bytes_of, parse_config
+from hzero.errors import ConfigError
+from hzero.program.choice import STATE_BYTES, Choice, Load, Rates, choose, room_of
+from hzero.program.collectives import OTHERS, Scheme
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import Architecture, Experiment, compose, composed
-from hzero.tools.plan.collectives import OTHERS, Scheme
-from hzero.tools.plan.links_file import LinksFile, links_for
 from hzero.tools.plan.machine import CONSTANTS, Machine, Profile, Source, load_profile, profile_names
 from hzero.topology import Grid
+from hzero.topology.links_file import LinksFile, TierRate, links_for
 
-#: Allowed loss of codecs: none, on weights only, on weights and gradients.
-Quality = Literal["lossless", "weights", "all"]
-#: Keys of `hzero plan` that the trainer's configuration lacks. The last two are for searches.
-KEYS = ("memory", "profile", "global_batch", "codecs")
+#: Keys of `hzero plan` that the trainer's configuration lacks. A plain plan does not read the last one.
+KEYS = ("memory", "profile", "global_batch")
 #: Bits per weight of refreshes in codec ``exact``, after the warm-up of AdamW, by the ratio of the learning rate to the standard
 #: deviation of weights, here `_DEVIATION`. Measured by benchmarks/exact_bits.py.
 _BITS = ((5e-4, 1.4), (5e-3, 2.0), (1.6e-2, 2.9), (5e-2, 4.0), (0.1, 5.0))
 _DEVIATION = 0.02
+#: Seconds to encode and to decode a weight in codec ``exact`` on an MI250X: decoding by counted instructions (docs/model.md),
+#: encoding assumed. No device was measured.
+_CODING_S = (1e-11, 5.3e-12)
 
 
 # ---- the job ------------------------------------------------------------------------------------------------------------
@@ -245,10 +246,10 @@ class Scenario:
         links: Measured rates of the tiers; None without a file.
         profile: The machine's constants, or the error that explains why they are unknown.
         memory: Memory of a device in bytes; None if unknown.
-        quality: Allowed loss of codecs.
         global_batch: Sequences of a step on all devices; None if the user has given none.
         given: The user's overrides of the trainer's configuration.
         bits: Expected bits per weight of refreshes in codec ``exact``.
+        choice: What preset ``fit`` chooses; None with another preset, or without a profile.
     """
 
     experiment: Experiment
@@ -257,10 +258,10 @@ class Scenario:
     links: LinksFile | None
     profile: Profile | ConfigError
     memory: int | None
-    quality: Quality
     global_batch: int | None
     given: tuple[str, ...]
     bits: float = TRAITS["exact"].settings["bits"]
+    choice: Choice | None = None
 
     @property
     def sequences(self) -> int | None:
@@ -275,6 +276,11 @@ class Scenario:
                 f"global_batch: found {self.global_batch}; expected a multiple of the {devices:,} devices, such as {near}"
             )
         return sequences
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the states that every layout shards over the world, on one device."""
+        return (STATE_BYTES + self.job.itemsize) * sum(self.job.model.numels) // self.grid.world_size
 
     @property
     def machine(self) -> Machine:
@@ -326,9 +332,6 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None, bits: flo
     grid = experiment.grid
     if experiment.tensor > 1:
         raise ConfigError(f"deepspeed.tensor_parallel.autotp_size: found {experiment.tensor}; a plan expects 1")
-    quality: Any = own.get("codecs", "all")
-    if quality not in get_args(Quality):
-        raise one_of("codecs", quality, get_args(Quality))
     profile = _profile_of(own.get("profile"), experiment)
     measured = None if links is None else links_for(links, grid)
     if measured is not None and links is not None and isinstance(profile, Profile):
@@ -338,14 +341,51 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None, bits: flo
         check_as_run(experiment, job.itemsize)
     if (batch := own.get("global_batch")) is not None and not re.fullmatch(r"[1-9]\d{0,11}", batch):
         raise ConfigError(f"global_batch: found {batch!r}; expected a number of sequences")
-    memory = _bytes_of(own["memory"]) if "memory" in own else None
+    try:
+        memory = bytes_of(own["memory"]) if "memory" in own else None
+    except ValueError as error:
+        raise ConfigError(f"memory: {error}") from None
     if memory is None and isinstance(profile, Profile):
         memory = int(profile.value("memory_gb") * 1e9)
     bits = expected_bits(experiment["train"]["lr"]) if bits is None else bits
+    choice = None
     if experiment.plan is not None:
+        config = parse_config(experiment.block, "zero")
+        known = profile if isinstance(profile, Profile) else None
+        if config.preset == FIT and experiment.data_parallel.world_size > 1 and (rates := measured or known):
+            choice = _fitted(config, experiment, job, rates, known, memory)
         experiment.plan = expecting(experiment.plan, bits)
     sequences = int(batch) if batch else None
-    return Scenario(experiment, job, grid, measured, profile, memory, quality, sequences, kept, bits)
+    return Scenario(experiment, job, grid, measured, profile, memory, sequences, kept, bits, choice)
+
+
+def _fitted(
+    config: HZeroConfig,
+    experiment: Experiment,
+    job: Job,
+    rates: LinksFile | Profile,
+    profile: Profile | None,
+    memory: int | None,
+) -> Choice:
+    """The choice of preset ``fit``, as a run with these rates would make it. Sets the experiment's plan."""
+    grid, numels = experiment.data_parallel, tuple(job.model.numels)
+    buckets = -(-sum(numels) // min(job.prefetch, job.reduce))
+    load = Load(numels, numels, job.itemsize, job.accumulation, job.model.layers + 1, buckets)
+    order = config.order or (profile.order if profile else "lanes")
+    together = float(order == "strict") or getattr(rates, "together", None) or 0.0
+    if isinstance(rates, LinksFile):
+        tiers = {tier: rate for tier in grid.crossed if (rate := rates.rate(tier))}
+    else:
+        between = rates.value("net_rails_gb_s") / grid.scope_size("node")
+        inside = {"intra_package": rates.value("intra_package_gb_s"), "intra_node": rates.value("intra_node_ring_gb_s")}
+        tiers = {tier: TierRate(inside.get(tier, between), rates.value("launch_us")) for tier in grid.crossed}
+    free = None if memory is None else memory - job.itemsize * sum(numels) // grid.world_size
+    written = config.memory.device is not None
+    room = None if free is None and not written else room_of(config, grid, load, None if written else free)
+    choice = choose(config, grid, load, Rates(tiers, together, *_CODING_S), room)
+    assert choice.best.config is not None
+    experiment.plan = ShardPlan.from_config(choice.best.config, grid, 0)
+    return choice
 
 
 def check_as_run(experiment: Experiment, itemsize: int) -> Any:
@@ -421,10 +461,3 @@ def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:
     stack = f"{links.backend} on {links.device}"
     source = Source(what=f"hzero links: {path}", date=links.date, stack=stack, kind="measured")
     return profile.with_values(source, **values)
-
-
-def _bytes_of(text: str) -> int:
-    """Parses a size such as ``64GB``. Returns bytes."""
-    if (found := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GB|GiB)?", text)) is None:
-        raise ConfigError(f"memory: found {reprlib.repr(text)}; expected GB as in memory=64GB")
-    return int(float(found[1]) * (2**30 if found[2] == "GiB" else 1e9))

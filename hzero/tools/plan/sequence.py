@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from hzero.config import Tier, TierCodecs
-from hzero.tools.plan.collectives import exchange_bytes
+from hzero.program.collectives import exchange_bytes
 from hzero.tools.plan.scenario import Job
 from hzero.topology import Grid
 

@@ -2,7 +2,7 @@
 
 One device represents all devices. Its lanes are compute and one stream per communicator: the stage has a communicator for each
 tier, other engines for each group. With the order ``strict``, all collectives of the stage share a lane. A lane runs its tasks
-in order, one at a time, and running tasks share resources. The programs come from `hzero.tools.plan.collectives`.
+in order, one at a time, and running tasks share resources. The programs come from `hzero.program.collectives`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
 from hzero.errors import ConfigError
+from hzero.program.collectives import Scheme, chains_of
 from hzero.program.program import IN_FLIGHT, Cross, Program
 from hzero.program.shards import ShardPlan
-from hzero.tools.plan.collectives import Scheme, chains_of
 from hzero.tools.plan.machine import Machine, Part, Phase
 from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import Bucket, Job, buckets_of

@@ -76,6 +76,8 @@ class LinksFile(Frozen):
         device: The ranks' device type.
         grid: Size of every tier that the machine has.
         rows: All measurements, in order.
+        together: How much of the shorter tiers' times adds to the longest one's if all tiers are busy, 0 to 1; null if it was
+            not measured.
     """
 
     schema_name: Literal["hzero-links-1"] = Field(alias="schema")
@@ -86,6 +88,7 @@ class LinksFile(Frozen):
     device: str
     grid: dict[Tier, int]
     rows: list[LinkRow]
+    together: float | None = Field(default=None, ge=0, le=1)
 
     @property
     def tiers(self) -> dict[Tier, TierRate]:
@@ -140,9 +143,9 @@ def node_all_gather(rows: list[LinkRow]) -> NodeAllGather:
     return best
 
 
-def write_links(path: Path, links: LinksFile) -> None:
-    """Writes a links file atomically. Raises `ConfigError` if it cannot be written."""
-    with refusing("--out", path), replacing(path) as file:
+def write_links(path: Path, links: LinksFile, key: str = "--out") -> None:
+    """Writes a links file atomically. Raises `ConfigError` if it cannot be written, with the ``key`` of the path."""
+    with refusing(key, path), replacing(path) as file:
         file.write(json.dumps(links.model_dump(by_alias=True), indent=1) + "\n")
 
 
