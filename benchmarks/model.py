@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, cast
 import yaml
 
 from hzero.config import BASE_TIERS, PLAIN
+from hzero.program.collectives import Scheme
 from hzero.program.program import Cross, Kind
 from hzero.tools.experiment import Architecture
 from hzero.tools.plan.against import PIPELINE, Degrees, best_degrees, price
-from hzero.tools.plan.collectives import Scheme
 from hzero.tools.plan.machine import Machine, load_profile
 from hzero.tools.plan.scenario import Job, Scenario
 from hzero.topology import Grid
@@ -84,7 +84,7 @@ def training_checks(rows: dict[str, Any]) -> Iterator[Check]:
         if row["scheme"] == "zero1":
             scheme = Scheme("deepspeed", stage=1)
         if row["pipeline"] is None:
-            scenario = Scenario(cast(Any, None), job, grid, None, profile, 64 * 10**9, "all", MANY * row["devices"], ())
+            scenario = Scenario(cast(Any, None), job, grid, None, profile, 64 * 10**9, MANY * row["devices"], ())
             best = best_degrees(scenario, PIPELINE)
             assert best is not None
             what, step = f"{what}, {best.degrees}", best.step

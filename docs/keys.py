@@ -13,8 +13,8 @@ from griffe import Docstring
 from pydantic import BaseModel
 
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
+from hzero.program.collectives import Scheme
 from hzero.tools.experiment import Configuration, compose, key_lines
-from hzero.tools.plan.collectives import Scheme
 from hzero.tools.plan.command import plan_dict
 from hzero.tools.plan.machine import CONSTANTS, load_profile
 from hzero.tools.plan.memory import footprint

@@ -10,9 +10,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from hzero.config import parse_config
+from hzero.program.collectives import node_bytes, schemes_node_bytes, step_traffic
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import compose
-from hzero.tools.plan.collectives import node_bytes, schemes_node_bytes, step_traffic
 from hzero.tools.plan.scenario import expected_bits, expecting
 
 RED, GREY = "#D55E00", "#8c959f"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import BASE_TIERS, Tier, parse_config
+from hzero.config import BASE_TIERS, FIT, Tier, parse_config
+from hzero.program.collectives import Scheme, chains_of, ring_links, step_traffic
 from hzero.program.program import Cross
 from hzero.program.shards import ShardPlan
-from hzero.tools.plan.collectives import Scheme, chains_of, ring_links, step_traffic
 from hzero.topology import Grid
 
 
@@ -25,7 +25,7 @@ def step_bytes(
 ) -> dict[Tier, float]:
     """Bytes that all ranks send in one optimizer step, by tier; tiers of size 1 are left out.
 
-    Empty with a hook of DDP and with tensor groups.
+    Empty with a hook of DDP, with tensor groups, and if hzero chooses the layout at the start.
 
     Args:
         scheme: The catalog's entry.
@@ -40,8 +40,10 @@ def step_bytes(
     grid = cluster.grid
     if scheme.get("hook") is not None or scheme["engine"] == "tensor":
         return {}
-    if scheme.get("block") is not None:
-        return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
+    if (block := scheme.get("block")) is not None and block.get("preset", FIT) == FIT:
+        return {}
+    if block is not None:
+        return _hzero_bytes(block, grid, numels, itemsize, accumulation, fetches)
     total = dict.fromkeys(BASE_TIERS, 0.0)
     weights = sum(numels) * itemsize
     for (phase, _), program in chains_of(engine_of(scheme), grid, accumulation).items():

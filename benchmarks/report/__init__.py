@@ -88,6 +88,7 @@ def document(comparison: Comparison, stem: str, images: Sequence[str] | dict[str
         "memory": "\n\n".join(map(tables.memory, detailed)),
         **{suite: tables.series_table(comparison, suite) for suite in ("accumulation", "sweep")},
         **{suite: tables.ablation(comparison, suite) for suite in ("codecs", "shards")},
+        "choices": tables.choices(comparison),
         "losses": tables.losses(comparison),
         "layouts": layouts(comparison.layouts),
         "measured": tables.measured(comparison),

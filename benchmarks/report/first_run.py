@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hzero.config import NET_TIERS
-from hzero.errors import ConfigError
+from hzero.errors import ConfigError, size_text
 from hzero.files import refusing, replacing
-from hzero.tools.plan.links_file import TierRate, read_links
-from hzero.tools.terminal import size_text
+from hzero.topology.links_file import TierRate, read_links
 
 #: Parts that train: as readers know them, and as the plan calls them.
 SCHEMES = {

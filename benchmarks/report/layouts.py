@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.report.tables import NONE, rate, table
 from benchmarks.rows import LayoutRow, Sent
-from hzero.tools.terminal import size_text
+from hzero.errors import size_text
 
 #: In the order of the tables.
 LAYOUTS = ("tp2-dp4", "tp2-pp2-dp2")

@@ -10,7 +10,7 @@ from benchmarks.report.results import BASE, LOSSES, STOCK, SUBJECT, Comparison, 
 from benchmarks.report.series import series_of
 from benchmarks.rows import StepsRow
 from hzero.config import Tier
-from hzero.tools.terminal import size_text
+from hzero.errors import size_text
 
 #: In cells that were not measured.
 NONE = "–"
@@ -167,6 +167,34 @@ def ablation(comparison: Comparison, suite: str) -> str:
             rows.append([*_times(row, subject), sent, _loss(result, row), size_text(row.memory.states)])
         parts += [setting(result), table(head, rows)]
     return "\n\n".join(parts)
+
+
+def choices(comparison: Comparison) -> str:
+    """Preset fit beside the fastest other preset without rounding, and beside FSDP2: ratios of median steps."""
+    rows = []
+    for result in comparison.of("fit"):
+        steps = {row.scheme: row.median_s for row in result.rows}
+        chosen = next(name for name in steps if name.startswith("fit"))
+        best, stock = (
+            min((name for name in names if name in steps), key=steps.__getitem__)
+            for names in (
+                ("lossless", "zero1", "zero2", "zero3", "hpz"),
+                ("ddp", "fsdp2", "hsdp-node", "hsdp-package", STOCK),
+            )
+        )
+        ratios = (f"{steps[chosen] / steps[other]:.2f}" for other in (best, "fsdp2", stock))
+        to_best, to_fsdp, to_stock = ratios
+        rows.append([result.name, f"{steps[chosen]:.3f}", best, to_best, to_fsdp, stock, to_stock])
+    head = (
+        "measurement",
+        "fit, s",
+        "best other preset",
+        "fit / best",
+        "fit / FSDP2",
+        "best without hzero",
+        "fit / that",
+    )
+    return table(head, rows) if rows else ""
 
 
 def final_loss(row: StepsRow) -> float:
