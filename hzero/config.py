@@ -643,11 +643,12 @@ def _check_together(block: Block, path: str) -> None:
     def refuse(key: str, found: str, possible: str) -> ConfigError:
         return ConfigError(f"{path}.{key}: {found}; expected {possible}")
 
-    if block.rounding != "none" and preset_of(block.preset).gradients_codec != "none":
+    if "rounding" in block.model_fields_set and preset_of(block.preset).gradients_codec != "none":
         found = f"found {block.rounding!r} with preset {block.preset!r}, which has its own codecs of gradients"
-        raise refuse(
-            "rounding", found, f"none, or a preset without rounding; {path}.codecs.gradients sets other codecs"
-        )
+        raise refuse("rounding", found, f"a preset without rounding; {path}.codecs.gradients sets other codecs")
+    for key in ("memory", "links"):
+        if key in block.model_fields_set and block.preset != FIT:
+            raise refuse(key, f"found with preset {block.preset!r}, which chooses nothing", f"preset {FIT!r}")
     scope = block.shard.weights
     if block.resident == "decoded" and scope != "device":
         raise refuse("resident", f"found 'decoded' with weights over the {scope}", "weights over the device")

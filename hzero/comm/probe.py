@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 import torch
 import torch.distributed as dist
 
+from hzero.codecs import exact
 from hzero.comm.runtime import Runtime
 from hzero.comm.wirelog import HopTimer
 from hzero.comm.wires import STAGE
@@ -21,11 +22,13 @@ from hzero.topology.links_file import LinkRow, LinksFile
 
 #: Bytes of a part are a multiple of this number, as in payloads.
 _ALIGNMENT = 16
+#: Weights with which codec `exact` is timed.
+_WEIGHTS = 1 << 18
 #: Untimed iterations before each measurement; the first connects the ranks.
 WARMUP = 3
-#: Of a short measurement: iterations, bytes of the first part, factor of the following ones, seconds of the last one, and
-#: maximum bytes of an array over a group.
-_SHORT, _LEAST, _FACTOR, _ENOUGH_S, _MOST = 3, 4 << 10, 4, 0.05, 64 << 20
+#: Of a short measurement: iterations for latency and for rates, bytes of the first part, factor of the following ones, seconds of
+#: the last one, and maximum bytes of an array over a group.
+_OF_LATENCY, _OF_RATE, _LEAST, _FACTOR, _ENOUGH_S, _MOST = 10, 3, 4 << 10, 4, 0.05, 16 << 20
 
 
 class Probe:
@@ -74,30 +77,38 @@ class Probe:
         return slowest([timer.seconds() for timer in timers], device, self._group)
 
     def short(self, backend: str, name: str) -> LinksFile:
-        """Measures latency and bandwidth of every tier, and how much they share, in about a second per tier.
+        """Measures latency and bandwidth of every tier, how much they share, and codec ``exact``, in a few seconds.
 
         Messages grow until one takes long enough for a link that sends short bursts at a higher rate.
         """
         rows, largest = list[LinkRow](), dict[Tier, LinkRow]()
         for tier in self._runtime.plan.grid.crossed:
-            part, warmup = _LEAST, WARMUP
+            part, ranks = _LEAST, self._runtime.plan.grid.size(tier)
             while tier not in largest or (
-                largest[tier].median_us < 1e6 * _ENOUGH_S and part * largest[tier].ranks <= _MOST
+                largest[tier].min_us < 1e6 * _ENOUGH_S and part * ranks <= _MOST  # a stall of the host ends nothing
             ):
-                largest[tier] = self.row(tier, part, _SHORT, warmup=warmup)
+                first = tier not in largest
+                iterations, warmup = (_OF_LATENCY, WARMUP) if first else (_OF_RATE, 0)
+                largest[tier] = self.row(tier, part, iterations, warmup=warmup)
                 rows.append(largest[tier])
-                part, warmup = part * _FACTOR, 0
-        # Parts that take equally long alone: on independent links they take as long together.
-        alone_us = min(row.median_us for row in largest.values())
-        shares = [(tier, row.size_bytes / row.ranks * alone_us / row.median_us) for tier, row in largest.items()]
-        parts = [(tier, max(int(share) // _ALIGNMENT, 1) * _ALIGNMENT) for tier, share in shares]
-        together = 0.0
-        if len(parts) > 1:
-            longer = statistics.median(self._times(parts, _SHORT, warmup=0)) * 1e6 / alone_us - 1
-            together = min(max(longer / (len(parts) - 1), 0.0), 1.0)
-        return self.file(rows, backend, name, together)
+                part *= _FACTOR
+        links = self.file(rows, backend, name)
+        coding = slowest(coding_s(self._device), self._device, self._group)
+        return links.model_copy(update={"together": self.together(rows), "coding_s": coding})
 
-    def file(self, rows: list[LinkRow], backend: str, name: str, together: float | None = None) -> LinksFile:
+    def together(self, rows: Sequence[LinkRow]) -> float:
+        """How much of the shorter tiers' times adds to the longest one's if all tiers are busy, 0 to 1."""
+        largest = {row.tier: row for row in sorted(rows, key=lambda row: row.size_bytes) if row.algorithm == "library"}
+        if len(largest) < 2:
+            return 0.0
+        # Parts that take equally long alone: on independent links they take as long together.
+        alone_us = min(row.min_us for row in largest.values())
+        shares = [(tier, row.size_bytes / row.ranks * alone_us / row.min_us) for tier, row in largest.items()]
+        parts = [(tier, max(int(share) // _ALIGNMENT, 1) * _ALIGNMENT) for tier, share in shares]
+        longer = min(self._times(parts, _OF_RATE, warmup=0)) * 1e6 / alone_us - 1
+        return min(max(longer / (len(parts) - 1), 0.0), 1.0)
+
+    def file(self, rows: list[LinkRow], backend: str, name: str) -> LinksFile:
         """The content of a links file. ``name``: name of the device."""
         grid = self._runtime.plan.grid
         return LinksFile(
@@ -109,7 +120,6 @@ class Probe:
             device=name,
             grid={tier: grid.size(tier) for tier in grid.tiers},
             rows=rows,
-            together=together,
         )
 
 
@@ -122,4 +132,29 @@ def slowest(seconds: Sequence[float], device: torch.device, group: dist.ProcessG
     """The largest of each number over all ranks. Collective."""
     most = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    return [max(time, 1e-9) for time in most.tolist()]  # a device's clock may return zero
+    return [max(time, 1e-15) for time in most.tolist()]  # a device's clock may return zero
+
+
+def coding_s(device: torch.device) -> list[float]:
+    """Seconds to measure and encode one weight in codec ``exact``, and to decode one."""
+    old = torch.linspace(0.001, 1, _WEIGHTS, device=device).bfloat16()
+    new = (old.view(torch.int16) + (torch.arange(_WEIGHTS, device=device) % 3).to(torch.int16)).view(torch.bfloat16)
+    layout = exact.Layout.of((_WEIGHTS,))
+
+    def encoded() -> torch.Tensor:
+        head = old.new_empty(layout.head, dtype=torch.uint8)
+        exact.measure([new], [old], head)
+        record = head.new_empty(layout.record_bytes(int(exact.words_of(head))))
+        record[: len(head)] = head
+        exact.encode([new], [old], record)
+        return record
+
+    record, copy = encoded(), old.clone().view(1, -1)
+    exact.decode(record, [copy], [0])  # both are compiled now
+    encode = HopTimer(device)
+    record = encoded()
+    encode.stop()
+    decode = HopTimer(device)
+    exact.decode(record, [copy.copy_(old)], [0])
+    decode.stop()
+    return [timer.seconds() / _WEIGHTS for timer in (encode, decode)]

@@ -55,7 +55,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
         # A size of 0 disables prefetching. Refreshes then use buckets of the default size.
         bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
         step = engine.gradient_accumulation_steps(), engine.zero_reduce_bucket_size()
-        self.hzero = StageState(module, config, group, bucket_numel, *step)
+        self.hzero = StageState(module, config, group, bucket_numel, *step, engine.zero_cpu_offload())
         units = set(self.hzero.units.of.values())
         # DeepSpeed counts all parameters of the layer in use. With a limit of one layer it could not prefetch the next one.
         largest = max((sum(member.param.ds_numel for member in unit.members) for unit in units), default=0)

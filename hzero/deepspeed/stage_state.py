@@ -33,7 +33,7 @@ from hzero.engine.engine import PASS, Engine, Owners, Traffic
 from hzero.engine.fit import fitted
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.errors import is_rank_0
-from hzero.program.choice import Load
+from hzero.program.choice import STATE_BYTES, Load
 from hzero.program.shards import ShardPlan
 from hzero.sequence import detacher
 
@@ -81,8 +81,16 @@ def packed_parameters(module: torch.nn.Module, rank_of: Callable[[ZeroParameter]
     return {param for param, mark in zip(frozen, marks.tolist()) if mark}
 
 
-def load_of(module: torch.nn.Module, config: HZeroConfig, accumulation: int, bucket_numel: int) -> Load:
-    """Returns what decides about a layout. ``bucket_numel``: elements that are refreshed, or reduced, together."""
+def load_of(module: torch.nn.Module, config: HZeroConfig, accumulation: int, bucket_numel: int, offload: bool) -> Load:
+    """Returns what decides about a layout.
+
+    Args:
+        module: The model, whose parameters DeepSpeed has partitioned.
+        config: The block.
+        accumulation: Micro-batches per step.
+        bucket_numel: Elements that are refreshed, or reduced, together.
+        offload: Whether the optimizer's states are on the host.
+    """
     params: list[ZeroParameter] = list(module.parameters())
     numels = tuple(param.ds_numel for param in params)
     trained = tuple(param.ds_numel for param in params if param.requires_grad)
@@ -90,7 +98,8 @@ def load_of(module: torch.nn.Module, config: HZeroConfig, accumulation: int, buc
     layers = layers_of(module, config.unit_numel if config.unit == "layer" else 0)
     modules = sum(next(one.parameters(recurse=False), None) is not None for one in module.modules())
     buckets = -(-sum(numels) // bucket_numel)
-    return Load(numels, trained, itemsize, accumulation, len(layers) + 1 if layers else modules, buckets)
+    gathers = len(layers) + 1 if layers else modules
+    return Load(numels, trained, itemsize, accumulation, gathers, buckets, 0 if offload else STATE_BYTES)
 
 
 class StageState(Engine):
@@ -109,6 +118,7 @@ class StageState(Engine):
             optimizer sets another one.
         accumulation: Micro-batches per step.
         reduce_numel: Elements of the gradients that DeepSpeed reduces together.
+        offload: Whether the optimizer's states are on the host.
 
     Raises:
         ConfigError: A parameter is partitioned over other ranks.
@@ -127,11 +137,12 @@ class StageState(Engine):
         bucket_numel: int,
         accumulation: int,
         reduce_numel: int,
+        offload: bool,
     ) -> None:
         owners = Owners.of(group, config.topology)
         check_partition(module, owners.ranks)
         lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
-        load = load_of(module, config, accumulation, min(bucket_numel, reduce_numel))
+        load = partial(load_of, module, config, accumulation, min(bucket_numel, reduce_numel), offload)
         config, choice = fitted(config, owners, load, current_device(), lanes)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         parts = autoep.parts(module, config, owners.world)

@@ -265,13 +265,9 @@ class FsdpState(Engine):
         together = max((module.ranks for module in modules), key=len)  # the ranks that train the model
         whole_world = len(together) == dist.get_world_size()
         group = None if whole_world else process_group(("model", "inter_node"), together, world_timeout())
-        numels = tuple(len(ranks) * sum(module.chunks) for module in modules)
-        trained = tuple(len(ranks) * sum(itertools.compress(module.chunks, module.trained())) for module in modules)
-        # The number of micro-batches is not known yet. With two, sums may not cross nodes in every one.
-        load = Load(numels, trained, first.dtype.itemsize, accumulation or 2, len(modules), len(modules))
-        config, choice = fitted(
-            config, owners, load, first.device, shared_lanes(accelerator, config.transport, config.order), group
-        )
+        lanes = shared_lanes(accelerator, config.transport, config.order)
+        load = partial(_load_of, modules, accumulation)
+        config, choice = fitted(config, owners, load, first.device, lanes, group)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         if config.sequence is not None and len(owners.ranks) < owners.world.world_size:
             raise first.refusal("the key sequence on a mesh of some ranks", "fully_shard over the world")
@@ -657,6 +653,17 @@ class _Reduce(_Comm):
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------------
+
+
+def _load_of(modules: Sequence[ShardedModule], accumulation: int | None) -> Load:
+    """Returns what decides about a layout. With two micro-batches or more, sums should not cross nodes in each of them.
+
+    Their number is not known before the first step.
+    """
+    ranks = modules[0].process_group.size()
+    numels = tuple(ranks * sum(module.chunks) for module in modules)
+    trained = tuple(ranks * sum(itertools.compress(module.chunks, module.trained())) for module in modules)
+    return Load(numels, trained, modules[0].dtype.itemsize, accumulation or 2, len(modules), len(modules))
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

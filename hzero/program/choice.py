@@ -22,7 +22,7 @@ from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.topology.links_file import TierRate
 
-#: Bytes of a weight's states that every layout shards over the world: master, Adam's moments and gradient in float32.
+#: Bytes of a trained weight's states that every layout shards over the world: master, Adam's moments and gradient in float32.
 STATE_BYTES = 16
 #: Times that differ by less are equal. Among equal ones, the layout with the least memory is chosen.
 EQUAL = 0.03
@@ -41,6 +41,7 @@ class Load:
         accumulation: Micro-batches per step.
         gathers: Messages in which forward gathers all weights.
         buckets: Messages in which all weights are refreshed, and all gradients reduced.
+        state_bytes: Bytes of a trained weight's states on the devices that share it; 0 if they are on the host.
     """
 
     numels: tuple[int, ...]
@@ -49,6 +50,12 @@ class Load:
     accumulation: int
     gathers: int
     buckets: int
+    state_bytes: int = STATE_BYTES
+
+    @property
+    def all_state_bytes(self) -> int:
+        """Bytes of the states of all weights, on all devices that share them."""
+        return self.state_bytes * sum(self.trained)
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,14 @@ class Candidate:
         seconds: Time of a step's messages.
         bytes: Memory of a device, in addition to the states that all share.
         config: The block with this layout; None for another engine.
+        coded: Whether refreshes have codec ``exact``.
     """
 
     name: str
     seconds: float
     bytes: int
     config: HZeroConfig | None = None
+    coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,16 +112,20 @@ class Choice:
     def __str__(self) -> str:
         """The choice and its reason, on one line."""
         fits = [one for one in self.every if self.room is None or one.bytes <= self.room]
-        others = [
+        mine, other = (
             next((one for one in fits if one is not self.best and bool(one.config) is own), None)
             for own in (True, False)
-        ]
+        )
         of = "" if self.room is None else f" of {size_text(self.room)}"
         text = f"fit chose {self.best.name}: {_seconds_text(self.best)} of messages per step, {size_text(self.best.bytes)}{of}"
-        for label, other in zip(("next", "without hzero"), others):
-            text += f"; {label}: {other.name}, {_seconds_text(other)}" if other else ""
-        if others[1] and others[1].seconds <= self.best.seconds * (1 + EQUAL):
-            text += f"; {others[1].name} is as fast: hzero saves no time here"
+        if mine is not None:
+            text += f"; next: {mine.name}, {_seconds_text(mine)}"
+        if other is None:
+            return text
+        text += f"; without hzero: {other.name}, {_seconds_text(other)}"
+        if other.seconds <= self.best.seconds * (1 + EQUAL):
+            faster = other.seconds * (1 + EQUAL) < self.best.seconds
+            text += f", which is {'faster' if faster else 'as fast'}: hzero saves no time here"
         return text
 
 
@@ -130,19 +143,25 @@ def room_of(config: HZeroConfig, grid: Grid, load: Load, free: int | None = None
         free: Free bytes of a device that holds the weights' shards already; None: ``memory.device`` is the whole device.
 
     Raises:
-        ConfigError: ``memory.device`` is too small for the shared states and the activations.
+        ConfigError: ``memory.device`` is too small for the shared states, or ``memory.activations`` is too large.
     """
-    given, activations = config.memory.device or 0, config.memory.activations
-    shared = STATE_BYTES * sum(load.trained) // grid.world_size
+    given, activations = config.memory.device, config.memory.activations
+    shared = load.all_state_bytes // grid.world_size
     if free is None:
-        free, shared = given, shared + load.itemsize * sum(load.numels) // grid.world_size
-        if given < (needed := shared + (activations or 0)):
-            raise ConfigError(
-                f"hzero.memory.device: found {size_text(given)}; expected at least {size_text(needed)} for the states of ZeRO-3 "
-                "and hzero.memory.activations: use more ranks"
-            )
+        free = (given or 0) - load.itemsize * sum(load.numels) // grid.world_size
+    if given is not None and free < shared:
+        needed = given - free + shared
+        raise ConfigError(
+            f"hzero.memory.device: found {size_text(given)}; expected at least {size_text(needed)} for the states of ZeRO-3: use "
+            "more ranks"
+        )
     left = max(free - shared, 0)
-    return left // 2 if activations is None else max(left - activations, 0)
+    if activations is not None and activations > left:
+        raise ConfigError(
+            f"hzero.memory.activations: found {size_text(activations)}; expected at most {size_text(left)}, which the states of "
+            "ZeRO-3 leave of a device: use more ranks, or smaller micro-batches"
+        )
+    return left // 2 if activations is None else left - activations
 
 
 def choose(config: HZeroConfig, grid: Grid, load: Load, rates: Rates, room: int | None) -> Choice:
@@ -169,7 +188,7 @@ def choose(config: HZeroConfig, grid: Grid, load: Load, rates: Rates, room: int 
             "ranks, write a smaller hzero.memory.activations, or leave hzero.shard to fit"
         )
     equal = [one for one in fitting if one.seconds <= fitting[0].seconds * (1 + EQUAL)]
-    return Choice(min(equal, key=lambda one: (one.bytes, one.seconds)), tuple(every), room)
+    return Choice(min(equal, key=lambda one: (one.bytes, one.coded, one.seconds)), tuple(every), room)
 
 
 def _layouts(config: HZeroConfig, grid: Grid, load: Load, rates: Rates) -> list[Candidate]:
@@ -180,8 +199,8 @@ def _layouts(config: HZeroConfig, grid: Grid, load: Load, rates: Rates) -> list[
     found, chosen = [], "codecs.weights" in config.written
     of_role = [[getattr(config.shard, role)] if f"shard.{role}" in config.written else scopes for role in ROLES]
     for weights, gradients in itertools.product(*of_role):
-        if grid.scope_size(weights) > grid.scope_size(gradients) and scopes in of_role:
-            continue  # more memory than gradients over the weights' scope, and no fewer bytes
+        if grid.scope_size(weights) > grid.scope_size(gradients) and "shard.gradients" not in config.written:
+            continue  # more memory than gradients over the weights' scope
         for changes in (True,) if chosen else (True, False):
             own = config.laid_out(weights, gradients, changes)
             plan = ShardPlan.from_config(own, grid, 0)
@@ -197,13 +216,14 @@ def _layouts(config: HZeroConfig, grid: Grid, load: Load, rates: Rates) -> list[
             if exact:
                 coded = sum(load.trained) / grid.world_size
                 seconds += coded * (rates.encode_s + rates.decode_s * plan.secondary_rows)
-            found.append(Candidate(name, seconds, kept, own))
+                seconds += sum(rate.latency_us for rate in rates.tiers.values()) / 1e6  # ranks agree on sizes
+            found.append(Candidate(name, seconds, kept, own, exact))
     return found
 
 
 def _engines(grid: Grid, load: Load, rates: Rates) -> list[Candidate]:
-    total = STATE_BYTES * sum(load.trained) + load.itemsize * (sum(load.numels) - sum(load.trained))
-    shared = STATE_BYTES * sum(load.trained) // grid.world_size
+    total = load.all_state_bytes + load.itemsize * (sum(load.numels) - sum(load.trained))
+    shared = load.all_state_bytes // grid.world_size
     found = []
     for name, scheme in _PEERS.items():
         ranks = 1 if scheme.engine == "ddp" else grid.scope_size(scheme.shard)

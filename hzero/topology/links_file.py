@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -78,6 +78,7 @@ class LinksFile(Frozen):
         rows: All measurements, in order.
         together: How much of the shorter tiers' times adds to the longest one's if all tiers are busy, 0 to 1; null if it was
             not measured.
+        coding_s: Seconds to encode and to decode one weight in codec ``exact``; null if they were not measured.
     """
 
     schema_name: Literal["hzero-links-1"] = Field(alias="schema")
@@ -89,6 +90,7 @@ class LinksFile(Frozen):
     grid: dict[Tier, int]
     rows: list[LinkRow]
     together: float | None = Field(default=None, ge=0, le=1)
+    coding_s: list[Annotated[float, Field(gt=0, le=1)]] | None = Field(default=None, min_length=2, max_length=2)
 
     @property
     def tiers(self) -> dict[Tier, TierRate]:

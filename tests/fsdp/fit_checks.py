@@ -32,10 +32,9 @@ def _links(folder: Path, rates: dict[str, float]) -> str:
     grid = dict(zip(("inter_node", "intra_node", "intra_package"), LAYOUT))
     rows = []
     for tier, rate in rates.items():
-        size = 1 << 20
-        us = size / rate / 1e3 * (grid[tier] - 1) / grid[tier]
-        of_tier = {"tier": tier, "ranks": grid[tier], "algorithm": "library", "size_bytes": size}
-        rows.append({**of_tier, "median_us": us, "min_us": us, "max_us": us})
+        for size, us in ((1 << 10, 1.0), (1 << 20, (1 << 20) / rate / 1e3 * (grid[tier] - 1) / grid[tier])):
+            of_tier = {"tier": tier, "ranks": grid[tier], "algorithm": "library", "size_bytes": size}
+            rows.append({**of_tier, "median_us": us, "min_us": us, "max_us": us})
     content = {"schema": "hzero-links-1", "date": "2026-11-30", "machine": {}, "versions": {}, "backend": "gloo"}
     file = folder / f"{len(rates)}.json"
     if dist.get_rank() == 0:
@@ -44,10 +43,10 @@ def _links(folder: Path, rates: dict[str, float]) -> str:
     return str(file)
 
 
-def _started(front: Any, **block: Any) -> tuple[Any, str]:
+def _started(front: Any, layout: Any = LAYOUT, tensor: int = 1, **block: Any) -> tuple[Any, str]:
     """A session, and what it has printed."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        session = front(Row("fit", frozenset({"bf16"}), 2, block=block))
+        session = front(Row("fit", frozenset({"bf16"}), 2, layout, block, tensor=tensor))
     return session, said.getvalue()
 
 
@@ -120,7 +119,8 @@ def check_wrong_input_is_one_error_on_all_ranks() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"links": str(broken)}, "broken.json: is not valid JSON"),
         ({"links": partial}, "tier inter_node: missing"),
-        ({"links": str(folder / "absent" / "links.json")}, "hzero.links: cannot write"),
+        ({"links": str(folder / "absent" / "links.json")}, "hzero.links: found .*; expected a file in a folder"),
+        ({"links": "a" * 300}, "hzero.links: found .*File name too long"),
         (
             {"links": _links(folder, SLOW), "memory": {"device": "1kB"}},
             "memory.device: found 1.00 kB; expected at least",
@@ -130,3 +130,16 @@ def check_wrong_input_is_one_error_on_all_ranks() -> None:
         for block, says in cases:
             with pytest.raises(ConfigError, match=says):
                 _started(front, **block)
+
+
+def check_each_engine_has_the_rates_of_its_own_ranks_and_grid() -> None:
+    """Also if some of the ranks have measured some of the links before."""
+    fsdp.mesh_of(2)  # on all ranks
+    if dist.get_rank() < 2:
+        session, _ = _started(fsdp.Session, layout=(1, 1, 2))
+        session.end()
+    for how in ({"layout": (2, 1, 1), "tensor": 2}, {"layout": (1, 2, 2)}, {"layout": LAYOUT}):
+        session, _ = _started(fsdp.Session, **how)
+        assert set(session.state.plan.grid.crossed) <= {"intra_package", "intra_node", "inter_node"}
+        session.go(0)
+        session.end()

@@ -154,8 +154,9 @@ def measure(parsed: argparse.Namespace) -> None:
             rows.append(row)
             shown = " ".join(f"{value:11.1f}" for value in (row.median_us, row.min_us, row.max_us))
             say(f"{row.size_bytes:11}  {algorithm:11} {shown} {row.algbw_gb_s:10.4g} {row.busbw_gb_s:10.4g}")
+    together = probe.together(rows)
     if rank == 0:
-        links = probe.file(rows, backend, name)
+        links = probe.file(rows, backend, name).model_copy(update={"together": together})
         links.versions["hzero"] = __version__
         write_links(parsed.out, links)
         out = printable(str(parsed.out))

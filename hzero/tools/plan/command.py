@@ -72,7 +72,12 @@ def run_plan(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration, and those below")
     add("--links", metavar="FILE", type=Path, help="use the rates that `hzero links` measured")
-    add("--bits", metavar="BITS", type=float, help="expected bits per weight in codec exact (default: by train.lr)")
+    add(
+        "--bits",
+        metavar="BITS",
+        type=float,
+        help="bits per weight in codec exact (default: by train.lr); fit expects 3.5, as a run does",
+    )
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument(
         "--best", action="store_true", help="find the largest micro-batch that fits by preset, and the shortest step"
@@ -241,7 +246,7 @@ def _advice(scenario: Scenario, schemes: dict[str, dict[str, Any]]) -> str:
     ]
     if others and others[best := min(others, key=others.__getitem__)] <= own["step_s"] * (1 + EQUAL):
         ratio = others[best] / own["step_s"]
-        lines.append(f"{best} is predicted to take {ratio:.2f} of fit's step: hzero saves no time for this job")
+        lines.append(f"{best} is predicted to take {ratio:.2f} of the step of fit: hzero saves no time for this job")
     return "\n".join(lines)
 
 

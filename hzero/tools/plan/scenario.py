@@ -13,7 +13,7 @@ import numpy as np
 
 from hzero.calls import library_errors, quiet
 from hzero.codecs.formats import TRAITS
-from hzero.config import FIT, TIERS, HZeroConfig, SequenceConfig, TierCodecs, bytes_of, parse_config
+from hzero.config import FIT, MEASURE, TIERS, HZeroConfig, SequenceConfig, TierCodecs, bytes_of, parse_config
 from hzero.errors import ConfigError
 from hzero.program.choice import STATE_BYTES, Choice, Load, Rates, choose, room_of
 from hzero.program.collectives import OTHERS, Scheme
@@ -31,7 +31,7 @@ _BITS = ((5e-4, 1.4), (5e-3, 2.0), (1.6e-2, 2.9), (5e-2, 4.0), (0.1, 5.0))
 _DEVIATION = 0.02
 #: Seconds to encode and to decode a weight in codec ``exact`` on an MI250X: decoding by counted instructions (docs/model.md),
 #: encoding assumed. No device was measured.
-_CODING_S = (1e-11, 5.3e-12)
+_CODING_S = [1e-11, 5.3e-12]
 
 
 # ---- the job ------------------------------------------------------------------------------------------------------------
@@ -129,6 +129,11 @@ class Job:
     def in_fsdp(self) -> Job:
         """The job under FSDP2: a layer is gathered and reduced as a whole, and not kept until its next use."""
         return replace(self, prefetch=self.layer, reduce=self.layer, reuse=0, ahead=1, contiguous=False)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes on the device of a weight's master, moments and gradient, as preset ``fit`` counts them."""
+        return 0 if self.offload else STATE_BYTES
 
     @property
     def tokens(self) -> int:
@@ -280,7 +285,7 @@ class Scenario:
     @property
     def shared_bytes(self) -> int:
         """Bytes of the states that every layout shards over the world, on one device."""
-        return (STATE_BYTES + self.job.itemsize) * sum(self.job.model.numels) // self.grid.world_size
+        return (self.job.state_bytes + self.job.itemsize) * sum(self.job.model.numels) // self.grid.world_size
 
     @property
     def machine(self) -> Machine:
@@ -333,6 +338,8 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None, bits: flo
     if experiment.tensor > 1:
         raise ConfigError(f"deepspeed.tensor_parallel.autotp_size: found {experiment.tensor}; a plan expects 1")
     profile = _profile_of(own.get("profile"), experiment)
+    written = Path(str((experiment.block or {}).get("links", MEASURE)))  # of preset fit, whose run would read it
+    links = written if links is None and written.is_file() else links
     measured = None if links is None else links_for(links, grid)
     if measured is not None and links is not None and isinstance(profile, Profile):
         profile = with_links(profile, measured, links)
@@ -369,11 +376,13 @@ def _fitted(
 ) -> Choice:
     """The choice of preset ``fit``, as a run with these rates would make it. Sets the experiment's plan."""
     grid, numels = experiment.data_parallel, tuple(job.model.numels)
-    buckets = -(-sum(numels) // min(job.prefetch, job.reduce))
-    load = Load(numels, numels, job.itemsize, job.accumulation, job.model.layers + 1, buckets)
+    buckets = -(-sum(numels) // min(job.prefetch or job.reduce, job.reduce))
+    load = Load(numels, numels, job.itemsize, job.accumulation, job.model.layers + 1, buckets, job.state_bytes)
     order = config.order or (profile.order if profile else "lanes")
-    together = float(order == "strict") or getattr(rates, "together", None) or 0.0
+    together, coding_s = float(order == "strict"), _CODING_S
     if isinstance(rates, LinksFile):
+        together = max(together, rates.together or 0.0)
+        coding_s = rates.coding_s or coding_s
         tiers = {tier: rate for tier in grid.crossed if (rate := rates.rate(tier))}
     else:
         between = rates.value("net_rails_gb_s") / grid.scope_size("node")
@@ -382,7 +391,7 @@ def _fitted(
     free = None if memory is None else memory - job.itemsize * sum(numels) // grid.world_size
     written = config.memory.device is not None
     room = None if free is None and not written else room_of(config, grid, load, None if written else free)
-    choice = choose(config, grid, load, Rates(tiers, together, *_CODING_S), room)
+    choice = choose(config, grid, load, Rates(tiers, together, *coding_s), room)
     assert choice.best.config is not None
     experiment.plan = ShardPlan.from_config(choice.best.config, grid, 0)
     return choice
