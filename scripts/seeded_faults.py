@@ -200,7 +200,7 @@ FAULTS = (
     # ---- plan -------------------------------------------------------------------------------------------------------
     Fault("all-gather-receives-its-own-part", "hzero/program/program.py",
           "return self.ranks - 1\n", "return self.ranks\n", ("tests/plan/test_collectives.py",)),
-    Fault("residuals-have-four-bytes-in-the-plan", "hzero/tools/plan/memory.py",
+    Fault("residuals-have-four-bytes-in-the-plan", "hzero/program/held.py",
           "residual = 2 * sum(chunks)", "residual = 4 * sum(chunks)", (f"{PARITY} -k codecs and 4", "tests/plan")),
     Fault("payload-row-of-another-rank", "hzero/program/shards.py",
           "self.grid.coordinates(self.rank), self.refresh_hops()[::-1]", "self.grid.coordinates(self.rank), self.refresh_hops()",
