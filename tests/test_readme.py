@@ -250,7 +250,7 @@ def test_figures_of_long_sequences(folder: Path) -> None:
 @LONG
 def test_figures_of_scopes_of_experts(folder: Path) -> None:
 
-    (keys,) = _keys("docs/presets.md", "hzero plan model=hf", folder)
+    (keys,) = _keys("docs/presets.md", "hzero plan zero=topo model=hf", folder)
     plans = [plan_dict(read_scenario(one)) for one in (keys, keys[:-1])]
     peaks = [f"{plan['memory_bytes'] / 1e9:.1f} GB" for plan in plans]
     sizes = [

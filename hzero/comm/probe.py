@@ -27,8 +27,8 @@ _WEIGHTS = 1 << 18
 #: Untimed iterations before each measurement; the first connects the ranks.
 WARMUP = 3
 #: Of a short measurement: iterations for latency and for rates, bytes of the first part, factor of the following ones, seconds of
-#: the last one, and maximum bytes of an array over a group.
-_OF_LATENCY, _OF_RATE, _LEAST, _FACTOR, _ENOUGH_S, _MOST = 10, 3, 4 << 10, 4, 0.05, 16 << 20
+#: the last one, and maximum bytes of an array over a group, on CPU and on a device with faster links.
+_OF_LATENCY, _OF_RATE, _LEAST, _FACTOR, _ENOUGH_S, _MOST, _MOST_ON_DEVICE = 10, 3, 4 << 10, 4, 0.05, 4 << 20, 64 << 20
 
 
 class Probe:
@@ -82,10 +82,11 @@ class Probe:
         Messages grow until one takes long enough for a link that sends short bursts at a higher rate.
         """
         rows, largest = list[LinkRow](), dict[Tier, LinkRow]()
+        most = _MOST if self._device.type == "cpu" else _MOST_ON_DEVICE
         for tier in self._runtime.plan.grid.crossed:
             part, ranks = _LEAST, self._runtime.plan.grid.size(tier)
             while tier not in largest or (
-                largest[tier].min_us < 1e6 * _ENOUGH_S and part * ranks <= _MOST  # a stall of the host ends nothing
+                largest[tier].min_us < 1e6 * _ENOUGH_S and part * ranks <= most  # a stall of the host ends nothing
             ):
                 first = tier not in largest
                 iterations, warmup = (_OF_LATENCY, WARMUP) if first else (_OF_RATE, 0)
