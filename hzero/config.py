@@ -464,7 +464,7 @@ class MemoryConfig(Frozen):
 
     Attributes:
         device: Memory of a device. Null measures what is free at the start; on CPU, that is divided among the ranks of a host.
-        activations: Memory that stays free for activations and messages. Null keeps half of what the states of ZeRO-3 leave.
+        activations: Memory that stays free for activations and messages. Null keeps half of the memory beside ZeRO-3's states.
     """
 
     device: Bytes | None = None

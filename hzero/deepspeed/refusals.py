@@ -70,18 +70,8 @@ _SUPPORTED_WITH_SEQUENCES = {"tensor_parallel.autotp_size": "0 or 1", "sequence_
 #: Keys of the block that have an effect with pipeline stages. The others configure the shards and secondary partitions of stage
 #: 3.
 _OF_PIPELINES = (
-    *(
-        "preset",
-        "codecs",
-        "rounding",
-        "block_size",
-        "error_feedback",
-        "node_all_gather",
-        "checksum",
-        "transport",
-        "checkpoint",
-    ),
-    "topology",
+    *("preset", "codecs", "rounding", "block_size", "error_feedback", "node_all_gather", "checksum", "transport"),
+    *("checkpoint", "topology"),
 )
 
 

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,19 @@ from hzero.calls import attributes
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.codecs.formats import owned_numel
 from hzero.comm import lasting, shared_lanes
-from hzero.config import HZeroConfig
+from hzero.config import FIT, HZeroConfig
 from hzero.deepspeed import autoep, autotp
 from hzero.deepspeed.handles import GatherHandle, Gathering, Handles, ZeroParameter
 from hzero.deepspeed.refusals import check_partition
 from hzero.deepspeed.units import Managed, Units, form_units, layers_of, managed_of
 from hzero.engine.engine import PASS, Engine, Owners, Traffic
-from hzero.engine.fit import fitted
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.errors import is_rank_0
-from hzero.program.choice import STATE_BYTES, Load
 from hzero.program.shards import ShardPlan
 from hzero.sequence import detacher
+
+if TYPE_CHECKING:
+    from hzero.program.choice import Load
 
 #: Larger values, and values that are not finite, are codes.
 _LARGEST_WEIGHT = 2.0**20
@@ -91,6 +92,8 @@ def load_of(module: torch.nn.Module, config: HZeroConfig, accumulation: int, buc
         bucket_numel: Elements that are refreshed, or reduced, together.
         offload: Whether the optimizer's states are on the host.
     """
+    from hzero.program.choice import STATE_BYTES, Load
+
     params: list[ZeroParameter] = list(module.parameters())
     numels = tuple(param.ds_numel for param in params)
     trained = tuple(param.ds_numel for param in params if param.requires_grad)
@@ -142,8 +145,12 @@ class StageState(Engine):
         owners = Owners.of(group, config.topology)
         check_partition(module, owners.ranks)
         lanes = shared_lanes(device := async_accelerator(), config.transport, config.order)
-        load = partial(load_of, module, config, accumulation, min(bucket_numel, reduce_numel), offload)
-        config, choice = fitted(config, owners, load, current_device(), lanes)
+        choice: Any = None
+        if config.preset == FIT:
+            from hzero.engine.fit import fitted
+
+            load = load_of(module, config, accumulation, min(bucket_numel, reduce_numel), offload)
+            config, choice = fitted(config, owners, load, current_device(), lanes)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         parts = autoep.parts(module, config, owners.world)
         of_experts = {param: parts[0][0] for param in module.parameters() if autoep.is_expert(param)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from hzero.comm import Runtime, WireLog, peers_of
 from hzero.comm.lanes import Lanes
 from hzero.comm.probe import Probe, coding_s, slowest
-from hzero.config import FIT, MEASURE, HZeroConfig
+from hzero.config import MEASURE, HZeroConfig
 from hzero.engine.engine import Owners, ranks_of
 from hzero.errors import ConfigError, from_rank_0, of_every_rank
 from hzero.program.choice import Choice, Load, Rates, choose, room_of
@@ -31,31 +30,30 @@ _MEASURED: WeakKeyDictionary[Lanes, dict[tuple[Any, ...], LinksFile]] = WeakKeyD
 def fitted(
     config: HZeroConfig,
     owners: Owners,
-    load_of: Callable[[], Load],
+    load: Load,
     device: torch.device,
     lanes: Lanes,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[HZeroConfig, Choice | None]:
-    """Chooses the layout of a block with preset ``fit``; returns any other block as it is. Collective.
+    """Chooses the layout of a block with preset ``fit``. Collective.
 
     Args:
         config: The block.
         owners: The ranks that own primary shards.
-        load_of: Returns the model and its step.
+        load: The model and its step.
         device: Device on which the model runs.
         lanes: Lanes of the hops.
         group: The ranks that take the same decisions; None is the world.
 
     Returns:
-        The block with shard degrees, and the choice; None if nothing was chosen.
+        The block with shard degrees, and the choice; None if there is one rank.
 
     Raises:
         ConfigError: The links file or the memory is wrong, or nothing fits.
         HopError: A link fails.
     """
-    if config.preset != FIT or owners.grid.world_size == 1:
+    if owners.grid.world_size == 1:
         return config, None
-    load = load_of()
     free = None if config.memory.device is not None else _least_free(device, group)
     room = room_of(config, owners.grid, load, free)
     links = _links(config, owners, device, lanes, group)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakMethod
 
 import torch
@@ -19,9 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hzero.codecs.codec import FLOAT_DTYPES
 from hzero.comm import lasting, shared_lanes, shared_watchdog
 from hzero.comm.wires import process_group, world_timeout
-from hzero.config import DEFAULT_PRESET, Block, HZeroConfig, parse_config
+from hzero.config import DEFAULT_PRESET, FIT, Block, HZeroConfig, parse_config
 from hzero.engine.engine import STEP, USE, Engine, Owners, ranks_of
-from hzero.engine.fit import fitted
 from hzero.engine.guard import StaleWeightsError, speaks
 from hzero.engine.parameter import Parameter, Route, routes_of
 from hzero.errors import ConfigError, of_all_ranks, on_all_ranks, one_of, some
@@ -35,9 +34,11 @@ from hzero.fsdp.modules import (
     root_module,
     sharded_modules,
 )
-from hzero.program.choice import Load
 from hzero.program.shards import ShardPlan
 from hzero.sequence import attach, detacher
+
+if TYPE_CHECKING:
+    from hzero.program.choice import Load
 
 logger = logging.getLogger("hzero")
 
@@ -265,9 +266,13 @@ class FsdpState(Engine):
         together = max((module.ranks for module in modules), key=len)  # the ranks that train the model
         whole_world = len(together) == dist.get_world_size()
         group = None if whole_world else process_group(("model", "inter_node"), together, world_timeout())
-        lanes = shared_lanes(accelerator, config.transport, config.order)
-        load = partial(_load_of, modules, accumulation)
-        config, choice = fitted(config, owners, load, first.device, lanes, group)
+        choice: Any = None
+        if config.preset == FIT:
+            from hzero.engine.fit import fitted
+
+            lanes = shared_lanes(accelerator, config.transport, config.order)
+            load = _load_of(modules, accumulation)
+            config, choice = fitted(config, owners, load, first.device, lanes, group)
         plan = ShardPlan.from_config(config, owners.grid, owners.rank)
         if config.sequence is not None and len(owners.ranks) < owners.world.world_size:
             raise first.refusal("the key sequence on a mesh of some ranks", "fully_shard over the world")
@@ -660,6 +665,8 @@ def _load_of(modules: Sequence[ShardedModule], accumulation: int | None) -> Load
 
     Their number is not known before the first step.
     """
+    from hzero.program.choice import Load
+
     ranks = modules[0].process_group.size()
     numels = tuple(ranks * sum(module.chunks) for module in modules)
     trained = tuple(ranks * sum(itertools.compress(module.chunks, module.trained())) for module in modules)

@@ -83,7 +83,7 @@ class Candidate:
     Attributes:
         name: What it shards, or the engine.
         seconds: Time of a step's messages.
-        bytes: Memory of a device, in addition to the states that all share.
+        bytes: Memory on a device, beside the states that all layouts share.
         config: The block with this layout; None for another engine.
         coded: Whether refreshes have codec ``exact``.
     """
@@ -102,7 +102,7 @@ class Choice:
     Attributes:
         best: The chosen layout.
         every: All layouts and engines, the shortest time first.
-        room: Bytes of a device for what a layout holds in addition to the shared states; None: no limit.
+        room: Bytes that a layout may use on a device, beside the states that all layouts share; None: no limit.
     """
 
     best: Candidate
@@ -134,7 +134,7 @@ def _seconds_text(one: Candidate) -> str:
 
 
 def room_of(config: HZeroConfig, grid: Grid, load: Load, free: int | None = None) -> int:
-    """Bytes that a device has for what a layout holds in addition to the states that all layouts share.
+    """Bytes that a layout may use on a device, beside the states that all layouts share.
 
     Args:
         config: The block.

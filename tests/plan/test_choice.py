@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_the_choice_fits_and_nothing_that_fits_is_faster(
     held = held_states(plan, load.trained, load.itemsize, load.accumulation)
     held |= {name: one for name, one in held_states(plan, load.numels, load.itemsize, 1).items() if "secondary" in name}
     assert sum(state.bytes for state in held.values()) == best.bytes
-    # What the user has written stays, and nothing else rounds.
+    # Written keys keep their values. Nothing else rounds.
     assert all(
         getattr(best.config.shard, role) == scope for role, scope in block.get("shard", {}).items() if role != "except"
     )
@@ -155,15 +154,15 @@ def test_rounding_is_one_key() -> None:
     )
     rounded = parse_config({"preset": "lossless", "rounding": "int4"})
     assert rounded.codecs == parse_config({"preset": "exact"}).codecs
-    cases = itertools.chain([({"rounding": "int2"}, "rounding: found 'int2'; expected none, int8 or int4")])
-    for preset in (name for name, one in PRESETS.items() if one.gradients_codec != "none"):
-        cases = itertools.chain(
-            cases, [({"preset": preset, "rounding": "none"}, f"with preset '{preset}', which has its own")]
-        )
-    unused = [
-        ({"preset": "topo", key: value}, f"{key}: found with preset 'topo'")
-        for key, value in (("links", "a"), ("memory", {}))
+    own = [name for name, one in PRESETS.items() if one.gradients_codec != "none"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"rounding": "int2"}, "rounding: found 'int2'; expected none, int8 or int4"),
+        *(({"preset": name, "rounding": "none"}, f"with preset '{name}', which has its own") for name in own),
+        *(
+            ({"preset": "topo", key: value}, f"{key}: found with preset 'topo'")
+            for key, value in (("links", "a"), ("memory", {}))
+        ),
     ]
-    for block, says in (*cases, *unused):
+    for block, says in cases:
         with pytest.raises(ConfigError, match=says):
             parse_config(block)

@@ -360,7 +360,9 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None, bits: flo
         config = parse_config(experiment.block, "zero")
         known = profile if isinstance(profile, Profile) else None
         if config.preset == FIT and experiment.data_parallel.world_size > 1 and (rates := measured or known):
-            choice = _fitted(config, experiment, job, rates, known, memory)
+            choice = _fitted(config, experiment.data_parallel, job, rates, known, memory)
+            assert choice.best.config is not None
+            experiment.plan = ShardPlan.from_config(choice.best.config, experiment.data_parallel, 0)
         experiment.plan = expecting(experiment.plan, bits)
     sequences = int(batch) if batch else None
     return Scenario(experiment, job, grid, measured, profile, memory, sequences, kept, bits, choice)
@@ -368,14 +370,14 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None, bits: flo
 
 def _fitted(
     config: HZeroConfig,
-    experiment: Experiment,
+    grid: Grid,
     job: Job,
     rates: LinksFile | Profile,
     profile: Profile | None,
     memory: int | None,
 ) -> Choice:
-    """The choice of preset ``fit``, as a run with these rates would make it. Sets the experiment's plan."""
-    grid, numels = experiment.data_parallel, tuple(job.model.numels)
+    """The choice of preset ``fit``, as a run with these rates would make it."""
+    numels = tuple(job.model.numels)
     buckets = -(-sum(numels) // min(job.prefetch or job.reduce, job.reduce))
     load = Load(numels, numels, job.itemsize, job.accumulation, job.model.layers + 1, buckets, job.state_bytes)
     order = config.order or (profile.order if profile else "lanes")
@@ -391,10 +393,7 @@ def _fitted(
     free = None if memory is None else memory - job.itemsize * sum(numels) // grid.world_size
     written = config.memory.device is not None
     room = None if free is None and not written else room_of(config, grid, load, None if written else free)
-    choice = choose(config, grid, load, Rates(tiers, together, *coding_s), room)
-    assert choice.best.config is not None
-    experiment.plan = ShardPlan.from_config(choice.best.config, grid, 0)
-    return choice
+    return choose(config, grid, load, Rates(tiers, together, *coding_s), room)
 
 
 def check_as_run(experiment: Experiment, itemsize: int) -> Any:
