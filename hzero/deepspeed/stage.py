@@ -239,9 +239,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Replaces the gradients of Muon's matrices by their updates before the norm. See `hzero.deepspeed.muon`."""
         if not self.use_muon:
             return
-        from hzero.deepspeed.muon import Matrix
+        from hzero.deepspeed.muon import Shard
 
-        matrices = []
+        shards = []
         for number, group in enumerate(self.fp16_groups):
             if not self.sub_groups_using_muon[number]:
                 continue
@@ -252,9 +252,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             momenta = self.optimizer.state[master]["momentum_buffer"]
             for param, shard in zip(group, self.averaged_gradients[number]):
                 start = self.grad_position[self.get_param_id(param)][1]
-                matrices.append(Matrix(param, shard, momenta.narrow(0, start, shard.numel())))
+                shards.append(Shard(param, shard, momenta.narrow(0, start, shard.numel())))
         assert self.hzero.orthogonalizer is not None  # it exists if a parameter uses Muon
-        self.hzero.orthogonalizer.update(matrices, self.muon_beta, self.muon_ns_method)
+        self.hzero.orthogonalizer.orthogonalize(shards, self.muon_beta, self.muon_ns_method)
 
     def _new_window(self) -> None:
         self.hzero.gradients.clear()

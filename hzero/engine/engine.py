@@ -112,7 +112,10 @@ class Traffic:
         lanes: Lanes that run the hops.
         wire_log: Bytes and time of every completed hop, including the hops of `hzero.comm.for_dimension`; see `settle`.
         on_settle: Functions that `settle` calls last.
+        LATER: Dimensions whose communicators may be made after this.
     """
+
+    LATER: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -127,9 +130,14 @@ class Traffic:
         self.on_settle: list[Callable[[], None]] = []
         limit_waits()
         # Weak: a communicator lives as long as the model uses it.
-        self._communicators = WeakSet([*_communicators_of(module, config), *communicators])
-        for communicator in self._communicators:
-            communicator.wire_log = self.wire_log
+        self._communicators = WeakSet[Communicator]()
+        for communicator in (*_communicators_of(module, config, self.LATER), *communicators):
+            self.adopt(communicator)
+
+    def adopt(self, communicator: Communicator) -> None:
+        """Counts the hops of a communicator in `wire_log`."""
+        self._communicators.add(communicator)
+        communicator.wire_log = self.wire_log
 
     def announce(self, text: str, choice: object = None) -> None:
         """Prints one line that shows how the block is in effect, at every log level, after a line about the choice."""
@@ -394,11 +402,11 @@ def undeclared(config: HZeroConfig, device: torch.device) -> str:
     return " (CPU ranks, no topology declared)" if discovers and device.type == "cpu" else ""
 
 
-def _communicators_of(module: torch.nn.Module, config: HZeroConfig) -> list[Communicator]:
+def _communicators_of(module: torch.nn.Module, config: HZeroConfig, later: Sequence[str]) -> list[Communicator]:
     """Returns the communicators of a model's layers. Warns if no communicator uses the codecs of a dimension."""
     used = in_use()
     held = {id(value) for one in module.modules() for value in vars(one).values()}
-    for dimension in config.codecs.dimensions if is_rank_0() else ():
+    for dimension in sorted({*config.codecs.dimensions} - {*later}) if is_rank_0() else ():
         plans = [communicator.plan for communicator in used if communicator.role == dimension]
         tiers = {hop.tier for plan in plans for hop in plan.gather_hops()}
         why = ""

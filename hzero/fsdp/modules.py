@@ -342,12 +342,10 @@ def root_module(state: Any) -> torch.nn.Module:
     return state._modules[0]  # type: ignore[no-any-return]
 
 
-def is_applied(model: torch.nn.Module) -> bool:
-    """Whether hzero's collectives are in use for a module of the model."""
+def gathers_of(model: torch.nn.Module) -> list[Any]:
+    """Returns the collectives by which the modules of a model gather: FSDP2's, or those that `ShardedModule.attach` has set."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    return any(
-        type(group._all_gather_comm).__module__ == "hzero.fsdp.state" for one in states for group in _groups_of(one)
-    )
+    return [group._all_gather_comm for one in states for group in _groups_of(one)]
 
 
 def keep_reducing(model: torch.nn.Module) -> Callable[[], None]:

@@ -29,7 +29,7 @@ from hzero.fsdp.modules import (
     at_end_of_backward,
     backward_number,
     before_forwards,
-    is_applied,
+    gathers_of,
     keep_reducing,
     root_module,
     sharded_modules,
@@ -128,7 +128,8 @@ def apply_written(written: str, root: Any) -> None:
     Raises:
         ConfigError: See `apply`. Or the value is not a preset or a JSON object.
     """
-    if is_applied(model := root_module(root)):
+    model = root_module(root)
+    if any(isinstance(gather, _Gather) for gather in gathers_of(model)):
         return
     with on_all_ranks():
         block: dict[str, Any] = {"preset": written}
@@ -142,6 +143,18 @@ def apply_written(written: str, root: Any) -> None:
         preset, topology = block.pop("preset", DEFAULT_PRESET), block.pop("topology", "discover")
         accumulation = block.pop("accumulation", None)
         FsdpState(model, config_of(preset, topology, block, VARIABLE), accumulation)  # the model's collectives keep it
+
+
+def state_of(model: torch.nn.Module) -> FsdpState:
+    """Returns the state of a model, or of the model that contains it.
+
+    Raises:
+        ConfigError: `apply` has not been called, or its state is closed.
+    """
+    for gather in gathers_of(model):
+        if isinstance(gather, _Gather):
+            return gather.state
+    raise ConfigError(f"hzero.fsdp: found {type(model).__name__} without hzero; call hzero.fsdp.apply first")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -248,6 +261,7 @@ class FsdpState(Engine):
         ConfigError: See `apply`.
     """
 
+    LATER = ("optimizer",)  # `hzero.fsdp.Muon`
     ADVICE = "call note_edit() of the state that hzero.fsdp.apply returns, on all ranks, after changing weights"
 
     def __init__(self, model: torch.nn.Module, config: HZeroConfig, accumulation: int | None) -> None:
@@ -616,7 +630,7 @@ class _Comm:
     """A custom collective of one module."""
 
     def __init__(self, state: FsdpState, unit: Unit) -> None:
-        self._of, self._unit = state, unit
+        self.state, self._unit = state, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with lasting():  # inference mode also gathers, and other threads write
@@ -630,11 +644,11 @@ class _Gather(_Comm):
         module = self._unit.module
         # With an integer reshard_after_forward, backward gathers the same parameters over a smaller mesh.
         again = group.size() != module.process_group.size()
-        if again or (self._of.config.exact_evaluation and not module.module.training):
+        if again or (self.state.config.exact_evaluation and not module.module.training):
             return module.stock_gather(
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
             )
-        return _Gathering(self._of._gather(self._unit, output_tensor))
+        return _Gathering(self.state._gather(self._unit, output_tensor))
 
 
 class _Gathering(dist.Work):
@@ -654,7 +668,7 @@ class _Reduce(_Comm):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         output_tensor.zero_()  # FSDP2 reads it immediately; the sums are added at the end of backward
-        self._of._reduce(self._unit, input_tensor)
+        self.state._reduce(self._unit, input_tensor)
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------------

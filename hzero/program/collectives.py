@@ -225,6 +225,12 @@ def step_traffic(
     return rows
 
 
+def exchange_program(grid: Grid, codecs: config.TierCodecs) -> Program:
+    """The program of an all-to-all over a grid. ``codecs`` are the codecs of messages, by tier."""
+    plan = ShardPlan(grid, 0, "world", "world", config.CodecsConfig(weights=codecs, gradients=codecs))
+    return all_to_all_program(plan)
+
+
 def exchange_bytes(grid: Grid, codecs: config.TierCodecs, parts: Iterable[int], itemsize: int) -> dict[Tier, int]:
     """Bytes that a rank receives in all-to-alls over a grid, by tier.
 
@@ -236,8 +242,7 @@ def exchange_bytes(grid: Grid, codecs: config.TierCodecs, parts: Iterable[int], 
     """
     if grid.world_size == 1:
         return {}
-    plan = ShardPlan(grid, 0, "world", "world", config.CodecsConfig(weights=codecs, gradients=codecs))
-    crossings = all_to_all_program(plan).crossings
+    crossings = exchange_program(grid, codecs).crossings
     sizes = Counter(parts)
     return {
         cross.tiers[0]: round(
@@ -245,26 +250,6 @@ def exchange_bytes(grid: Grid, codecs: config.TierCodecs, parts: Iterable[int], 
         )
         for cross in crossings
     }
-
-
-def muon_traffic(plan: ShardPlan, matrices: Sequence[int], itemsize: int) -> list[TierTraffic]:
-    """Bytes of one optimizer step of Muon. `hzero.deepspeed.muon` sends each matrix to one rank and back.
-
-    Args:
-        plan: The shard plan.
-        matrices: Elements of each matrix.
-        itemsize: Bytes of an element on the wire.
-    """
-    codecs, grid = plan.codecs.optimizer, plan.grid
-    chunks = sorted((chunk_numel(numel, grid.world_size) for numel in matrices), reverse=True)
-    # The longest matrix of a round counts.
-    rounds = [chunk for chunk in chunks[:: grid.world_size] for _ in ("there", "back")]
-    raw = sum(rounds) * grid.world_size * itemsize
-    return [
-        TierTraffic("optimizer", tier, codecs[tier].codec, wire, raw - raw // grid.size(tier), 2, used=True)
-        for tier, wire in exchange_bytes(grid, codecs, rounds, itemsize).items()
-        if wire
-    ]
 
 
 def token_traffic(plan: ShardPlan, group: Grid, tokens: int, width: int, size: int, times: int) -> list[TierTraffic]:

@@ -449,7 +449,7 @@ class Architecture:
         keys: Width of a layer's keys, and of its values.
         rotary: Dimensions of a head that the rotary embedding rotates.
         names: Names of every parameter; tied ones have several.
-        matrices: Elements of the parameters that Muon updates.
+        matrices: Shapes of the parameters that Muon updates.
         experts: Experts of a layer; 0 without them.
         experts_per_token: Experts of a layer that a token visits.
         expert_layers: Layers with experts.
@@ -469,7 +469,7 @@ class Architecture:
     keys: int = 0
     rotary: int = 0
     names: tuple[tuple[str, ...], ...] = ()
-    matrices: tuple[int, ...] = ()
+    matrices: tuple[tuple[int, ...], ...] = ()
     experts: int = 0
     experts_per_token: int = 0
     expert_layers: int = 0
@@ -585,7 +585,7 @@ def _counted(config: Any) -> Architecture:
         names=tuple(tuple(names[param]) for param in ordered),
         # The choice of DeepSpeed 0.19 (`set_optimizer_flags`).
         matrices=tuple(
-            param.numel()
+            tuple(param.shape)
             for name, param in built.named_parameters()
             if param.ndim > 1 and not re.search("embed|lm_head", name.lower())
         ),

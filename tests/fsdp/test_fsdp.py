@@ -6,7 +6,7 @@ from tests.ranks import LONG, on_ranks
 
 CHECKS, MORE = (
     [f"tests.fsdp.{name}_checks" for name in names]
-    for names in (("window", "weight", "action", "mesh", "fit"), ("torch", "trainer"))
+    for names in (("window", "weight", "action", "mesh", "fit", "muon"), ("torch", "trainer"))
 )
 test_fsdp = on_ranks({4: CHECKS})
 test_fsdp_at_length = LONG(on_ranks({4: MORE}))

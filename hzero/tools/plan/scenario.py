@@ -64,7 +64,7 @@ class Job:
         tensor: Devices of a tensor group, which divide every matrix. ``model`` then has the parameters of one device.
         sequence: The block's key ``sequence``; None without it.
         stored: Micro-batches whose activations a pipeline stage keeps at once.
-        matrices: Elements of each parameter that Muon updates; empty without Muon.
+        matrices: Shapes of the parameters that Muon updates; empty without Muon.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Job:
     tensor: int = 1
     stored: float = 1.0
     sequence: SequenceConfig | None = None
-    matrices: tuple[int, ...] = ()
+    matrices: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, experiment: Experiment, profile: Profile | ConfigError) -> Job:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
+from hzero.config import NET_TIERS
 from hzero.errors import ConfigError
 from hzero.program.collectives import Scheme, chains_of
+from hzero.program.matrices import NODE_TIERS, Matrix, Owned, Round, exchange_of
 from hzero.program.program import IN_FLIGHT, Cross, Program
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.machine import Machine, Part, Phase
@@ -27,6 +29,8 @@ from hzero.tools.plan.scenario import Bucket, Job, buckets_of
 MICRO_STEPS, LAYERS = 3, (3, 6)
 #: Consecutive work of a bucket on a lane: lane, outermost tier, whether it waits for the last micro-batch, phases.
 Timed: TypeAlias = tuple[str, str, bool, list[Phase]]
+#: Newton-Schulz iterations of Muon.
+_ITERATIONS = 5
 #: The lane of compute.
 COMPUTE = "compute"
 
@@ -237,7 +241,7 @@ class _Builder:
                     if parts and (place + 1 == len(order) or self._fills(number, buckets, micro)):
                         reductions += self._chain(number, "boundary", micro, _joined(buckets), ends)[-1:]
                         parts.clear()
-        stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], reductions))
+        stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], self._updates(reductions)))
         for index in range(count):
             self._chains("after", job.accumulation - 1, index, [stepped])
         # One by one (`_post_step` in DeepSpeed 0.19.8).
@@ -282,6 +286,36 @@ class _Builder:
                 work = {resource: seconds * count for resource, seconds in one.work.items()}
                 self._computes[name].append(Phase(one.latency_s * count, work))
         return self._add(Task(COMPUTE, name, self._computes[name], needs))
+
+    def _updates(self, needs: list[Task]) -> list[Task]:
+        """Adds the rounds of Muon's matrices, see `hzero.engine.muon`: to their owners, Newton-Schulz, and back."""
+        grid, stage = self._machine.grid, self._stage
+        if stage is None or not self._job.matrices:
+            return needs
+        owned = Owned.of([Matrix.of(shape, grid.world_size) for shape in self._job.matrices], grid)
+        legs = [exchange_of(stage, grid, tiers) for tiers in (NET_TIERS, NODE_TIERS)]
+        ends: list[Task] = []
+        sent: list[tuple[list[list[Timed]], Round, list[Task]]] = []
+        for number, one in enumerate([*owned.rounds, None]):
+            if one is not None:  # it is on its way while the round before is computed
+                timed = [
+                    self._timed(stage, leg, Bucket(f"matrices {number}", (part * grid.world_size,), 0.0), late=True)
+                    for leg, part in zip(legs, owned.parts(one))
+                ]
+                sent.append((timed, one, self._moves([*timed[0], *timed[1]], needs)))
+            if number:
+                timed, before, arrived = sent[number - 1]
+                slowest = max((numbers for node in before for numbers in node), key=owned.flops)
+                side = min(min(owned.matrices[matrix].shape[-2:]) for matrix in slowest)
+                phase = self._machine.compute(_ITERATIONS * owned.flops(slowest), side)
+                computed = self._add(Task(COMPUTE, "Newton-Schulz", [phase], arrived))
+                ends += self._moves([*timed[1], *timed[0]], [computed])
+        return ends
+
+    def _moves(self, timed: list[Timed], needs: list[Task]) -> list[Task]:
+        for lane, tier, _, phases in timed:
+            needs = [self._add(Task(lane, "matrices", phases, needs, tier, boundary=True))]
+        return needs
 
     def _optimizer(self) -> Phase:
         ranks = 1 if self._engine == "ddp" else self._machine.grid.world_size
