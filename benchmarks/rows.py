@@ -42,6 +42,7 @@ class Train(Frozen):
         decay_steps: Step at which a cosine has lowered the learning rate to a tenth; None: it stays.
         betas: Of AdamW.
         weight_decay: Of AdamW.
+        muon: Whether Muon steps the matrices of layers, and AdamW the rest.
     """
 
     accumulation: Positive
@@ -53,6 +54,7 @@ class Train(Frozen):
     decay_steps: Positive | None = None
     betas: Betas
     weight_decay: Amount
+    muon: bool = False
 
 
 class MeasurementConfig(Frozen):

@@ -112,6 +112,7 @@ def deepspeed_config(job: Job, hpz: Scope | None, block: dict[str, Any] | None) 
             "stage3_max_live_parameters": job.bucket_numel,
             "stage3_prefetch_bucket_size": job.bucket_numel,
             "reduce_bucket_size": job.bucket_numel,
+            "reduce_scatter": not train["muon"],  # as DeepSpeed's Muon wants it
         },
         "optimizer": adamw(train),
         "steps_per_print": 10**9,

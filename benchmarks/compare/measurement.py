@@ -79,9 +79,12 @@ class Measurement:
             ``planned``, ``planned_twice`` and ``ideal``, as in `benchmarks.rows.Bytes`.
         """
         config = self.config
+        entry = self.catalog[scheme]
+        if config.train.muon:  # other engines' messages of Muon are not known
+            entry = {"engine": "tensor"}
         return {
             kind: step_bytes(
-                self.catalog[scheme],
+                entry,
                 config.cluster,
                 numels(config.model),
                 itemsize=4 if config.train.dtype == "fp32" else 2,

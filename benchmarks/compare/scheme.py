@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,20 @@ class Job:
                 param.copy_(param.to(self.dtype))
         return built
 
-    def adamw(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of all schemes."""
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """Arguments of AdamW in all schemes."""
         train = self.train
-        return torch.optim.AdamW(
-            params, lr=train["lr"], betas=tuple(train["betas"]), weight_decay=train["weight_decay"]
-        )
+        return {"lr": train["lr"], "betas": tuple(train["betas"]), "weight_decay": train["weight_decay"]}
+
+    def optimizers(self, model: torch.nn.Module, muon: Callable[..., torch.optim.Optimizer]) -> list[Any]:
+        """AdamW, and in measurements of Muon ``muon(matrices, lr=..)`` for the matrices of layers."""
+        if not self.train["muon"]:
+            return [torch.optim.AdamW(model.parameters(), **self.adamw)]
+        layers = set(model.get_submodule("gpt_neox.layers").parameters())
+        matrices = [param for param in model.parameters() if param in layers and param.ndim == 2]
+        rest = [param for param in model.parameters() if param not in layers or param.ndim != 2]
+        return [muon(matrices, lr=self.train["lr"]), torch.optim.AdamW(rest, **self.adamw)]
 
 
 class Scheme(ABC):

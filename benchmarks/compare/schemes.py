@@ -28,6 +28,7 @@ class _Fsdp(_Entry):
     shard: Scope = "world"
     reshard_after_forward: Scope | None = None
     block: dict[str, Any] | None = None
+    dion: bool = False
 
     @model_validator(mode="after")
     def _nested(self) -> _Fsdp:
@@ -82,7 +83,8 @@ def build(entry: dict[str, Any], job: Job) -> Scheme:
 
         if entry["engine"] == "ddp":
             return Ddp(job, entry.get("hook"))
-        return Fsdp(job, entry.get("shard", "world"), entry.get("reshard_after_forward"), entry.get("block"))
+        between = entry.get("reshard_after_forward")
+        return Fsdp(job, entry.get("shard", "world"), between, entry.get("block"), entry.get("dion", False))
     if entry["engine"] == "tensor":
         from benchmarks.compare.tensor_scheme import TensorZero1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hzero
+import hzero.fsdp
 from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
 from hzero.config import Scope
+from hzero.fsdp.muon import orthogonalized
 
 
 class _TorchScheme(Scheme):
@@ -25,15 +28,17 @@ class _TorchScheme(Scheme):
         self._job = job
         self._module = job.build()
         self.parameters = sum(param.numel() for param in self._module.parameters())
-        self._optimizer: torch.optim.Optimizer
+        self._optimizers: list[torch.optim.Optimizer]
         self._gradient_bytes = 0
 
     def _finish_step(self, rate: float, keep_gradients: bool = False) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         self._gradient_bytes = tensor_bytes(param.grad for param in self._module.parameters())
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=not keep_gradients)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=not keep_gradients)
 
     def memory(self) -> dict[str, int]:
         """As in `Scheme`: the float32 parameters are the masters, and no narrow copy outlives its use."""
@@ -41,7 +46,7 @@ class _TorchScheme(Scheme):
         return {"weights": 0, "gradients": self._gradient_bytes, "optimizer": optimizer}
 
     def _optimizer_bytes(self) -> int:
-        states = self._optimizer.state.values()
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         return tensor_bytes(value for state in states for value in state.values())
 
 
@@ -68,7 +73,7 @@ class Ddp(_TorchScheme):
             self._ddp.register_comm_hook(own, hzero.comm.ddp_hook)
         elif job.dtype == torch.bfloat16:
             self._ddp.register_comm_hook(None, lambda _, bucket: _narrow_all_reduce(bucket))
-        self._optimizer = job.adamw(self._ddp.parameters())
+        self._optimizers = job.optimizers(self._module, torch.optim.Muon)
 
     def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
         """As in `Scheme`; micro-batches but the last are not synchronised."""
@@ -96,10 +101,16 @@ class Fsdp(_TorchScheme):
         shard: Scope over which all states are sharded; replicated across the rest (HSDP).
         reshard_after_forward: Scope over which weights stay sharded between forward and backward; None: as `shard`.
         block: Of hzero, without its topology; None is FSDP2 alone.
+        dion: Whether Muon is that of https://github.com/microsoft/dion, which must be importable.
     """
 
     def __init__(
-        self, job: Job, shard: Scope, reshard_after_forward: Scope | None, block: dict[str, Any] | None
+        self,
+        job: Job,
+        shard: Scope,
+        reshard_after_forward: Scope | None,
+        block: dict[str, Any] | None,
+        dion: bool = False,
     ) -> None:
         super().__init__(job)
         size, world = job.grid.scope_size(shard), job.grid.world_size
@@ -118,7 +129,18 @@ class Fsdp(_TorchScheme):
             fully_shard(layer, mesh=mesh, reshard_after_forward=between, mp_policy=policy)
         self._root = fully_shard(self._module, mesh=mesh, reshard_after_forward=between, mp_policy=policy)
         self._state = None if block is None else hzero.fsdp.apply(self._module, topology=job.topology, **block)
-        self._optimizer = job.adamw(self._module.parameters())
+        muon: Any = torch.optim.Muon
+        if dion:
+            from dion import Muon
+
+            # The same Newton-Schulz iteration, without a compiler.
+            how = ((3.4445, -4.775, 2.0315), 5, 1e-7)
+            alike = {"nesterov": True, "newton_schulz_func": lambda x, epsilon: orthogonalized(x.bfloat16(), *how)}
+            muon = partial(Muon, distributed_mesh=mesh, weight_decay=0.1, **alike)
+        if job.train["muon"] and block is not None:
+            self._optimizers = [hzero.fsdp.Muon(self._module, job.train["lr"], job.adamw)]
+        else:
+            self._optimizers = job.optimizers(self._module, muon)
 
     def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
         """As in `Scheme`; replicas are reduced in the last micro-batch only."""

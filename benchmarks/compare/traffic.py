@@ -59,7 +59,7 @@ def step_bytes(
 
 def engine_of(entry: dict[str, Any]) -> Scheme:
     """A catalog entry of another engine than hzero, for the performance model."""
-    keys = {key: value for key, value in entry.items() if key not in ("label", "hook", "reshard_after_forward")}
+    keys = {key: value for key, value in entry.items() if key not in ("label", "hook", "reshard_after_forward", "dion")}
     return Scheme(**keys, reshard=entry.get("reshard_after_forward"))
 
 
