@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -174,6 +176,12 @@ def test_wheel_holds_configuration_types_and_kernels(wheel: Path) -> None:
         assert f"hzero/native/kernels/{path.name}" in names
     if not os.environ.get("HZERO_BACKEND"):
         assert any(name.startswith("hzero/native/encode.gfx90a.") for name in names)
+    with zipfile.ZipFile(wheel) as file:
+        (sbom,) = (name for name in names if name.endswith(".dist-info/sboms/hzero.cdx.json"))
+        listed = json.loads(file.read(sbom))["components"]
+        for one in (one for one in listed if one["type"] == "file"):
+            assert one["hashes"][0]["content"] == hashlib.sha256(file.read(one["name"])).hexdigest()
+    assert {one["name"] for one in listed} >= {name for name in names if name.endswith((".so", ".hsaco"))}
     # Compiled code is not tied to a version of Python.
     assert "-py3-none-linux" in wheel.name or not any(name.endswith(".so") for name in names)
 

@@ -2,6 +2,10 @@
 // the widest instruction set that the processor has and split the blocks of a bucket over threads.
 #include "library.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -33,21 +37,23 @@ struct InstructionSet {
 };
 
 #if defined(__x86_64__)
-static bool has_avx2() {
-  // Every processor with FMA and AVX2 has F16C, which some compilers cannot ask for.
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+// Whether processor and kernel have AVX2, FMA and, with `avx512`, its F, BW, DQ and VL. With AVX2 there is F16C.
+// What Zig links, as in wheels, answers no to every question of __builtin_cpu_supports.
+static bool has_vectors(bool avx512) {
+  unsigned a, b, c, d, saved, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_FMA)) return false;
+  asm("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  const unsigned registers = avx512 ? 0xe6 : 0x6;  // what the kernel saves of them
+  const unsigned wanted = bit_AVX2 | (avx512 ? bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL : 0);
+  return (saved & registers) == registers && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & wanted) == wanted;
 }
 #endif
 
 // Widest first. What is asked of the processor is what CMakeLists.txt lets the compiler use.
 static const InstructionSet instruction_sets[] = {
 #if defined(__x86_64__)
-    {"avx512", &avx512::kernels,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_avx2();
-     }},
-    {"avx2", &avx2::kernels, has_avx2},
+    {"avx512", &avx512::kernels, [] { return has_vectors(true); }},
+    {"avx2", &avx2::kernels, [] { return has_vectors(false); }},
 #endif
     {"baseline", &baseline::kernels, [] { return true; }},
 };

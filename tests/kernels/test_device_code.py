@@ -1,4 +1,4 @@
-"""Device code without a device: every kernel compiles for gfx90a and gfx942 within its limits, and for NVIDIA where nvcc is."""
+"""Device code without a device: every kernel compiles for gfx90a, gfx942, gfx950 within its limits, and for NVIDIA with nvcc."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def _compiler(name: str) -> list[str]:
 
 
 # Two compilers, years apart: a kernel near its limits fits one of them only. Debian's hipcc does not support gfx942.
-@pytest.fixture(scope="module", params=["hipcc-gfx90a", "clang-gfx90a", pytest.param("clang-gfx942", marks=LONG)])
+NEWER = [pytest.param(f"clang-gfx{one}", marks=LONG) for one in (942, 950)]
+
+
+@pytest.fixture(scope="module", params=["hipcc-gfx90a", "clang-gfx90a", *NEWER])
 def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Assembly of each family."""
     compiler, architecture = request.param.split("-")
