@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from hzero.errors import ConfigError
 from hzero.files import regular
@@ -23,6 +24,13 @@ _ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
+
+
+def _member(owner: type, name: str) -> Any:
+    """``getattr``, with which Python before 3.11.4 and 3.12 pickles members of DeepSpeed's enumeration, for these alone."""
+    if owner is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError("GLOBAL getattr")
+    return ZeroStageEnum[name]
 
 
 @contextlib.contextmanager
@@ -44,7 +52,7 @@ def only_tensors(trust: bool, what: str = "the checkpoint") -> Iterator[None]:
     forbids, forces = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = {name: os.environ.pop(name, None) for name in (forbids, forces)}
     os.environ[forces] = "1"
-    torch.serialization.add_safe_globals([pkgutil.resolve_name(name) for name in _ALLOWED])
+    torch.serialization.add_safe_globals([*map(pkgutil.resolve_name, _ALLOWED), (_member, "builtins.getattr")])
     try:
         yield
     except pickle.UnpicklingError as error:

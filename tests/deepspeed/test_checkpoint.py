@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from hzero.deepspeed.resharding import MODEL, OPTIMIZER, Resharding, Sharding, cut
 from hzero.deepspeed.safe_loading import load, only_tensors
@@ -65,6 +66,24 @@ def test_what_another_model_has_written_is_refused(tmp_path: Path) -> None:
     two = {**zero, "optimizer_state_dict": {"state": {}, "param_groups": [{"params": []}, {"params": [0]}]}}
     with pytest.raises(ConfigError, match="a is in group 0 of the optimizer, and was in group 1"):
         _resharding(tmp_path, model, {"optimizer_state_dict": two}).load(OPTIMIZER)
+
+
+def test_members_of_an_enumeration_load_as_each_python_pickles_them(tmp_path: Path) -> None:
+    class By:
+        def __init__(self, *of: Any) -> None:
+            self.of = of
+
+        def __reduce__(self) -> Any:  # Python 3.11.2, of Debian 12, and others
+            return getattr, self.of
+
+    path = str(tmp_path / "a.pt")
+    for of in ((ZeroStageEnum, "weights"), (ZeroStageEnum, "mro")):
+        torch.save(By(*of), path)
+        if of[1] == "weights":
+            assert load(path, None, trust=False) is ZeroStageEnum.weights
+        else:
+            with pytest.raises(ConfigError, match="needs getattr"):
+                load(path, None, trust=False)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
