@@ -108,6 +108,7 @@ class Muon(torch.optim.Optimizer):
             param_group.setdefault(key, value)
         super().add_param_group(param_group)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have gradients. Collective.
@@ -129,18 +130,17 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(self) -> None:
         """Steps Muon's groups as ``torch.optim.Muon`` does, whose order of operations gives the same bits."""
         stepped = [
-            (group, param)
-            for group in self.param_groups
-            if _OF_MUON in group
+            (group, lr, param)
+            for group, lr in [(group, float(group["lr"])) for group in self.param_groups if _OF_MUON in group]
             for param in group["params"]
             if param.grad is not None
         ]
-        for _, param in stepped:
+        for *_, param in stepped:
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
 
         def send(number: int) -> torch.Tensor:
-            group, param = stepped[number]
+            group, _, param = stepped[number]
             gradient, buffer = param.grad.to_local(), self.state[param]["momentum_buffer"].to_local()
             buffer.lerp_(gradient, 1 - group["momentum"])
             update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
@@ -159,15 +159,15 @@ class Muon(torch.optim.Optimizer):
             return updates
 
         def receive(number: int, update: torch.Tensor) -> None:
-            group, param = stepped[number]
-            local, lr = param.to_local(), float(group["lr"])
+            group, lr, param = stepped[number]
+            local = param.to_local()
             update = update[: local.numel()].view(local.shape).to(local.device)
             local.mul_(1 - lr * group["weight_decay"])
             local.add_(update, alpha=-lr * _ratio(group["adjust_lr_fn"], *param.shape))
 
         if stepped:
             like = torch.empty(0, dtype=torch.bfloat16, device=self._of.device)
-            matrices = [self._matrices[param] for _, param in stepped]
+            matrices = [self._matrices[param] for *_, param in stepped]
             self._owners.update(matrices, like, send, compute, receive)
 
     def _announce(self) -> None:
