@@ -26,7 +26,7 @@ _ALLOWED = (
 )
 
 
-def _member(owner: type, name: str) -> Any:
+def _member(owner: Any, name: str) -> Any:
     """``getattr``, with which Python before 3.11.4 and 3.12 pickles members of DeepSpeed's enumeration, for these alone."""
     if owner is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise pickle.UnpicklingError("GLOBAL getattr")
