@@ -249,9 +249,9 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         accumulation = accumulation_for(note, before, batch, engine.train_micro_batch_size_per_gpu())
         engine.set_train_batch_size(note.batch)
         if (accelerate := sys.modules.get("accelerate.state")) is not None:
-            shared = accelerate.GradientState._shared_state  # it counts micro-batches in Accelerate's loops
-            if shared and shared["plugin_kwargs"].get("num_steps", 1) == before:
-                shared["plugin_kwargs"]["num_steps"] = accumulation
+            shared = accelerate.GradientState()  # it counts micro-batches in Accelerate's loops
+            if shared.num_steps == before:
+                shared.plugin_kwargs["num_steps"] = accumulation
 
     def _other_sharding(self, folder: Path, resumes: bool) -> Resharding | None:
         """Returns a `Resharding` if other ranks have written the checkpoint. None: DeepSpeed can load the files directly."""

@@ -53,7 +53,7 @@ class HZeroOffload(DeepSpeedZeRoOffload):
             param.ds_persist = param.ds_id in persistent  # zero.Init may have used the stock threshold
         group = self.dp_process_group or params[0].ds_process_group  # without an optimizer there is no dp_process_group
         # A size of 0 disables prefetching. Refreshes then use buckets of the default size.
-        bucket_numel = self._prefetch_bucket_sz or BUCKET_NUMEL
+        bucket_numel = int(engine.zero_prefetch_bucket_size()) or BUCKET_NUMEL
         step = engine.gradient_accumulation_steps(), engine.zero_reduce_bucket_size()
         self.hzero = StageState(module, config, group, bucket_numel, *step, engine.zero_cpu_offload())
         units = set(self.hzero.units.of.values())

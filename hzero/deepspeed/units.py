@@ -6,13 +6,19 @@ requested. The others wait in the unit.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param, register_external_parameter
+from deepspeed.runtime.zero.partition_parameters import (
+    ZeroParamStatus,
+    free_param,
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from deepspeed.utils import z3_leaf_module
 
 from hzero.comm import lasting
@@ -71,7 +77,8 @@ class Managed(Parameter):
             setattr(self.param, name, function)
         del self.param.hzero_managed
         for layer in self.layers:
-            layer._external_params.pop(id(self.param), None)  # type: ignore[operator, union-attr]
+            with contextlib.suppress(RuntimeError):  # it is not registered
+                unregister_external_parameter(layer, self.param)
         if self.unit is not None:
             self.unit.members.remove(self)
 
@@ -255,8 +262,9 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
     names = {name for one in module.modules() for name in getattr(one, "_no_split_modules", None) or ()}
 
     def found(parent: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        in_list = isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential))
-        kinds = Counter(type(child) for child in parent._modules.values()) if in_list else Counter()
+        kinds = (
+            Counter(map(type, parent)) if isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential)) else Counter()
+        )
         for child in parent.children():
             if z3_leaf_module(child):
                 continue
@@ -284,9 +292,8 @@ def form_units(units: Units, module: torch.nn.Module, layers: Iterable[torch.nn.
     users: dict[torch.nn.Parameter, set[int]] = {}
     inside = {one: number for number, layer in enumerate(layers) for one in layer.modules()}
     for one in module.modules():
-        for param in one._parameters.values():
-            if param is not None:
-                users.setdefault(param, set()).add(inside.get(one, -1))
+        for param in one.parameters(recurse=False):
+            users.setdefault(param, set()).add(inside.get(one, -1))
     for number, layer in enumerate(layers):
         inner: list[ZeroParameter] = [param for param in layer.parameters() if users[param] == {number}]
         unit = Unit(layer, managed_of(param for param in inner if not param.ds_persist))

@@ -553,8 +553,8 @@ class FsdpState(Engine):
         locals_ = [one for flat in flats for one in flat.owner.module.gradients(flat.members) if one.numel()]
         found = torch.zeros(1, dtype=torch.bool, device=self.device)
         if locals_:
-            largest = torch.stack(torch._foreach_norm(locals_, float("inf")))
-            found = (~largest.isfinite().all()).to(self.device).view(1)
+            largest = torch.nn.utils.get_total_norm(locals_, float("inf"))
+            found = (~largest.isfinite()).to(self.device).view(1)
         late = torch.cat([found[:0], *(edited for _, edited in self._late)]).any().view(1)
         not_finite, written, *_ = self.meet(STEP, torch.cat([found, late]))
         if written:

@@ -429,13 +429,12 @@ class Exchange:
             ConfigError: Rank 0 cannot be reached.
         """
         from torch.distributed import HashStore, PrefixStore, TCPStore
-        from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
         rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
         if world_size == 1:
             return cls(HashStore(), 0, 1)
         address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", 29500))
-        serves = rank == 0 and not _torchelastic_use_agent_store()
+        serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         wait, longest = timedelta(seconds=timeout_s), timeout_s + max(1.0, timeout_s / 5)
         # torch's own wait for all ranks would not name the missing ones.
         how: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}

@@ -109,7 +109,7 @@ def _trained(files: dict[str, list[int]], vocab: int, output: Path, say: Callabl
         )
         made = ByteLevelBPETokenizer()
         made.train_from_iterator(texts, vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END])
-        found = made._tokenizer
+        found = Tokenizer.from_str(made.to_str())
     return PreTrainedTokenizerFast(tokenizer_object=found, bos_token=END, eos_token=END, pad_token=END)
 
 
