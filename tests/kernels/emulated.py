@@ -17,11 +17,10 @@ import torch
 
 from hzero.codecs import launchers
 from hzero.codecs.launchers import FAMILIES
-from tests.ranks import ROOT
 
 __all__ = ["FAMILIES", "KERNELS", "LIBRARY", "SANITIZED", "EmulatedKernels", "build"]
 
-KERNELS = ROOT / "hip_kernels"
+KERNELS = Path(__file__).resolve().parents[2] / "hip_kernels"
 #: tests/kernels/test_sanitizers.py sets both: the host library to test, and more flags for the emulation.
 LIBRARY = Path(os.environ.get("HZERO_TESTS_LIBRARY", launchers.LIBRARY))
 _FLAGS = os.environ.get("HZERO_TESTS_CXXFLAGS", "").split()

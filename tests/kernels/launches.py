@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.counts.messages import numels_of
 from hzero.codecs import backends
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import Bucket, Runtime, WireLog
@@ -34,11 +35,6 @@ from hzero.topology import Grid
 from tests.comm.simulated import AtOnce, peers
 
 GRID = Grid(2, 4, 2)
-
-
-def numels_of(width: int) -> tuple[int, ...]:
-    """Parameters of a GPT-NeoX layer: weights and biases of two norms, of attention and of the MLP."""
-    return (*(width,) * 4, 3 * width**2, 3 * width, width**2, width, 4 * width**2, 4 * width, 4 * width**2, width)
 
 
 class Wires:

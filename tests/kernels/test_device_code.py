@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.counts.gfx90a import Simulated
 from hzero.codecs import backends, exact
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.formats import RecordFormat
@@ -23,7 +24,6 @@ from tests.codecs.samples import numbers
 from tests.codecs.test_exact import record_of
 from tests.kernels.cases import REFERENCE, Case, compared, source_of
 from tests.kernels.emulated import FAMILIES, KERNELS
-from tests.kernels.gfx90a import Simulated
 from tests.ranks import LONG, run_python
 
 #: Kernels of each family: types and codecs.
@@ -141,7 +141,7 @@ def test_products_and_sums_are_not_contracted(assembly: dict[str, str]) -> None:
 def test_the_code_gives_the_bits_of_the_reference(assembly: dict[str, str], fmt: RecordFormat) -> None:
     """Instruction by instruction, on shards that start at no multiple of 16 bytes, and on many of one block."""
     if "--gfx90a" not in assembly["decode"]:
-        pytest.skip("tests/kernels/gfx90a.py has the instructions of gfx90a")
+        pytest.skip("benchmarks/counts/gfx90a.py has the instructions of gfx90a")
     backend, cpu = KernelBackend(Simulated(assembly.__getitem__)), torch.device("cpu")
     case = Case((275, 9), (3,), (1,), 3, fmt, torch.bfloat16)
     source, rows, seed = source_of(case), case.rows, 2**40 + 1
@@ -162,7 +162,7 @@ def test_the_code_gives_the_bits_of_the_reference(assembly: dict[str, str], fmt:
 def test_the_code_decodes_codec_exact(assembly: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Instruction by instruction, lanes that end at different weights; some weights change their sign, with an escape."""
     if "--gfx90a" not in assembly["decode"]:
-        pytest.skip("tests/kernels/gfx90a.py has the instructions of gfx90a")
+        pytest.skip("benchmarks/counts/gfx90a.py has the instructions of gfx90a")
     old = [numbers("normal", size, torch.bfloat16, size) for size in (700, 3, 0, 1030)]
     new = [(one + 0.02 * numbers("normal", len(one), seed=9)).bfloat16() for one in old]
     record = record_of(new, old)

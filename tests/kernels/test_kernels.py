@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.counts import costs, messages
 from hzero.codecs import backends, launchers, reference
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Codec, Decoder, Encoder, Recoder
@@ -18,9 +18,8 @@ from hzero.codecs.launchers import AXES, TENSORS
 from hzero.codecs.reference import checksums, trailers
 from hzero.config import CodecConfig
 from tests.codecs.samples import FLOATS, numbers, same
-from tests.kernels import costs, launches, messages, records
-from tests.kernels.cases import KINDS, REFERENCE, Calls, Case, compared, disagreements, random_case
-from tests.kernels.emulated import KERNELS, LIBRARY, EmulatedKernels
+from tests.kernels.cases import KINDS, Calls, Case, compared, disagreements, random_case
+from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG, run_python
 
 CPU = torch.device("cpu")
@@ -191,45 +190,6 @@ def test_unaligned_shards_are_moved_16_bytes_at_a_time() -> None:
         assert made[16] > 0.93 * sum(made.values()), (name, made)
 
 
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        (costs, "--rows 0 | found '0'; expected more than 0"),
-        (costs, "--against . --few x | found 'x'; expected more than 0"),
-        (costs, "--against /nowhere | found '/nowhere'; expected a checkout of hzero"),
-        (launches, "--width -1 | found '-1'; expected more than 0"),
-        (launches, "topo topp | presets: found 'topp'; expected .* (did you mean 'topo'?)"),
-        (messages, "exact --nodes 0 | found '0'; expected more than 0"),
-        (messages, "exacts | presets: found 'exacts'; expected .* (did you mean 'exact'?)"),
-        (records, "all | unrecognized arguments: all"),
-    ],
-)
-def test_commands_that_count_refuse_nonsense(
-    command: Any, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments, _, says = says.partition(" | ")
-    monkeypatch.setattr("sys.argv", [command.__name__, *arguments.split()])
-    with pytest.raises(SystemExit, match="2"):
-        command.main()
-    assert re.search(re.escape(says).replace(r"\.\*", ".*"), capsys.readouterr().err)
-
-
-def test_a_checkout_without_a_codec_is_compared_in_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    counts = {
-        str(chunk): {"v": 1.0, "s": 2.0, "memory": 3.0, "16 bytes": 1.0} for chunk in (costs.ALIGNED, costs.UNALIGNED)
-    }
-    monkeypatch.setattr(costs, "HIPCC", __file__)
-    monkeypatch.setattr(costs, "instructions", lambda *_: {"encode int8": counts, "encode int4": counts})
-    monkeypatch.setattr(costs, "before", lambda *_: {"encode int8": counts})
-    monkeypatch.setattr(costs, "accesses", lambda _: iter(()))
-    monkeypatch.setattr("sys.argv", ["costs", "--against", str(KERNELS.parent)])
-    costs.main()
-    rows = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if " 43,696 " in line]
-    assert rows == ["| encode int8, before", "| encode int8", "| encode int4"]
-
-
 def test_parts_between_nodes_reach_the_least_size_where_there_are_many_peers() -> None:
     for preset, nodes in itertools.product(("topo", "lossless"), (48, 384, 1176, 9408)):
         *_, (phase, _, peers, part, layers) = messages.parts(preset, nodes)
@@ -282,17 +242,6 @@ def test_stochastic_codes_at_the_end_of_the_range_decode_to_finite_numbers(
         assert not list(compared(backend, device, "encode", [x], rows, fmt, 1911))
         (decoded,) = Calls(backend).decode(Calls(backend).encode([x.to(device)], rows, fmt, 1911), rows, fmt, dtype)
         assert (decoded.cpu().double() / x.double() - 1).abs().max() < 0.008, dtype
-
-
-def test_formats_without_blocks_and_unlike_blocks(target: tuple[Any, torch.device]) -> None:
-    backend, device = target
-    x = [numbers("normal", 300, torch.bfloat16, 1)]
-    for codec in ("none", "bf16"):
-        how = (Rows.of((150,), (2,)), RecordFormat.of(codec))
-        assert not list(compared(backend, device, "encode", x, *how))
-    message = REFERENCE.encode(x, Rows.of((150,), (2,), outer=2), INT8)
-    how = (Rows.of((150,), (2,), outer=2), INT8, torch.bfloat16, 1, INT4, 7)
-    assert not list(compared(backend, device, "decode_sum_encode", message, *how))
 
 
 def test_threads_share_the_work() -> None:

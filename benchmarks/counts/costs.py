@@ -1,10 +1,10 @@
 """What the kernels cost on an MI250X, without one: instructions per element of the gfx90a code, and accesses by width.
 
-    python -m tests.kernels.costs [--against CHECKOUT] [--rows 384]
+    python -m benchmarks.counts.costs [--against CHECKOUT] [--rows 384]
 
 It prints three tables:
 
-1. Instructions that `tests.kernels.gfx90a` executes of hipcc's assembly, lanes times instructions by elements. The issue bound is
+1. Instructions that `gfx90a.py` executes of hipcc's assembly, lanes times instructions by elements. The issue bound is
    the time in which the 110 compute units of a chiplet start the vector instructions, one each in a cycle of 1.7 GHz, as a share
    of the time that its memory needs for the bytes, at 1.6 TB/s.
 2. All memory accesses of that assembly by width, to codes, scales and arguments too. A thread has 8 bytes of codes in
@@ -22,20 +22,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import hzero
+from benchmarks.counts.gfx90a import Simulated
 from hzero.codecs import reference
 from hzero.codecs.backends import KernelBackend
 from hzero.codecs.codec import Decoder, Encoder, Recoder
 from hzero.codecs.formats import BLOCK_CODECS, RecordFormat, Rows
 from hzero.tools.terminal import positive
-from tests.kernels.gfx90a import Simulated
 
 #: A shard of 4096 * 4096 elements on 384 ranks, and the next one of which all start at multiples of 16 bytes.
 UNALIGNED, ALIGNED = 43_691, 43_696
@@ -71,7 +71,7 @@ def calls(backend: Any, chunk: int, rows: int) -> Iterator[tuple[str, Any]]:
 def moved(name: str) -> float:
     """Bytes per element that a kernel reads and writes, each once."""
     operation, codec = name.split(",")[0].split()
-    coded = RecordFormat.of(codec, 128).element_bytes(2)
+    coded = RecordFormat.of(cast(Any, codec), 128).element_bytes(2)
     return {"decode_sum": PEERS * coded + 4, "decode_sum_encode": (PEERS + 1) * coded}.get(operation, coded + 2)
 
 
@@ -86,14 +86,14 @@ def instructions(kernels: Path, rows: int) -> dict[str, dict[str, dict[str, floa
             subprocess.run(command, env=env, check=True, capture_output=True)
             return out.read_text()
 
-    simulated = Simulated(assembly)
+    simulated: Any = Simulated(assembly)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for chunk, count in ((ALIGNED, 1), (UNALIGNED, rows)):
         for name, call in calls(KernelBackend(simulated), chunk, count):
             simulated.counts.clear()
             simulated.accesses.clear()
             call()
-            kinds = Counter[str]()
+            kinds: dict[str, float] = defaultdict(float)
             for instruction, times in simulated.counts.items():
                 kinds["memory" if instruction.startswith(("global", "ds")) else instruction[0]] += times
             for (_, size), lanes in simulated.accesses.items():
@@ -112,7 +112,7 @@ def before(other: Path, rows: int) -> Any:
             sys.executable,
             "-P",
             "-m",
-            "tests.kernels.costs",
+            "benchmarks.counts.costs",
             "--json",
             str(other),
             "--few",
@@ -145,6 +145,7 @@ def checkout(text: str) -> Path:
 
 
 def main() -> None:
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=checkout, help="another checkout, whose instructions are counted too")
     count = positive(int, 4096)
@@ -173,10 +174,10 @@ def main() -> None:
     print("\n## All accesses of the gfx90a assembly by width: elements, codes, scales and arguments\n")
     print(f"| shards of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | bytes in accesses of 16 |\n{'|---' * 6}|")
     for name, found in own.items():
-        counts = {width: found[str(UNALIGNED)].get(f"{width} bytes", 0.0) for width in WIDTHS}
-        made, moves = sum(counts.values()), sum(width * count for width, count in counts.items())
-        shares = " | ".join(f"{count / made:.1%}" for count in counts.values())
-        print(f"| {name} | {shares} | {16 * counts[16] / moves:.1%} |")
+        widths = {width: found[str(UNALIGNED)].get(f"{width} bytes", 0.0) for width in WIDTHS}
+        total, moves = sum(widths.values()), sum(width * count for width, count in widths.items())
+        shares = " | ".join(f"{count / total:.1%}" for count in widths.values())
+        print(f"| {name} | {shares} | {16 * widths[16] / moves:.1%} |")
     print("\n## Accesses to elements by width, counted by the emulation; to be 16 bytes wide: at least 90 %\n")
     print(f"| {arguments.rows} rows of {UNALIGNED:,} | 16 bytes | 8 | 4 | 2 | 16 bytes wide |\n{'|---' * 6}|")
     for name, made in accesses(arguments.rows):

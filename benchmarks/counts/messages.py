@@ -1,6 +1,6 @@
 """Prints what a layer of GPT-NeoX-20B sends between the nodes of Frontier: parts for each peer, and the peers.
 
-    python -m tests.kernels.messages [PRESET ...] [--nodes 48 384 9408]
+    python -m benchmarks.counts.messages [PRESET ...] [--nodes 48 384 9408]
 
 At the boundary, a layer's part waits for the parts of other layers until together they have ``boundary_message_bytes``.
 """
@@ -18,10 +18,14 @@ from hzero.program.program import StagePrograms
 from hzero.program.shards import ShardPlan
 from hzero.tools.terminal import positive
 from hzero.topology import Grid
-from tests.kernels.launches import numels_of
 
 #: Nodes of a switch group of Frontier (hzero/topology/presets/frontier.yaml).
 SWITCH_NODES = 128
+
+
+def numels_of(width: int) -> tuple[int, ...]:
+    """Parameters of a GPT-NeoX layer: weights and biases of two norms, of attention and of the MLP."""
+    return (*(width,) * 4, 3 * width**2, 3 * width, width**2, width, 4 * width**2, 4 * width, 4 * width**2, width)
 
 
 def parts(preset: str, nodes: int) -> list[tuple[str, str, int, float, int]]:
@@ -41,6 +45,7 @@ def parts(preset: str, nodes: int) -> list[tuple[str, str, int, float, int]]:
 
 
 def main() -> None:
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=positive(int, 100_000), nargs="+", default=[48, 384, 9408])
     parser.add_argument("presets", nargs="*", default=["topo", "lossless", "exact"])

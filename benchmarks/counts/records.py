@@ -1,6 +1,6 @@
 """Counts what records of small parameters cost: bytes into a node, workgroups of kernels and their threads.
 
-    python -m tests.kernels.records
+    python -m benchmarks.counts.records
 
 A norm or a bias has a record of its own on every rank, of 16 bytes if its elements and their scale fit there. The table compares
 that to one record per rank that all norms and biases of a layer would share.
@@ -45,7 +45,7 @@ def into_node(chunks: Sequence[int], fmt: RecordFormat, world: int) -> int:
 def launched(chunks: Sequence[int], fmt: RecordFormat, world: int) -> tuple[int, int]:
     """Workgroups of the kernel that decodes a layer, and how many of their threads have elements."""
     started: list[int] = []
-    device = SimpleNamespace(on_device=True, kind="cpu", launch=lambda *call: started.append(call[3]))
+    device = SimpleNamespace(on_device=True, kind="cpu", kernel=lambda *_: lambda *call: started.append(call[1]))
     rows: Any = Rows.of(chunks, (world,))
     decode = KernelBackend(device).decoder(rows, fmt, torch.bfloat16)  # type: ignore[arg-type]
     decode(torch.empty(16, dtype=torch.uint8), [torch.empty(1)] * len(chunks))
@@ -53,6 +53,7 @@ def launched(chunks: Sequence[int], fmt: RecordFormat, world: int) -> tuple[int,
 
 
 def main() -> None:
+    """Prints the tables."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(
         "| layer | ranks | codec | into a node, MB | with a shared record | less | threads with elements, all | small ones |"

@@ -40,7 +40,7 @@ def _wide(bits: Any) -> Any:
 
 
 def _fused(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once: the product is exact in 64 bits, the sum is rounded to odd there."""
+    """A * b + c, rounded once: the product is exact in 64 bits, the sum is rounded to odd there."""
     product, c = _floats(a).astype(np.float64) * _floats(b).astype(np.float64), _floats(c).astype(np.float64)
     total = product + c
     part = total - product
@@ -190,13 +190,16 @@ class Wave:
         self.set(_EXEC, 2**64 - 1, 2)
 
     def set(self, register: int, value: int, words: int) -> None:
+        """Writes a number into successive scalar registers."""
         for word in range(words):
             self.s[register + word] = value >> 32 * word & _ALL
 
     def get(self, register: int, words: int) -> int:
+        """The number in successive scalar registers."""
         return sum(self.s[register + word] << 32 * word for word in range(words))
 
     def mask(self, register: int = _EXEC) -> Any:
+        """A bit for each lane, by default whether it is active."""
         return (self.get(register, 2) >> LANES.astype(object) & 1).astype(bool)
 
 
@@ -234,6 +237,7 @@ class Operand:
         return bits ^ np.uint32(0x80000000) if self.negative else bits
 
     def scalar(self, wave: Wave, words: int = 1) -> int:
+        """Its value, of a constant or of scalar registers."""
         if self.kind == "c":
             return self.constant & (1 << 32 * words) - 1
         return wave.get(self.register, min(words, max(self.words, 1)))
@@ -323,10 +327,10 @@ def _scalar(name: str, operands: list[Operand]) -> Callable[[Wave], None]:
         if stem.endswith("k") or stem.startswith("cmpk"):
             values[-1] = ((values[-1] & 0xFFFF ^ 0x8000) - 0x8000) & _ALL
         if stem.startswith("cmp"):
-            a, b = values
+            one, other = values
             if "_i" in name:
-                a, b = ((x ^ 1 << 31) - (1 << 31) for x in values)
-            wave.scc = int(COMPARE[stem.partition("_")[2]](a, b))
+                one, other = ((x ^ 1 << 31) - (1 << 31) for x in values)
+            wave.scc = int(COMPARE[stem.partition("_")[2]](one, other))
         elif stem.startswith("bitcmp"):
             wave.scc = int((values[0] >> values[1] % 32 & 1) == int(stem[-1]))
         elif stem.endswith("_saveexec"):
@@ -341,8 +345,13 @@ def _scalar(name: str, operands: list[Operand]) -> Callable[[Wave], None]:
             before = operands[0].scalar(wave)
             wave.set(operands[0].register, before * values[0] if stem == "mulk" else before + values[0], 1)
         elif stem in ("mov", "movk", "brev", "mul", "mul_hi", "cselect", "not"):
-            a, *b = values
-            constant = {"mov": lambda: a, "movk": lambda: a, "not": lambda: ~a, "mul": lambda: a * b[0]}
+            a, b = values[0], values[1:]
+            constant: dict[str, Callable[[], int]] = {
+                "mov": lambda: a,
+                "movk": lambda: a,
+                "not": lambda: ~a,
+                "mul": lambda: a * b[0],
+            }
             constant |= {"mul_hi": lambda: a * b[0] >> 32, "cselect": lambda: a if wave.scc else b[0]}
             constant |= {"brev": lambda: int(f"{a:032b}"[::-1], 2)}
             wave.set(operands[0].register, constant[stem](), words)
@@ -359,7 +368,7 @@ def _scalar(name: str, operands: list[Operand]) -> Callable[[Wave], None]:
             wave.scc = int(wave.get(operands[0].register, words) != 0)
         else:
             operation = SCALAR.get(name) or SCALAR[stem]
-            result, scc = operation(*values[:2], wave.scc)
+            result, scc = operation(values[0], values[1], wave.scc)
             wave.set(operands[0].register, result, words)
             wave.scc = int(wave.get(operands[0].register, words) != 0 if scc is None else scc)
 
@@ -523,6 +532,7 @@ class Kernel:
         self.group = self.argument + sum(size for key, size in later.items() if user.get(key) == "1")
 
     def run(self, bucket: np.ndarray, workgroup: int, wave_index: int, counts: Any, accesses: Any) -> None:
+        """Runs one wave to its end."""
         wave = Wave(counts, accesses)
         wave.set(self.argument, bucket.ctypes.data, 2)
         wave.s[self.group] = workgroup
@@ -551,9 +561,11 @@ class Simulated:
         self.waves = 0
 
     def kernel(self, family: str, name: str) -> Any:
+        """The launcher of a kernel."""
         return functools.partial(self.launch, family, name)
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+        """Runs all waves of a launch, one after the other."""
         code = self._kernel(family, kernel)
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)

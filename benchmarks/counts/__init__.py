@@ -1,0 +1,1 @@
+"""What is counted instead of timed: instructions of kernels, bytes of messages and records. None of it needs a GPU."""
