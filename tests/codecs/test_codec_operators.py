@@ -193,17 +193,6 @@ def test_prepared_calls_write_where_they_are_told(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", FIXED)
-@pytest.mark.parametrize("offset", [1, 2, 3, 4, 6, 8])
-def test_a_payload_may_start_anywhere_in_its_storage(codec: str, offset: int) -> None:
-    own = make(codec)
-    message = own.encode(bucket(3), CHUNKS, sizes=[3])
-    moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), message])[offset:]
-    assert same(own.decode(moved, CHUNKS, dtype=F), own.decode(message, CHUNKS, dtype=F))
-    sums = [decode_sum(own, one, 3, CHUNKS, inner=1, dtype=F) for one in (moved, message)]
-    assert same(*sums)
-
-
-@pytest.mark.parametrize("codec", FIXED)
 def test_sources_may_be_slices_of_any_shape_that_need_gradients(codec: str) -> None:
     own, flat = make(codec), numbers("normal", 100)
     want = own.encode([flat[3:99].clone()], [50], sizes=[2])

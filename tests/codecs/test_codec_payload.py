@@ -320,28 +320,6 @@ def test_decode_is_code_times_scale(codec: str, blocks: tuple[int, int]) -> None
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_none_keeps_every_bit(dtype: torch.dtype) -> None:
-    """All 16-bit patterns, and float32 ones of every exponent, NaNs with their payloads."""
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
-    source = (patterns.to(torch.int16) if dtype.itemsize == 2 else patterns * 65537).view(dtype)
-    codec = make("none")
-    message = codec.encode([source], [8192], sizes=[2, 4], strides=[1, 2], outer=2)
-    (decoded,) = codec.decode(message, [8192], dtype=dtype, sizes=[2, 4], strides=[1, 2], outer=2)
-    assert torch.equal(decoded.view(torch.uint8), source.view(torch.uint8))
-
-
-def test_bf16_of_a_bf16_source_keeps_every_bit_and_others_have_one_nan() -> None:
-    codec = make("bf16")
-    source = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    assert torch.equal(codec.encode([source], [source.numel()]), source.view(torch.uint8))
-    for dtype in (torch.float32, torch.float16):
-        for count in (1, 8, 37):
-            kind = torch.int32 if dtype == torch.float32 else torch.int16
-            nan = torch.full((count,), -1, dtype=kind).view(dtype)
-            assert codec.encode([nan], [count])[: 2 * count].view(torch.int16).tolist() == [0x7FC0] * count
-
-
 def test_the_example_of_the_page() -> None:
     (block,) = re.findall(r"```hex\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     wanted = [int(byte, 16) for line in block.splitlines() for byte in line.split()[:16]]

@@ -61,17 +61,6 @@ def test_every_bit_comes_back_also_in_another_decoder(kind: str, dimension: int)
     assert own.format.traits.exact and own.error_bound(3e38) == 0.0
 
 
-def test_a_record_byte_for_byte() -> None:
-    """1.0 and 1.5: the difference 0x00400000 of the second one has one bit, so planes 2 to 9 (from the highest) differ."""
-    record = codec_of().encode([torch.tensor([1.0, 1.5])], [2])
-    words = record[16:].view(torch.int32).tolist()
-    # 0x3f800000 has bits 29 to 23, in rows 2 to 8; of 0x00400000 bit 22, row 9. Element 0 is column 31.
-    first, second = -(2**31), 1 << 30
-    assert record[:8].view(torch.int64).tolist() == [16 + 128 + 16]
-    assert words[0] == 1 << 2 | 1 << 9 | 1 << 10 and not any(words[1:32])
-    assert words[32:35] == [first, (second - first + 2**31) % 2**32 - 2**31, -second] and not any(words[35:])
-
-
 # ---- nothing is lost ------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_a_library_that_cannot_be_used_is_said_once(
         whole = launchers.LIBRARY.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
     elif content == "another":
-        path = Path(_math_library())
+        path = Path(torch._C.__file__)
     elif content == "stale":
         path.write_bytes(launchers.LIBRARY.read_bytes())
         monkeypatch.setattr(launchers, "VERSION", 99999)
@@ -114,12 +115,6 @@ def test_a_library_that_cannot_be_used_is_said_once(
     backends.choice.cache_clear()
     with pytest.raises(ConfigError, match=f"HZERO_BACKEND: host cannot be used: .*({says})"):
         backends.choice("cpu")
-
-
-def _math_library() -> str:
-    """The path of some library that is not ours."""
-    ctypes.CDLL("libm.so.6")
-    return next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line)
 
 
 def test_other_ranks_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -356,28 +351,14 @@ def test_a_second_runtime_is_not_used_and_is_refused_by_doctor(mode: int, gpu: G
     assert list(check_runtimes()) == [(0, f"torch loads the GPU runtime {runtime}")]
 
 
-def test_kernels_start_where_files_and_maps_are_hidden(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A container may hide the maps of a process, and an update may remove the library that torch has loaded."""
+def test_kernels_start_where_maps_are_hidden(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in some containers."""
     _built_before(tmp_path / "native")
     ctypes.CDLL(torch._C.__file__)  # as torch has
-    runtime = gpu.libraries()[0]
-    read = Path.read_text
-
-    def hidden(path: Path, **how: Any) -> str:
-        if path.name == "maps":
-            raise PermissionError(13, "Permission denied")
-        return read(path, **how)
-
-    runtime.rename(tmp_path / "aside")
-    try:
-        monkeypatch.setattr(Path, "read_text", hidden)
+    hidden = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    with mock.patch.object(Path, "read_text", hidden):
         assert launchers.runtimes() == []
         assert torch.equal(_encode(launchers.DeviceKernels()), REFERENCE.encode(*ENCODING))
-    finally:
-        (tmp_path / "aside").rename(runtime)
-    assert list(check_runtimes()) == []
 
 
 @pytest.fixture
@@ -435,12 +416,6 @@ def test_a_cupy_with_a_second_runtime_is_not_imported(gpu: Gpu, without_compiler
     assert "cupy" not in sys.modules and len(launchers.runtimes()) == 1
     (text,) = [text for status, text in check_runtimes() if status == 1]
     assert str(second) in text and str(gpu.libraries()[0]) in text and "hzero does not need CuPy" in text
-
-
-def test_a_cupy_that_cannot_be_imported_is_left_out(gpu: Gpu, without_compiler: Path, tmp_path: Path) -> None:
-    package(tmp_path / "site", "cupy", [tmp_path / "librocblas.so.5"])
-    assert launchers.runtimes_with_cupy() == []
-    assert [status for status, _ in check_runtimes()] == [0]
 
 
 # ---- hzero doctor ---------------------------------------------------------------------------------------------------

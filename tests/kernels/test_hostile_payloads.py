@@ -130,7 +130,7 @@ def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
 
 
 @pytest.mark.parametrize("target", ["host", "avx2", "baseline", pytest.param("wave 64", marks=LONG)])
-@settings(max_examples=8 if SANITIZED else 40)
+@settings(max_examples=8 if SANITIZED else 20)
 @given(seed=st.integers(0, 2**40))
 def test_any_record_of_codec_exact_is_decoded_alike(target: str, seed: int) -> None:
     """Whatever its table, starts and lengths say, and wherever it ends: the reference's weights, and nothing beside them."""

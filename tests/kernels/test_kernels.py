@@ -110,7 +110,7 @@ def test_codecs_of_processors_alone(target: tuple[Any, torch.device]) -> None:
         encoder = target[0].encoder(Rows.of((9,), (1,)), ZFP[1], torch.float32)
         assert encoder.__module__ == reference.__name__
         return
-    chunks = itertools.cycle([(700, 0, 1, 64), (1025, 5), (63,), (2048, 130)])
+    chunks = itertools.cycle([(300, 0, 1, 64), (1025, 5), (63,), (513, 130)])
     for index, (kind, chunk) in enumerate(zip(KINDS, chunks)):
         rows = {"sizes": (3, 2), "strides": (1, 3), "outer": 3, "short": index % 5, "unaligned": index % 2 > 0}
         dtype = FLOATS[index % 3]
