@@ -11,14 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import hzero
 from hzero.comm import DdpState, communicator, ddp_hook
 from hzero.topology.grid import Grid
 from tests.comm.tiered_checks import GRIDS, WORLD
-from tests.rank_main import TRANSPORT, begin_anew, same_on_all_ranks
+from tests.rank_main import TRANSPORT, same_on_all_ranks
 from tests.ranks import ROOT
 
 #: In MB: several buckets, the last of them short.
@@ -137,19 +136,3 @@ def check_examples_of_the_page_run() -> None:
             exec(compile(block, "docs/collectives.md", "exec"), names)
     losses = ddp.train(steps=12)
     assert losses[-1] < losses[0]
-
-
-def check_a_rank_that_does_not_come_to_the_hook_is_named() -> None:
-    """Its groups time out."""
-    model = DistributedDataParallel(_net())
-    model.register_comm_hook(_state(GRIDS[WORLD][0], timedelta(seconds=4)), ddp_hook)
-    model(torch.ones(1, 17)).sum().backward()  # connects
-    store, others = c10d._get_default_store(), [f"away {rank}" for rank in range(WORLD) if rank != 1]
-    loss = model(torch.ones(1, 17)).sum()
-    if dist.get_rank() == 1:
-        store.wait(others)
-    else:
-        with pytest.raises(RuntimeError, match=r"all_reduce of float32 .*waited for rank 1 .*, at hop \d+ instead of "):
-            loss.backward()
-        store.set(f"away {dist.get_rank()}", "")
-    begin_anew()

@@ -1,9 +1,7 @@
-"""What only the transport over MPI has. Run by test_mpi.py under mpiexec, on several numbers of ranks."""
+"""What only the transport over MPI has. Run by test_mpi.py under mpiexec, on four ranks."""
 
 from __future__ import annotations
 
-import itertools
-import os
 from datetime import timedelta
 from unittest import mock
 
@@ -11,27 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hzero.comm import Communicator, HopError, communicator, mpi_wires
-from hzero.comm.mpi_wires import MpiWires, communicator_of
+from hzero.comm import Communicator, HopError, mpi_wires
+from hzero.comm.mpi_wires import communicator_of
 from hzero.errors import ConfigError
-from hzero.topology.grid import Grid
 from tests.rank_main import begin_anew
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-TIMEOUT = timedelta(seconds=60)
-
-
-def _grid() -> Grid:
-    return {4: Grid(2, 1, 2), 6: Grid(3, 1, 2), 8: Grid(2, 2, 2), 16: Grid(4, 2, 2)}[WORLD]
-
-
-def _communicator(**config) -> Communicator:
-    with mock.patch.object(communicator, "resolve_grid", return_value=_grid()):
-        return Communicator(config)
-
-
-def _wires(name: str = "checks") -> MpiWires:
-    return communicator_of((name, "inter_node"), range(WORLD), TIMEOUT)
+WORLD, TIMEOUT = 4, timedelta(seconds=60)
+SETTINGS = {"transport": "mpi", "topology": {"nodes": 2, "packages_per_node": 1, "devices_per_package": 2}}
 
 
 def _everyones(numel: int, seed: int = 0) -> torch.Tensor:
@@ -41,7 +25,7 @@ def _everyones(numel: int, seed: int = 0) -> torch.Tensor:
 
 def check_messages_of_any_size_in_any_window() -> None:
     """Pieces of messages, and fewer of them under way than there are, leave every byte in its place."""
-    rank, wires = dist.get_rank(), _wires()
+    rank, wires = dist.get_rank(), communicator_of(("checks", "inter_node"), range(WORLD), TIMEOUT)
     for window, piece, largest in ((2, 3, 11), (4, 400, 1001), (32, 16 << 20, 300_001)):
         with mock.patch.multiple(mpi_wires, MESSAGES=window, MESSAGE_BYTES=piece):
             for numel in (0, 1, 5, largest):
@@ -72,31 +56,6 @@ def check_messages_of_any_size_in_any_window() -> None:
     assert not wires.under_way
 
 
-def check_the_bits_of_gloo() -> None:
-    """Of every operation, with codecs and without; both transports under way at once in one pipeline."""
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(rank)
-    tensor = torch.randn(WORLD, 301, generator=generator)
-    mixes = [{}, {"codecs": "int8"}, {"codecs": {"inter_node": "int4"}, "gather": "bf16", "checksum": True}]
-    mixes.append({"node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 30}})
-    for mix, dtype in itertools.product(mixes, (torch.float32, torch.bfloat16)):
-        groups = [_communicator(transport=transport, **mix) for transport in ("torch", "mpi")]
-        mine, found = tensor.to(dtype), []
-        for _ in range(2):
-            chains = []
-            for group in groups:
-                calls = (group.all_reduce, group.reduce_scatter, group.all_gather, group.all_to_all)
-                chains += [call(mine, async_op=True) for call in calls]
-                chains.append(group.broadcast(mine, WORLD - 1, async_op=True))
-            found.append([chain.wait() for chain in chains])
-            half = len(chains) // 2
-            for one, other in zip(found[-1][:half], found[-1][half:]):
-                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (mix, dtype)
-        assert all(map(torch.equal, *found))
-        counts = [[(e.role, e.tier, e.hops, e.wire_bytes) for e in g.wire_log.entries()] for g in groups]
-        assert counts[0] == counts[1]
-
-
 def check_a_group_of_half_the_ranks() -> None:
     rank, size = dist.get_rank(), WORLD // 2
     halves = [dist.new_group(list(range(start, WORLD, 2))) for start in (0, 1)]
@@ -117,7 +76,7 @@ def check_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure() -> N
         (5000, "a message of 4,000 bytes arrived; expected 20,000: ranks disagree"),
         (100, "a message arrived that is longer than the 400 bytes that were expected: ranks disagree"),
     ):
-        group = _communicator(transport="mpi")
+        group = Communicator(SETTINGS)
         if dist.get_rank() == 0:
             group.send(torch.ones(1000), 1)
         elif dist.get_rank() == 1:
@@ -126,7 +85,7 @@ def check_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure() -> N
             with pytest.raises(
                 ConfigError, match=r"^transport: found 'mpi', and an earlier wait of this process has f"
             ):
-                _communicator(transport="mpi")
+                Communicator(SETTINGS)
         begin_anew()
 
 
