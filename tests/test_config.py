@@ -201,6 +201,7 @@ BAD: list[tuple[Any, str]] = [
     (codec("INT8"), "codecs.weights.intra_node.codec: found 'INT8'; expected .. (did you mean 'int8'?)"),
     ({"checkpoint": True}, "checkpoint: found True; expected a block with keys same_batch, verify, trust"),
     ({"topology": {"nodes": 2}}, "topology.packages_per_node: missing"),
+    ({"topology": "auto"}, 'topology: found "auto"; expected "discover"'),
     ({"topology": {"packages_per_node": 2, "order": ["inter_node", "intra_node"]}}, "topology.order"),
 ]  # fmt: skip
 

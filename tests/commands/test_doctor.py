@@ -346,12 +346,6 @@ def _worst(path: Path) -> tuple[int, list[str]]:
     return max((found for found, _ in findings), default=GOOD), [text for _, text in findings]
 
 
-def test_several_faults_are_all_named(tmp_path: Path) -> None:
-    path = _write(tmp_path, {"presets": "topo"}, optimizer={"type": "Addam"}, train_batch_size=4)
-    block, optimizer, *_ = _worst(path)[1]
-    assert "hzero: found key 'presets'; expected" in block and "optimizer.type: found 'Addam'" in optimizer
-
-
 def test_what_keeps_a_configuration_from_taking_effect_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,8 +389,10 @@ def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -
     assert findings[0][0] == UNUSABLE
     monkeypatch.setattr(versions.deepspeed, "__version__", "0.19.7")
     assert "pipeline stages (deepspeed >=0.19.8)" in versions.describe()
-    monkeypatch.setattr(versions.deepspeed, "__version__", "0.18.5")
-    assert "found 0.18.5; hzero supports deepspeed >=0.18.6,<0.20" in list(check_deepspeed())[-1][1]
+    for version, supported in (("0.18.5", False), ("0.18.6", True), ("0.19.9+rocm", True), ("0.20.0", False)):
+        monkeypatch.setattr(versions.deepspeed, "__version__", version)
+        said = list(check_deepspeed())[-1][1]
+        assert (f"found {version}; hzero supports deepspeed >=0.18.6,<0.20" in said) != supported
 
 
 def test_codecs_equal_the_reference() -> None:

