@@ -178,25 +178,3 @@ def check_zero_grad_after_an_exception_in_backward_begins_anew() -> None:
             _assert_near(losses(preset, *case, True), want, 1e-6 if preset == "lossless" else tolerance)
             if case == cases[0]:
                 _assert_near(want, stock, tolerance)
-
-
-def check_evaluations_in_inference_mode_change_nothing() -> None:
-    """Between steps and inside them; in presets, too, whose forward reads secondary partitions as they are, or primary shards."""
-
-    def losses(preset: str | None, kept: int, exact: bool, training: bool) -> list[float]:
-        engine = _engine(preset, 2, kept=kept, block={"exact_evaluation": exact})
-        found = []
-        for micro in range(6):
-            if preset:
-                engine.train(training)
-                with torch.inference_mode():
-                    engine(engine(torch.ones(1, 8)))
-                engine.train()
-            found += _train(engine, micro, 1)
-        engine.destroy()
-        return found
-
-    want = losses(None, 0, False, True)
-    for preset in (*TOLERANCE, "replica", "zero3"):
-        for case in ((0, False, True), (0, False, False), (10**6, False, True), (0, True, True)):
-            _assert_near(losses(preset, *case), want, TOLERANCE.get(preset, 0.1))
