@@ -134,10 +134,6 @@ def check_trainer_goes_on() -> None:
         shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-5")
         (folder / "checkpoint-5" / "trainer_state.json").unlink()  # killed before Trainer had written it
     dist.barrier()
-    refused = _trainer(folder, 6, PRESETS[6], per_device_train_batch_size=5)
-    with pytest.raises(hzero.ConfigError, match="with 12 samples in a step; found 6 ranks with micro-batches of 5"):
-        refused.train(resume_from_checkpoint=True)
-    reset()
     trainer = _trainer(folder, 6, PRESETS[6], 2)
     # A script has taken it by get_last_checkpoint.
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5"))

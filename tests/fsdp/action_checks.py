@@ -27,7 +27,7 @@ from tests.parity.fsdp import mesh_of
 from tests.rank_main import same_on_all_ranks
 
 #: Number of sequences with `lossless`, of which the first ones also run with codecs.
-SEQUENCES = int(os.environ.get("HZERO_SEQUENCES", "16"))
+SEQUENCES = int(os.environ.get("HZERO_SEQUENCES", "12"))
 ACTIONS = 14
 TOPOLOGY = {"packages_per_node": 1, "devices_per_package": 2}
 

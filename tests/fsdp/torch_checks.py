@@ -248,13 +248,6 @@ def partial_forwards(shard: Sharder) -> Results:
 # ---- dtypes, norms, frozen layers, other wrappers -----------------------------------------------------------------------
 
 
-def float16_in_one(shard: Sharder) -> Results:
-    model = mlp()
-    half = MixedPrecisionPolicy(torch.float16, torch.float32, output_dtype=torch.float32)
-    fully_shard(model[1], mesh=mesh_of(WORLD), mp_policy=half)
-    return trained(shard(model, (model[0],)))
-
-
 def clipped(shard: Sharder) -> Results:
     """Norms of each kind beside tensor groups, and gradients clipped by them."""
     model, mesh = mlp(), mesh_of(WORLD, tensor=2)
@@ -269,22 +262,6 @@ def clipped(shard: Sharder) -> Results:
         found += [norm_of(model, kind), *(param.grad.full_tensor() for param in model.parameters())]
         model.zero_grad()
     return found
-
-
-def frozen_in_groups(shard: Sharder) -> Results:
-    """Only biases are trained; the others are frozen before hzero is applied, or after it."""
-
-    def train(after: Any, before: bool) -> Results:
-        model = mlp()
-        for layer in model:
-            checkpoint(layer)
-        if not before:
-            shard(model, reshard_after_forward=after)
-        for name, param in model.named_parameters():
-            param.requires_grad_("bias" in name)
-        return trained(shard(model, reshard_after_forward=after) if before else model)
-
-    return each(train, (False, True), (2, False))
 
 
 def divide_factor(shard: Sharder) -> Results:
@@ -318,9 +295,7 @@ ROWS = {
     "partial_group_reshard_toggle": both(functools.partial(in_chunks_of, kept=True)),
     "double_partial_forward_then_backward": both(partial_forwards),
     "double_forward_with_nested_fsdp_and_checkpoint": both(nested),
-    "float16_on_one_submodule": both(float16_in_one),
     "clip_grad_norm_2d": both(clipped),
-    "train_mixed_requires_grad_per_group": both(frozen_in_groups),
     "set_reduce_scatter_divide_factor": both(divide_factor),
     "ddp_a_fsdp_b_ddp_c": both(beside_ddp),
 }

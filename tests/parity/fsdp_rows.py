@@ -1,4 +1,4 @@
-"""Rows of FSDP2 on 4 ranks. Run by test_parity.py; `LONG_ROWS` have every feature alone."""
+"""Rows of FSDP2 on 4 ranks. Run by test_parity.py; `LONG_ROWS` take longer."""
 
 from __future__ import annotations
 
@@ -47,23 +47,6 @@ ROWS = {
     "exact_evaluation": _of(row("topo", block={"exact_evaluation": True, "codecs": {"weights": "int4"}})),
 }
 LONG_ROWS = {
-    "every_feature": _of(
-        *(
-            row("lossless", option, 2)
-            for option in (
-                "frozen",
-                "checkpointing",
-                "tied",
-                "grouped",
-                "kept",
-                "smaller",
-                "meta",
-                "prefetch",
-                "offload",
-                "sgd",
-            )
-        )
-    ),
     "compiled_blocks": _of(row("lossless", "compiled", 2)),
     "sums_in_16_bits": _of(
         row("lossless", "bf16_wire", block=CHANGES), row("lossless", "fp16", block=CHANGES), row("topo", "bf16_wire", 2)

@@ -157,7 +157,6 @@ def check_settings_that_cannot_work_are_refused() -> None:
     """By name, on all ranks."""
     for sequence, config, found in (
         ({"parallel": 3}, {}, "sequence.parallel: found 3; expected a divisor of the 4 ranks"),
-        ({"parallel": 8}, {}, "sequence.parallel: found 8; expected a divisor of the 4 ranks"),
         (
             {"parallel": 2},
             {"tensor_parallel": {"autotp_size": 2}},
