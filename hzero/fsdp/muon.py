@@ -6,7 +6,6 @@ import fnmatch
 import inspect
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ class Muon(torch.optim.Optimizer):
     By default, Muon steps all parameters of two dimensions except
 
     - parameters of ``torch.nn.Embedding``, and what is tied to them,
-    - the output layer: the only other matrix of an embedding's shape, and what ``get_output_embeddings()`` returns,
+    - output layers: matrices of an embedding's shape outside of numbered layers, and what ``get_output_embeddings()`` returns,
     - names that match ``others``.
 
     Args:
@@ -216,11 +215,11 @@ def _ratio(adjust: str | None, rows: int, columns: int) -> float:
 def _matrices_of(model: torch.nn.Module, others: Sequence[str]) -> dict[torch.Tensor, Matrix]:
     """Returns the parameters that Muon steps. See `Muon`."""
     named = {name: param for name, param in model.named_parameters() if param.ndim == 2}
-    shapes = Counter(param.shape for param in named.values())
     embeddings = {one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)}
-    # An embedding and one more matrix of its shape; if there are several, none of them is the output layer.
-    pairs = {shape for shape in (one.shape for one in embeddings) if shapes[shape] == 2}
-    embeddings |= {param for param in named.values() if param.shape in pairs}
+    shapes = {one.shape for one in embeddings}
+    # A matrix of a layer may have the shape of an embedding of positions.
+    outside = {name for name in named if not any(part.isdigit() for part in name.split("."))}
+    embeddings |= {named[name] for name in outside if named[name].shape in shapes}
     if (output := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
         embeddings.add(output.weight)
     for pattern in others:

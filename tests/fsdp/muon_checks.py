@@ -183,6 +183,24 @@ def check_newton_schulz_of_several_matrices_gives_torchs_update() -> None:
             torch.testing.assert_close(-param.detach() / scale, update.float(), rtol=0.02, atol=0.02)
 
 
+class Head(nn.Module):
+    """An embedding of tokens, one of positions with the shape of the only layer, and an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+
+def check_output_layers_and_embeddings_are_adamws() -> None:
+    model = Head().to(DEVICE)
+    fully_shard(model)
+    hzero.fsdp.apply(model, "lossless", TOPOLOGIES[0])
+    groups = hzero.fsdp.Muon(model).param_groups
+    assert groups[0]["params"] == [model.layers[0].weight] and len(groups) == 2
+
+
 def check_wrong_input_is_refused() -> None:
     model = Net().to(DEVICE)
     with pytest.raises(ConfigError, match=r"hzero.fsdp: found Net without hzero; call hzero.fsdp.apply first"):
