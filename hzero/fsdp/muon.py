@@ -65,15 +65,15 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._of = state_of(model)
         # torch checks the values. Its optimizer of AdamW also steps.
-        self._defaults = torch.optim.Muon([torch.zeros(1, 1)], lr=lr, **muon).defaults  # type: ignore[arg-type]
+        self._muon = torch.optim.Muon([torch.zeros(1, 1)], lr=lr, **muon).defaults  # type: ignore[arg-type]
         self._adamw = torch.optim.AdamW([torch.zeros(1)], **(adamw or {}))
         self._names = {param: name for name, param in model.named_parameters()}
-        self._matrices = _matrices_of(model, others)
+        self._matrices = _matrices_of(model, [others] if isinstance(others, str) else others)
         if groups is None:
             chosen = [param for param in self._names if param in self._matrices]
             groups = [{"params": chosen}, {"params": [one for one in self._names if one not in self._matrices]}]
             groups = [group for group in groups if group["params"]]
-        super().__init__(groups, {})
+        super().__init__(groups, self._muon)  # some schedulers look for ``momentum`` in the defaults
         self._owners = MatrixOwners(self._of.config, self._of.owners)
         for group in self._owners.groups:
             self._of.adopt(group)
@@ -86,9 +86,18 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ConfigError: See `Muon`.
         """
-        params = param_group["params"]
-        param_group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
-        named = [self._names.get(param, f"a tensor of shape {list(param.shape)}") for param in params]
+        given = param_group["params"]
+        if isinstance(given, set):
+            raise TypeError(
+                "hzero.fsdp.Muon: params: found a set; expected a list, whose order is the same on all ranks"
+            )
+        param_group["params"] = given = [given] if isinstance(given, torch.Tensor) else list(given)
+        params = [one[1] if isinstance(one, tuple) else one for one in given]  # torch takes names, too
+        if foreign := [f"one of shape {list(param.shape)}" for param in params if param not in self._names]:
+            raise ConfigError(
+                f"hzero.fsdp.Muon: a parameter group: found {some(foreign, 4)}; expected the model's parameters"
+            )
+        named = [self._names[param] for param in params]
         matrices = [name for name, param in zip(named, params) if param in self._matrices]
         if matrices and len(matrices) < len(params):
             rest = [name for name in named if name not in matrices]
@@ -103,9 +112,13 @@ class Muon(torch.optim.Optimizer):
                     f"hzero.fsdp.Muon: {name}: found {found}; expected FSDP2's Shard(0) on one mesh dimension, or its name in "
                     "others"
                 )
-        for key, value in (self._defaults if matrices else self._adamw.defaults).items():
-            param_group.setdefault(key, value)
+        self.defaults = self._muon if matrices else self._adamw.defaults
         super().add_param_group(param_group)
+        self.defaults = self._muon
+        _check(param_group)
+
+    def __getstate__(self) -> Any:
+        raise ConfigError("hzero.fsdp.Muon: found a copy or pickle of it; expected state_dict(), or a new optimizer")
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -134,6 +147,8 @@ class Muon(torch.optim.Optimizer):
             for param in group["params"]
             if param.grad is not None
         ]
+        for group in self.param_groups:
+            _check(group)  # on all ranks, since later only owners use the values
         for *_, param in stepped:
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
@@ -182,6 +197,25 @@ class Muon(torch.optim.Optimizer):
         )
 
 
+def _check(group: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for values of a group that ``torch.optim.Muon`` checks only in its step."""
+    if _OF_MUON not in group:
+        return
+    steps, coefficients, eps = group[_OF_MUON], group["ns_coefficients"], group["eps"]
+    for key, value, right, expected in (
+        (_OF_MUON, steps, isinstance(steps, int) and 0 <= steps < 100, "an integer below 100"),
+        (
+            "ns_coefficients",
+            coefficients,
+            isinstance(coefficients, Sequence) and len(coefficients) == 3,
+            "three numbers",
+        ),
+        ("eps", eps, isinstance(eps, float | int), "a number"),
+    ):
+        if not right:
+            raise ValueError(f"hzero.fsdp.Muon: {key}: found {value!r}; expected {expected}")
+
+
 def orthogonalized(
     matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
@@ -215,7 +249,7 @@ def _ratio(adjust: str | None, rows: int, columns: int) -> float:
 def _matrices_of(model: torch.nn.Module, others: Sequence[str]) -> dict[torch.Tensor, Matrix]:
     """Returns the parameters that Muon steps. See `Muon`."""
     named = {name: param for name, param in model.named_parameters() if param.ndim == 2}
-    embeddings = {one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    embeddings = {one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)}
     shapes = {one.shape for one in embeddings}
     # A matrix of a layer may have the shape of an embedding of positions.
     outside = {name for name in named if not any(part.isdigit() for part in name.split("."))}

@@ -217,6 +217,17 @@ def check_wrong_input_is_refused() -> None:
         hzero.fsdp.Muon(model, lr=-1.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
         hzero.fsdp.Muon(model, beta=0.9)
+    for wrong in (
+        {"ns_coefficients": (1.0, 2.0)},
+        {"ns_steps": 150},
+        {"eps": "small"},
+    ):  # one rank would fail in a step
+        with pytest.raises(ValueError, match=f"hzero.fsdp.Muon: {next(iter(wrong))}: found .*; expected"):
+            hzero.fsdp.Muon(model, others=["layers.5.*"], **wrong)
+    with pytest.raises(TypeError, match="found a set; expected a list"):
+        hzero.fsdp.Muon(model, groups=[{"params": {model.embed.weight}}])
+    with pytest.raises(ConfigError, match=r"found one of shape \[3, 3\]; expected the model's parameters"):
+        hzero.fsdp.Muon(model, groups=[{"params": nn.Parameter(torch.ones(3, 3))}])
     mixed = [{"params": [model.layers[0].weight, model.layers[0].bias]}]
     with pytest.raises(
         ConfigError, match=r"found layers.0.weight for Muon with layers.0.bias for AdamW; expected a gr"
@@ -224,7 +235,13 @@ def check_wrong_input_is_refused() -> None:
         hzero.fsdp.Muon(model, groups=mixed)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         groups = [{"params": model.layers[0].weight, "lr": 0.5}, {"params": [model.embed.weight], "lr": 0.25}]
-        optimizer = hzero.fsdp.Muon(model, others=["layers.5.*"], groups=groups)
-    assert [(group["lr"], "betas" in group) for group in optimizer.param_groups] == [(0.5, False), (0.25, True)]
+        optimizer = hzero.fsdp.Muon(model, others="layers.5.*", groups=groups)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.5, 0.25], total_steps=4).step()
+    with pytest.raises(ConfigError, match="found a copy or pickle of it; expected state_dict"):
+        copy.deepcopy(optimizer)
+    assert [("ns_steps" in group, "betas" in group) for group in optimizer.param_groups] == [
+        (True, False),
+        (False, True),
+    ]
     if dist.get_rank() == 0:
         assert "Muon steps 1 matrices" in said.getvalue() and "among them embed.weight" in said.getvalue()
