@@ -6,7 +6,9 @@ stay sharded, so clipping, loss scaling and checkpoints see what they see withou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -14,11 +16,11 @@ import torch
 
 from hzero.comm import Communicator, for_dimension
 from hzero.comm.wires import process_group, world_timeout
-from hzero.config import NET_TIERS, HZeroConfig, Tier
+from hzero.config import HZeroConfig, Tier
 from hzero.engine.engine import Owners
-from hzero.program.matrices import NODE_TIERS, Matrix, Owned, Round, along
+from hzero.program.matrices import LEGS, Matrix, Owned, Round, along
 
-#: Returns this rank's shard of what a matrix is updated from, ``[<= chunk]``.
+#: Returns this rank's shard of the input of a matrix's update, ``[<= chunk]``.
 Send: TypeAlias = Callable[[int], torch.Tensor]
 #: Returns the updates of whole matrices, given their numbers and values.
 Compute: TypeAlias = Callable[[list[int], list[torch.Tensor]], list[torch.Tensor]]
@@ -34,16 +36,16 @@ class MatrixOwners:
         owners: The ranks over which matrices are sharded.
 
     Attributes:
-        grid: Their grid.
         groups: The communicators that send the matrices.
+        owned: Returns the owners of a tuple of matrices; kept, since every step has the same.
     """
 
     def __init__(self, config: HZeroConfig, owners: Owners) -> None:
-        self.grid = owners.grid
-        self._across, self._inside = (_Leg(config, owners, tiers) for tiers in (NET_TIERS, NODE_TIERS))
+        self.owned = functools.lru_cache(partial(Owned.of, grid=owners.grid))
+        self._across, self._inside = (_Leg(config, owners, tiers) for tiers in LEGS)
         self.groups = [leg.group for leg in (self._across, self._inside) if leg.group is not None]
         # The rank of each shard that an owner receives, ``[peers inside the node][peers across nodes]``.
-        by_node = [along(self.grid, rank, NODE_TIERS) for rank in along(self.grid, owners.rank, NET_TIERS)]
+        by_node = [along(owners.grid, rank, LEGS[1]) for rank in along(owners.grid, owners.rank, LEGS[0])]
         senders = [[by_node[node][place] for node in self._across.places] for place in self._inside.places]
         self._senders = torch.tensor(senders).flatten()
         self._by_rank = self._senders.argsort()
@@ -60,7 +62,7 @@ class MatrixOwners:
             compute: See `Compute`.
             receive: See `Receive`.
         """
-        owned = Owned.of(matrices, self.grid)
+        owned = self.owned(tuple(matrices))
         rounds = [self._round(owned, one, like, send, compute, receive) for one in owned.rounds]
         under_way: list[Iterator[None]] = []
         while rounds or under_way:

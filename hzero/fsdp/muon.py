@@ -16,7 +16,7 @@ from hzero.engine.guard import speaks
 from hzero.engine.muon import MatrixOwners
 from hzero.errors import ConfigError, some
 from hzero.fsdp.state import state_of
-from hzero.program.matrices import Matrix, Owned
+from hzero.program.matrices import Matrix
 
 #: Key of a group's defaults that only groups of Muon have.
 _OF_MUON = "ns_steps"
@@ -25,8 +25,8 @@ _OF_MUON = "ns_steps"
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices of a model and AdamW for its other parameters, after ``hzero.fsdp.apply``.
 
-    Hyperparameters, defaults, updates and states are those of ``torch.optim.Muon`` and ``torch.optim.AdamW``. Its parameter
-    groups and its state dict are those of both, one after the other. So torch.distributed.checkpoint saves and loads it with
+    It has the hyperparameters, defaults, updates and states of ``torch.optim.Muon`` and ``torch.optim.AdamW``. Its parameter
+    groups and its state dict list Muon's groups first, then AdamW's. So torch.distributed.checkpoint saves and loads it with
     and without hzero, at every world size.
 
     Momentum stays sharded like the weights. Every matrix travels in bfloat16, in which Newton-Schulz computes, to one rank and
@@ -43,8 +43,8 @@ class Muon(torch.optim.Optimizer):
         lr: Learning rate of Muon. Give AdamW's in ``adamw``.
         adamw: Arguments of ``torch.optim.AdamW``.
         others: Patterns of names, such as ``"*.router.*"``, of matrices that AdamW steps.
-        groups: Parameter groups, as for every optimizer of torch, in place of the whole model. A group may have its own
-            hyperparameters. It has matrices for Muon, or parameters for AdamW.
+        groups: Parameter groups, as torch's optimizers take them. None makes two groups of the whole model. A group has
+            matrices for Muon or parameters for AdamW, and may set hyperparameters.
         muon: Other arguments of ``torch.optim.Muon``, such as ``momentum``, ``weight_decay`` or ``adjust_lr_fn``.
 
     Raises:
@@ -63,12 +63,17 @@ class Muon(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]] | None = None,
         **muon: Any,
     ) -> None:
-        self._of = state_of(model)
+        state = state_of(model)
+        if state is None:
+            raise ConfigError(f"hzero.fsdp: found {type(model).__name__} without hzero; call hzero.fsdp.apply first")
+        self._of = state
         # torch checks the values. Its optimizer of AdamW also steps.
         self._muon = torch.optim.Muon([torch.zeros(1, 1)], lr=lr, **muon).defaults  # type: ignore[arg-type]
         self._adamw = torch.optim.AdamW([torch.zeros(1)], **(adamw or {}))
         self._names = {param: name for name, param in model.named_parameters()}
-        self._matrices = _matrices_of(model, [others] if isinstance(others, str) else others)
+        self._matrices = _matrices_of(
+            model, [others] if isinstance(others, str) else others, state.owners.grid.world_size
+        )
         if groups is None:
             chosen = [param for param in self._names if param in self._matrices]
             groups = [{"params": chosen}, {"params": [one for one in self._names if one not in self._matrices]}]
@@ -189,7 +194,7 @@ class Muon(torch.optim.Optimizer):
         rest = [one for group in self.param_groups if _OF_MUON not in group for one in group["params"]]
         wide = [self._names[param] for param in rest if param.ndim > 1]
         among = f", among them {some(wide, 4)}" if wide else ""
-        balance = Owned.of(matrices, self._owners.grid).balance_text()
+        balance = self._owners.owned(tuple(matrices)).balance_text()
         print(
             f"hzero: Muon steps {balance}; AdamW steps {len(rest)} parameters{among}",
             file=sys.stderr,
@@ -246,8 +251,8 @@ def _ratio(adjust: str | None, rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _matrices_of(model: torch.nn.Module, others: Sequence[str]) -> dict[torch.Tensor, Matrix]:
-    """Returns the parameters that Muon steps. See `Muon`."""
+def _matrices_of(model: torch.nn.Module, others: Sequence[str], ranks: int) -> dict[torch.Tensor, Matrix]:
+    """Returns the parameters that Muon steps, each as a matrix on some ranks. See `Muon`."""
     named = {name: param for name, param in model.named_parameters() if param.ndim == 2}
     embeddings = {one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)}
     shapes = {one.shape for one in embeddings}
@@ -264,7 +269,6 @@ def _matrices_of(model: torch.nn.Module, others: Sequence[str]) -> dict[torch.Te
                 f"hzero.fsdp.Muon: others: found {pattern!r}, which matches no matrix; the matrices are {known}"
             )
         embeddings |= {named[name] for name in found}
-    ranks = state_of(model).owners.grid.world_size
     return {
         param: Matrix(tuple(param.shape), math.ceil(param.shape[0] / ranks) * param.shape[1])
         for param in named.values()

@@ -128,8 +128,7 @@ def apply_written(written: str, root: Any) -> None:
     Raises:
         ConfigError: See `apply`. Or the value is not a preset or a JSON object.
     """
-    model = root_module(root)
-    if any(isinstance(gather, _Gather) for gather in gathers_of(model)):
+    if state_of(model := root_module(root)) is not None:
         return
     with on_all_ranks():
         block: dict[str, Any] = {"preset": written}
@@ -145,16 +144,9 @@ def apply_written(written: str, root: Any) -> None:
         FsdpState(model, config_of(preset, topology, block, VARIABLE), accumulation)  # the model's collectives keep it
 
 
-def state_of(model: torch.nn.Module) -> FsdpState:
-    """Returns the state of a model, or of the model that contains it.
-
-    Raises:
-        ConfigError: `apply` has not been called, or its state is closed.
-    """
-    for gather in gathers_of(model):
-        if isinstance(gather, _Gather):
-            return gather.state
-    raise ConfigError(f"hzero.fsdp: found {type(model).__name__} without hzero; call hzero.fsdp.apply first")
+def state_of(model: torch.nn.Module) -> FsdpState | None:
+    """Returns the state of a model, or of the model that contains it; None without `apply`, or if the state is closed."""
+    return next((gather.state for gather in gathers_of(model) if isinstance(gather, _Gather)), None)
 
 
 @dataclass(eq=False, kw_only=True)

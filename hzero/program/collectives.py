@@ -226,9 +226,9 @@ def step_traffic(
 
 
 def exchange_program(grid: Grid, codecs: config.TierCodecs) -> Program:
-    """The program of an all-to-all over a grid. ``codecs`` are the codecs of messages, by tier."""
+    """The program of an all-to-all over a grid; empty for one rank. ``codecs`` are the codecs of messages, by tier."""
     plan = ShardPlan(grid, 0, "world", "world", config.CodecsConfig(weights=codecs, gradients=codecs))
-    return all_to_all_program(plan)
+    return all_to_all_program(plan) if grid.world_size > 1 else Program(())
 
 
 def exchange_bytes(grid: Grid, codecs: config.TierCodecs, parts: Iterable[int], itemsize: int) -> dict[Tier, int]:
@@ -240,8 +240,6 @@ def exchange_bytes(grid: Grid, codecs: config.TierCodecs, parts: Iterable[int], 
         parts: Elements for each rank, of every all-to-all.
         itemsize: Bytes of an element.
     """
-    if grid.world_size == 1:
-        return {}
     crossings = exchange_program(grid, codecs).crossings
     sizes = Counter(parts)
     return {

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hzero.codecs.formats import chunk_numel
-from hzero.config import NET_TIERS, TIERS, Tier
-from hzero.program.collectives import TierTraffic, exchange_program
-from hzero.program.program import Program
+from hzero.config import TIERS, Tier, tiers_inside, tiers_outside
+from hzero.program.collectives import TierTraffic, exchange_bytes
 from hzero.program.shards import ShardPlan
 from hzero.topology import Grid
 
-#: Tiers inside a node.
-NODE_TIERS: tuple[Tier, ...] = tuple(tier for tier in TIERS if tier not in NET_TIERS)
+#: The tiers that a shard crosses on its way to the owner: first across nodes, then inside the node.
+LEGS = tiers_outside("node"), tiers_inside("node")
 #: Elements that a rank receives in a round, unless one matrix has more.
 _ROUND_NUMEL = 1 << 24
 #: The matrices of one round, by node and by place in the node.
@@ -72,7 +71,7 @@ class Owned:
         least work (longest processing time first; R. L. Graham, 1969). All messages of a round have the length of the longest,
         so a round takes as much from every rank.
         """
-        inside = math.prod(grid.size(tier) for tier in NODE_TIERS)
+        inside = grid.scope_size("node")
         work = [[0] * inside for _ in range(grid.world_size // inside)]
         queues, nodes = [[list[int]() for _ in of_node] for of_node in work], [0] * len(work)
         for number in sorted(range(len(matrices)), key=lambda number: -matrices[number].flops):
@@ -83,9 +82,14 @@ class Owned:
             queues[node][place].append(number)
         rounds = []
         while waiting := [queue for of_node in queues for queue in of_node if queue]:
-            limit = max(_ROUND_NUMEL // grid.world_size, *(matrices[queue[0]].chunk for queue in waiting), 0)
+            limit = max(_ROUND_NUMEL // grid.world_size, *(matrices[queue[0]].chunk for queue in waiting))
             rounds.append([[_taken(queue, limit, matrices) for queue in of_node] for of_node in queues])
         return cls(tuple(matrices), grid, tuple(rounds))
+
+    @property
+    def legs(self) -> list[Grid]:
+        """The grid of the ranks among which messages of each of `LEGS` go."""
+        return [self.grid.of_ranks(along(self.grid, 0, tiers)) for tiers in LEGS]
 
     def numel(self, numbers: Sequence[int]) -> int:
         """Elements of a rank's shards of some matrices."""
@@ -108,30 +112,23 @@ class Owned:
             itemsize: Bytes of an element on the wire.
         """
         codecs, found = plan.codecs.optimizer, list[TierTraffic]()
-        if not self.matrices:
-            return found
-        for leg, tiers in enumerate((NET_TIERS, NODE_TIERS)):
-            parts = [self.parts(one)[leg] for one in self.rounds]
-            for cross in exchange_of(plan, self.grid, tiers).crossings:
-                tier, raw = cross.tiers[0], 2 * sum(parts) * cross.rows * itemsize
-                wire = round(2 * cross.received * sum(cross.message_bytes([part], itemsize) for part in parts))
-                used = raw - raw // cross.ranks
-                found.append(TierTraffic("optimizer", tier, codecs[tier].codec, wire, used, 2, used=True))
+        for leg, parts in zip(self.legs, zip(*map(self.parts, self.rounds))):
+            raw = 2 * sum(parts) * leg.world_size * itemsize
+            for tier, wire in exchange_bytes(leg, codecs, 2 * parts, itemsize).items():
+                sent = raw - raw // leg.size(tier)
+                found.append(TierTraffic("optimizer", tier, codecs[tier].codec, wire, sent, 2, used=True))
         return sorted(found, key=lambda row: TIERS.index(row.tier))
 
     def balance_text(self) -> str:
         """How evenly the work is distributed, over the nodes and over the ranks that have some."""
-        ranks = [0] * self.grid.world_size
-        for one in self.rounds:
-            for place, numbers in enumerate(itertools.chain.from_iterable(one)):
-                ranks[place] += self.flops(numbers)
-        inside = math.prod(self.grid.size(tier) for tier in NODE_TIERS)
-        nodes = [sum(ranks[at : at + inside]) for at in range(0, len(ranks), inside)]
-        text = [f"{len(self.matrices)} matrices"]
-        for what, work in (("nodes", nodes), ("ranks", ranks)):
-            if busy := [flops for flops in work if flops]:
-                text.append(f"{len(busy)} {what} (slowest {max(busy) * len(busy) / sum(busy):.2f} of their mean)")
-        return " on ".join([text[0], ", ".join(text[1:])]) if busy else text[0]
+        if not self.matrices:
+            return "0 matrices"
+        by_node = [[sum(map(self.flops, of_rank)) for of_rank in zip(*of_node)] for of_node in zip(*self.rounds)]
+        text = []
+        for what, work in (("nodes", map(sum, by_node)), ("ranks", itertools.chain(*by_node))):
+            busy = [flops for flops in work if flops]
+            text.append(f"{len(busy)} {what} (slowest {max(busy) * len(busy) / sum(busy):.2f} of their mean)")
+        return f"{len(self.matrices)} matrices on {', '.join(text)}"
 
 
 def _taken(queue: list[int], limit: int, matrices: Sequence[Matrix]) -> list[int]:
@@ -148,9 +145,3 @@ def along(grid: Grid, rank: int, tiers: Sequence[Tier]) -> list[int]:
     outermost = sorted(tiers, key=TIERS.index, reverse=True)
     found = itertools.product(*(range(grid.size(tier)) for tier in outermost))
     return [grid.rank(place._replace(**dict(zip(outermost, at)))) for at in found]
-
-
-def exchange_of(plan: ShardPlan, grid: Grid, tiers: Sequence[Tier]) -> Program:
-    """The program of an all-to-all among the ranks that differ only on some tiers; empty if there is one."""
-    ranks = along(grid, 0, tiers)
-    return exchange_program(grid.of_ranks(ranks), plan.codecs.optimizer) if len(ranks) > 1 else Program(())

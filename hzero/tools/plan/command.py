@@ -44,7 +44,6 @@ from hzero.errors import ConfigError, printable, size_text
 from hzero.program import collectives
 from hzero.program.choice import EQUAL
 from hzero.program.collectives import Scheme, TierTraffic
-from hzero.program.matrices import Matrix, Owned
 from hzero.program.shards import Hop, ShardPlan
 from hzero.tools.experiment import SHORT, full_names, key_of
 from hzero.tools.plan.against import IN_FSDP, Price, against, node_counts
@@ -175,7 +174,7 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     times = (4 + 2 * job.checkpointing) * model.expert_layers * job.accumulation
     tokens = collectives.token_traffic(plan, grid.of_ranks(range(ranks)), sent_to_each, model.hidden, itemsize, times)
 
-    owned = Owned.of([Matrix.of(shape, grid.world_size) for shape in job.matrices], grid)
+    owned = job.owned(grid)
 
     def traffic_of(one: ShardPlan) -> list[TierTraffic]:
         found = collectives.step_traffic(one, grid, numels, **sent)
@@ -321,8 +320,7 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
         added = ", ".join(f"{size} bytes on {tier}" for tier, size in checksums.items())
         notes.append(f"checksums add to every collective {added}; these bytes leave them out")
     if scenario.job.matrices:
-        matrices = [Matrix.of(shape, scenario.grid.world_size) for shape in scenario.job.matrices]
-        balance = Owned.of(matrices, scenario.grid).balance_text()
+        balance = scenario.job.owned(scenario.grid).balance_text()
         notes.append(
             f"Muon: {balance}; steps and bytes of other engines leave it out, and stock ZeRO-3 gathers every matrix on all ranks"
         )

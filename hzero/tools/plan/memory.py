@@ -9,7 +9,6 @@ from hzero.codecs.formats import chunk_numel
 from hzero.config import NET_TIERS
 from hzero.program.collectives import Scheme
 from hzero.program.held import State, States, held_states
-from hzero.program.matrices import Matrix, Owned
 from hzero.program.program import IN_FLIGHT, Program, StagePrograms
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.machine import gather_buffer
@@ -111,12 +110,11 @@ def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> States:
     if job.matrices:
         # A matrix has one momentum, in the type in which it is sent. A step has five rounds of matrices in memory: two
         # rounds go to their owners, one is orthogonalised, and two return.
-        matrices = [Matrix.of(shape, grid.world_size) for shape in job.matrices]
-        momenta = sum(matrix.chunk for matrix in matrices)
+        owned = job.owned(grid)
+        momenta = sum(matrix.chunk for matrix in owned.matrices)
         size = shard * kept - momenta * (2 * job.state_itemsize - itemsize)
         states["optimizer"] = State(size, "masters, momenta of Muon's matrices, moments of the others")
         if plan is not None:
-            owned = Owned.of(matrices, grid)
             received = [owned.parts(one)[1] * grid.scope_size("node") for one in owned.rounds]
             size = 2 * sum(sorted(received)[-5:]) * itemsize
             states["transient matrices"] = State(size, "estimate: five rounds of matrices, two messages each")

@@ -17,6 +17,7 @@ from hzero.config import FIT, MEASURE, TIERS, HZeroConfig, SequenceConfig, TierC
 from hzero.errors import ConfigError
 from hzero.program.choice import STATE_BYTES, Choice, Load, Rates, choose, room_of
 from hzero.program.collectives import OTHERS, Scheme
+from hzero.program.matrices import Matrix, Owned
 from hzero.program.shards import ShardPlan
 from hzero.tools.experiment import Architecture, Experiment, compose, composed
 from hzero.tools.plan.machine import CONSTANTS, Machine, Profile, Source, load_profile, profile_names
@@ -129,6 +130,10 @@ class Job:
     def in_fsdp(self) -> Job:
         """The job under FSDP2: a layer is gathered and reduced as a whole, and not kept until its next use."""
         return replace(self, prefetch=self.layer, reduce=self.layer, reuse=0, ahead=1, contiguous=False)
+
+    def owned(self, grid: Grid) -> Owned:
+        """The owners of Muon's matrices."""
+        return Owned.of([Matrix.of(shape, grid.world_size) for shape in self.matrices], grid)
 
     @property
     def state_bytes(self) -> int:

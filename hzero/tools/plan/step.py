@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
-from hzero.config import NET_TIERS
 from hzero.errors import ConfigError
-from hzero.program.collectives import Scheme, chains_of
-from hzero.program.matrices import NODE_TIERS, Matrix, Owned, Round, exchange_of
+from hzero.program.collectives import Scheme, chains_of, exchange_program
+from hzero.program.matrices import Round
 from hzero.program.program import IN_FLIGHT, Cross, Program
 from hzero.program.shards import ShardPlan
 from hzero.tools.plan.machine import Machine, Part, Phase
@@ -292,8 +291,8 @@ class _Builder:
         grid, stage = self._machine.grid, self._stage
         if stage is None or not self._job.matrices:
             return needs
-        owned = Owned.of([Matrix.of(shape, grid.world_size) for shape in self._job.matrices], grid)
-        legs = [exchange_of(stage, grid, tiers) for tiers in (NET_TIERS, NODE_TIERS)]
+        owned = self._job.owned(grid)
+        legs = [exchange_program(leg, stage.codecs.optimizer) for leg in owned.legs]
         ends: list[Task] = []
         sent: list[tuple[list[list[Timed]], Round, list[Task]]] = []
         for number, one in enumerate([*owned.rounds, None]):
