@@ -79,12 +79,11 @@ class Measurement:
             ``planned``, ``planned_twice`` and ``ideal``, as in `benchmarks.rows.Bytes`.
         """
         config = self.config
-        entry = self.catalog[scheme]
-        if config.train.muon:  # other engines' messages of Muon are not known
-            entry = {"engine": "tensor"}
         return {
-            kind: step_bytes(
-                entry,
+            kind: {}  # messages of other engines' Muon are not known
+            if config.train.muon
+            else step_bytes(
+                self.catalog[scheme],
                 config.cluster,
                 numels(config.model),
                 itemsize=4 if config.train.dtype == "fp32" else 2,

@@ -63,8 +63,8 @@ class Job:
         if not self.train["muon"]:
             return [torch.optim.AdamW(model.parameters(), **self.adamw)]
         layers = set(model.get_submodule("gpt_neox.layers").parameters())
-        matrices = [param for param in model.parameters() if param in layers and param.ndim == 2]
-        rest = [param for param in model.parameters() if param not in layers or param.ndim != 2]
+        stepped = {param: param in layers and param.ndim == 2 for param in model.parameters()}
+        matrices, rest = ([param for param, of in stepped.items() if of is kind] for kind in (True, False))
         return [muon(matrices, lr=self.train["lr"]), torch.optim.AdamW(rest, **self.adamw)]
 
 

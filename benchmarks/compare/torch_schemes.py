@@ -101,7 +101,7 @@ class Fsdp(_TorchScheme):
         shard: Scope over which all states are sharded; replicated across the rest (HSDP).
         reshard_after_forward: Scope over which weights stay sharded between forward and backward; None: as `shard`.
         block: Of hzero, without its topology; None is FSDP2 alone.
-        dion: Whether Muon is that of https://github.com/microsoft/dion, which must be importable.
+        dion: Whether to use Dion's Muon (https://github.com/microsoft/dion), which Python must be able to import.
     """
 
     def __init__(
