@@ -127,10 +127,7 @@ def learning_rate(train: dict[str, Any], step: int) -> float:
 
 
 def adamw(train: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's optimizer block: torch's AdamW, for which nothing is compiled, or Muon."""
-    if train["muon"]:
-        rates = {"lr": train["lr"], "weight_decay": train["weight_decay"], "ns_method": "standard", "torch_adam": True}
-        return {"type": "Muon", "params": rates}
+    """DeepSpeed's optimizer block: torch's AdamW, for which nothing is compiled."""
     return {
         "type": "AdamW",
         "params": {**{key: train[key] for key in ("lr", "betas", "weight_decay")}, "torch_adam": True},

@@ -101,6 +101,7 @@ class DeepSpeedZero3(Scheme):
 def deepspeed_config(job: Job, hpz: Scope | None, block: dict[str, Any] | None) -> dict[str, Any]:
     """DeepSpeed's configuration: parameters are released after each use, and a bucket is one layer."""
     train = job.train
+    rates = {"lr": train["lr"], "weight_decay": train["weight_decay"], "ns_method": "standard", "torch_adam": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": train["micro_batch"],
         "gradient_accumulation_steps": train["accumulation"],
@@ -114,7 +115,7 @@ def deepspeed_config(job: Job, hpz: Scope | None, block: dict[str, Any] | None) 
             "reduce_bucket_size": job.bucket_numel,
             "reduce_scatter": not train["muon"],  # as DeepSpeed's Muon wants it
         },
-        "optimizer": adamw(train),
+        "optimizer": {"type": "Muon", "params": rates} if train["muon"] else adamw(train),
         "steps_per_print": 10**9,
     }
     if hpz is not None:

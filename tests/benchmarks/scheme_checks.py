@@ -21,7 +21,7 @@ GRID = Grid(2, 1, 2)
 MODEL = dict(
     name="tiny", hidden_size=32, num_layers=2, num_heads=2, intermediate_size=72, vocab_size=263, seq_length=16
 )
-TRAIN = dict(accumulation=2, micro_batch=2, seed=3, lr=1e-2, betas=[0.9, 0.95], weight_decay=0.1)
+TRAIN = dict(accumulation=2, micro_batch=2, seed=3, lr=1e-2, betas=[0.9, 0.95], weight_decay=0.1, muon=False)
 STEPS = 2
 
 
