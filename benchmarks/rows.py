@@ -166,7 +166,9 @@ class StepsRow(_Row):
         engine: Of the catalog's entry.
         scheme_config: The catalog's entry.
         tokens_per_step: Of all ranks and micro-batches.
-        step_s: Seconds of each timed optimizer step.
+        step_s: Seconds of each timed optimizer step that counts, by round.
+        busy_rounds: Rounds that do not count, since something else used the machine.
+        said: What hzero wrote while it was built and warmed up: layout, transport and codecs that ran.
         losses: Of every optimizer step, warm-up included.
         bytes: Of one optimizer step.
         busiest: Of the measured bytes, those that the busiest link of each tier carries one way: the link of the rank
@@ -185,6 +187,8 @@ class StepsRow(_Row):
     scheme_config: dict[str, Any]
     tokens_per_step: Positive
     step_s: list[Seconds] = Field(min_length=1)
+    busy_rounds: Count = 0
+    said: list[str] = []
     losses: list[Loss] = Field(min_length=1)
     bytes: Bytes
     busiest: dict[Tier, Amount]

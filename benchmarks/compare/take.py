@@ -8,8 +8,10 @@ import json
 import os
 import pickle
 import socket
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from hzero.tools.launch import die_with_parent
 
 #: Longest time that the ranks of another checkout may take to end after ours, in seconds.
 _END_S = 60.0
+#: A round does not count if a hypervisor took more than this share of the time, or a copy had less than that share of its rate.
+STOLEN, COPIED = 0.05, 0.8
 
 
 def take_measurement(measurement: Measurement, store: Store, after_s: float) -> int:
@@ -61,9 +65,26 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
     results: dict[str, dict[str, Any]] = {}
     for one in jobs:
         results |= json.loads(one.result.read_text())
-    date = now()
+    date, quiet = now(), quiet_rounds(results[config.schemes[0]]["load"])
+    if len(quiet) < config.rounds:
+        print(f"  {config.rounds - len(quiet)} of {config.rounds} rounds do not count: the machine was busy", flush=True)
+    for one in results.values():  # the same rounds of all schemes, of the other checkout's, too
+        del one["load"]
+        one["step_s"] = [one["step_s"][place] for place in quiet]
+        one["busy_rounds"] = config.rounds - len(quiet)
     store.add([_row(measurement, name, results[name], measured_with, date) for name in config.schemes])
     return 0
+
+
+def quiet_rounds(load: Sequence[tuple[float, float]]) -> list[int]:
+    """The rounds that count: those in which nobody else used the machine, or all if that was seldom.
+
+    Args:
+        load: By round, the share of time that a hypervisor took, and the rate of a copy in GB/s.
+    """
+    usual = statistics.median(rate for _, rate in load)
+    quiet = [place for place, (stolen, rate) in enumerate(load) if stolen <= STOLEN and rate >= COPIED * usual]
+    return quiet if 2 * len(quiet) > len(load) else list(range(len(load)))
 
 
 def _run_beside(checkout: Path, ranks: int, ours: Any, theirs: Any) -> int:

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import gc
 import gzip
+import io
 import json
 import math
 import pickle
@@ -105,6 +106,7 @@ class _Turns:
         self._sent: dict[str, dict[str, int]] = {name: {} for name in self._names}
         self._cpu_s: dict[str, float] = dict.fromkeys(self._names, 0.0)
         self._measured: dict[str, dict[str, Any]] = {name: {} for name in self._names}
+        self._load: list[tuple[float, float]] = []
 
     def build(self) -> None:
         """Builds every scheme and warms it up; notes its memory and traces one of its steps."""
@@ -113,6 +115,13 @@ class _Turns:
             self._turn(name, self._build)
 
     def _build(self, name: str) -> None:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            self._warm_up(name)
+        print(said.getvalue(), end="", file=sys.stderr, flush=True)
+        self._measured[name]["said"] = [line for line in said.getvalue().splitlines() if line.startswith("hzero: ")]
+
+    def _warm_up(self, name: str) -> None:
         before = sum(live_storages().values())
         self._schemes[name] = schemes.build(self._work.catalog[name], self._job)
         for step in range(self._config["warmup"]):
@@ -147,8 +156,11 @@ class _Turns:
             self._schemes[name].start_counting()
         rounds, begun = self._config["rounds"], time.monotonic()
         for index in range(rounds):
+            stolen, total = _stolen()
             for name in self._turns if index % 2 == 0 else self._turns[::-1]:
                 self._turn(name, self._timed_step)
+            stolen, total = (after - before for after, before in zip(_stolen(), (stolen, total)))
+            self._load.append((stolen / max(total, 1), _copy_gb_s() if self._rank == 0 else 0.0))
             done = time.monotonic() - begun
             left = done / (index + 1) * (rounds - index - 1)
             after = (
@@ -199,6 +211,8 @@ class _Turns:
             found[name] = {
                 "parameters": self._schemes[name].parameters,
                 "step_s": self._times[name],
+                "load": self._load,
+                "said": self._measured[name]["said"],
                 "losses": [value if math.isfinite(value) else None for value in (losses[index] / self._world).tolist()],
                 "measured": {tier: sum(one[tier] for one in sent) / rounds for tier in sent[0]},
                 "busiest": {tier: self._busiest(tier, [one[tier] for one in sent]) / rounds for tier in sent[0]},
@@ -216,6 +230,26 @@ class _Turns:
     def _say(self, message: str) -> None:
         if self._rank == 0 and not self._work.theirs:
             print(f"  {message}", flush=True)
+
+
+# ---- load of the machine -----------------------------------------------------------------------------------------------
+
+
+def _stolen() -> tuple[int, int]:
+    """Ticks that a hypervisor has taken from this machine, and all ticks."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return ticks[7], sum(ticks)
+
+
+def _copy_gb_s() -> float:
+    """GB/s of the best of three copies of 32 MB, while the other ranks wait: less where others use the machine."""
+    source, taken = torch.ones(32_000_000, dtype=torch.uint8), []
+    target = torch.empty_like(source)
+    for _ in range(3):
+        started = time.perf_counter()
+        target.copy_(source)
+        taken.append(time.perf_counter() - started)
+    return float(source.numel() / 1e9 / min(taken))
 
 
 # ---- memory and trace of a step ----------------------------------------------------------------------------------------

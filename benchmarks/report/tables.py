@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from benchmarks.report.results import BASE, LOSSES, STOCK, SUBJECT, Comparison, Result
 from benchmarks.report.series import series_of
 from benchmarks.rows import StepsRow
@@ -42,11 +44,12 @@ def setting(result: Result) -> str:
         f"{tier} no limit" if (mbit := cluster.rate_mbit(tier)) is None else f"{tier} {mbit:g} Mbit/s"
         for tier in cluster.tiers
     ]
+    busy = f" ({row.busy_rounds} more were left out: the machine was busy)" if row.busy_rounds else ""
     return (
         f"{result.title}: {cluster.nodes} x {cluster.packages_per_node} x {cluster.devices_per_package} (nodes x GPUs x GCDs); "
         f"{', '.join(rates)}; {row.parameters:,} parameters, {train.dtype}, micro-batch {train.micro_batch}, accumulation "
         f"{train.accumulation}, {row.tokens_per_step:,} tokens per step; reduce-scatter {config.reduce_scatter}; "
-        f"timed steps per scheme: {len(row.step_s)}."
+        f"timed steps per scheme: {len(row.step_s)}{busy}."
     )
 
 
@@ -68,8 +71,7 @@ def _pairs(result: Result) -> list[str]:
     for row in result.rows:
         ours = result.row(row.scheme.partition("@")[0])
         if ours is not None and ours is not row:
-            ratio = statistics.median(one / other for one, other in zip(ours.step_s, row.step_s, strict=True))
-            found.append(f"{ours.label}: {ratio:.3f} of the time of {row.label} (median over the rounds)")
+            found.append(f"{ours.label}: {ratio_text(ours, row)} of the time of {row.label} (median over the rounds)")
     return ["; ".join(found) + "."] if found else []
 
 
@@ -80,7 +82,27 @@ _TIMES = ("scheme", "step, s (median)", "min", "max")
 def _times(row: StepsRow, base: StepsRow | None) -> list[str]:
     """Label, median, minimum and maximum of a scheme, and its ratio to another."""
     seconds = [f"{value:.3f}" for value in (row.median_s, min(row.step_s), max(row.step_s))]
-    return [row.label, *seconds, f"{row.median_s / base.median_s:.3f}" if base else NONE]
+    return [row.label, *seconds, ratio_text(row, base) if base else NONE]
+
+
+def ratio(row: StepsRow, base: StepsRow) -> tuple[float, float, float]:
+    """How many times as long the steps of a scheme take as another's: the median over the rounds, and its 95 % interval.
+
+    Both took turns in each round, so the ratio of a round is free of what slowed the machine down then. The interval is that
+    of a bootstrap over the rounds (Efron 1979, percentile method).
+    """
+    pairs = np.array(row.step_s) / np.array(base.step_s)
+    drawn = np.random.default_rng(0).choice(pairs, (4000, len(pairs)))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return float(np.median(pairs)), float(low), float(high)
+
+
+def ratio_text(row: StepsRow, base: StepsRow) -> str:
+    """A `ratio`, with its interval in brackets."""
+    if row is base:
+        return "1"
+    middle, low, high = ratio(row, base)
+    return f"{middle:.3f} ({low:.3f}–{high:.3f})"
 
 
 def _last_step(result: Result) -> int:
@@ -170,7 +192,7 @@ def ablation(comparison: Comparison, suite: str) -> str:
 
 
 def choices(comparison: Comparison) -> str:
-    """Preset fit beside the fastest other preset without rounding, and beside FSDP2: ratios of median steps."""
+    """Preset fit beside the fastest other preset without rounding, and beside FSDP2."""
     rows = []
     for result in comparison.of("fit"):
         steps = {row.scheme: row.median_s for row in result.rows}
@@ -182,8 +204,8 @@ def choices(comparison: Comparison) -> str:
                 ("ddp", "fsdp2", "hsdp-node", "hsdp-package", STOCK),
             )
         )
-        ratios = (f"{steps[chosen] / steps[other]:.2f}" for other in (best, "fsdp2", stock))
-        to_best, to_fsdp, to_stock = ratios
+        of = {row.scheme: row for row in result.rows}
+        to_best, to_fsdp, to_stock = (ratio_text(of[chosen], of[other]) for other in (best, "fsdp2", stock))
         rows.append([result.name, f"{steps[chosen]:.3f}", best, to_best, to_fsdp, stock, to_stock])
     head = (
         "measurement",

@@ -10,11 +10,27 @@ import pytest
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.machine import commit
 from benchmarks.compare.store import Store
+from benchmarks.compare.take import quiet_rounds
+from benchmarks.report.tables import ratio
 from benchmarks.rows import RESULTS, line_of, read_rows
 from tests.benchmarks.rows import MAIN, changed
 from tests.ranks import LONG, ROOT, run_python
 
-# --- bytes ---
+# --- rounds ---
+
+
+def test_rounds_of_a_busy_machine_do_not_count() -> None:
+    quiet, stolen, slow = (0.0, 10.0), (0.06, 10.0), (0.0, 7.0)
+    assert quiet_rounds([quiet, stolen, quiet, slow, quiet]) == [0, 2, 4]
+    assert quiet_rounds([stolen, stolen, quiet]) == [0, 1, 2]  # always busy: then all count
+
+
+def test_ratios_are_paired_and_have_an_interval() -> None:
+    base, row = MAIN[0], changed(MAIN[:1], step_s=[2 * one for one in MAIN[0].step_s])[0]
+    assert ratio(row, base) == (2.0, 2.0, 2.0)  # whatever else slowed a round
+    row = changed(MAIN[:1], step_s=[1.0, 1.0, 1.0, 1.2, 1.4, 1.0, 1.1])[0]
+    middle, low, high = ratio(row, changed(MAIN[:1], step_s=[1.0] * 7)[0])
+    assert (middle, low) == (1.0, 1.0) and 1.1 <= high <= 1.4
 
 
 # --- store ---
@@ -55,9 +71,11 @@ def test_a_measurement_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     for row in rows:
         assert {"hzero", "torch", "deepspeed"} <= set(row.versions)
         assert row.cpu_s > 0 and row.memory.peak > 0
+        assert [("topo on 2 nodes" in line, "transport gloo" in line) for line in row.said] == [(True, True)] * len(row.said)
+        assert bool(row.said) == (row.engine == "hzero")
         for tier, many in links.items():
             assert row.bytes.measured[tier] / many <= row.busiest[tier] * 1.001 <= 1.001 * row.bytes.measured[tier]
-        assert len(row.step_s) == 2 and len(row.losses) == 4 and row.world_size == 4
+        assert len(row.step_s) + row.busy_rounds == 2 and len(row.losses) == 4 and row.world_size == 4
         trace = next((tmp_path / "results" / "traces").glob(f"*/{row.scheme}.json.gz"))
         assert trace.stat().st_size > 1000
         for tier in ("intra_package", "inter_node"):
