@@ -37,12 +37,6 @@ work=$(mktemp -d "${target%/*}/setup_env.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 from=() torch_from=(--index-url https://download.pytorch.org/whl/rocm7.1)
 if [ -n "${HZERO_WHEELS:-}" ]; then from=(--no-index --find-links "$HZERO_WHEELS") torch_from=("${from[@]}"); fi
-# The tested versions of all packages but those that the machine decides, and torch's compiler.
-pins() {
-  local own
-  own=$(IFS='|' && echo "$*")
-  grep -vE "^(#|($own|triton)==)" constraints/tested.txt >"$work/pins.txt"
-}
 # Compiles the kernels for gfx90a; a missing hipcc is an error.
 export HZERO_BACKEND=hip PIP_NO_CACHE_DIR=1
 
@@ -50,23 +44,22 @@ if [ "$machine" = frontier ]; then
   # Python 3.12 and torch 2.10.0 for ROCm 7.1: the stack of OLCF's guide. [torch]
   conda create --yes --quiet -p "$work/env" -c conda-forge python=3.12 conda-pack
   pip() { "$work/env/bin/python" -m pip install "$@"; }
-  pip torch==2.10.0 "${torch_from[@]}"
-  pins torch
+  lock=constraints/frontier.txt # the same packages for everybody
+  pip "$(grep ^torch== "$lock")" "${torch_from[@]}"
   # Against Cray MPICH and its library for GPUs, with this machine's compiler: a wheel would bring another MPI. [torch]
-  MPICC="cc -shared" pip -c "$work/pins.txt" --no-binary=mpi4py "${from[@]}" mpi4py
-  "$work/env/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >>"$work/pins.txt"
-  pip -c "$work/pins.txt" "${from[@]}" ".[train,data]"
+  MPICC="cc -shared" pip -c "$lock" --no-binary=mpi4py "${from[@]}" mpi4py
+  pip -c "$lock" "${from[@]}" ".[train,data]"
   "$work/env/bin/python" -m hzero --version
   "$work/env/bin/conda-pack" --quiet -p "$work/env" -o "$work/packed.tar.gz"
   mv "$work/packed.tar.gz" "$target"
 else
   # torch, DeepSpeed, MPI and RCCL's plug-in stay the container's; all files are in one, since small files strain Lustre. [laif], [ai]
   mkdir "$work/user-software"
+  own='torch|deepspeed|numpy|mpi4py'
   inside() { singularity exec -B "$work/user-software:/user-software" -B "$PWD" "$HZERO_ENV" "$@"; }
   inside python -m venv --system-site-packages /user-software
-  inside /user-software/bin/python -m pip list --format=freeze | grep -iE '^(torch|deepspeed|numpy|mpi4py)==' >"$work/container.txt"
-  pins torch deepspeed numpy mpi4py
-  cat "$work/container.txt" "$work/pins.txt" >"$work/user-software/pins.txt"
+  inside /user-software/bin/python -m pip list --format=freeze | grep -iE "^($own)==" >"$work/user-software/pins.txt"
+  grep -vE "^(#|($own)==)" constraints/lumi.txt >>"$work/user-software/pins.txt"
   inside /user-software/bin/python -m pip install -c /user-software/pins.txt "${from[@]}" ".[train]"
   inside /user-software/bin/python -m hzero --version
   mksquashfs "$work/user-software" "$work/packed.sqsh" -quiet -no-progress
