@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import hzero.fsdp
@@ -37,6 +39,8 @@ TOPOLOGIES: tuple[dict[str, int], ...] = (
     {"packages_per_node": 2, "devices_per_package": 2},
     {"packages_per_node": 1, "devices_per_package": 1},
 )
+#: Batches of a micro-step that any number of ranks of `check_muon_resumes_on_other_numbers_of_ranks` can share.
+SHARED = 12
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -72,13 +76,15 @@ class Loop:
         self.schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
 
     @classmethod
-    def sharded(cls, preset: str, topology: dict[str, int], **block: Any) -> Loop:
+    def sharded(cls, preset: str, topology: dict[str, int], mesh: DeviceMesh | None = None, **block: Any) -> Loop:
+        """A model over all ranks, each with its own batches, or over a mesh, whose ranks share the batches of `SHARED`."""
         model = Net().to(DEVICE)
         for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         hzero.fsdp.apply(model, preset, topology, accumulation=MICRO, **block)
-        return cls(model, [hzero.fsdp.Muon(model, adamw=ADAMW, **MUON)], [dist.get_rank()])
+        ranks = [dist.get_rank()] if mesh is None else list(range(mesh.get_local_rank(), SHARED, mesh.size()))
+        return cls(model, [hzero.fsdp.Muon(model, adamw=ADAMW, **MUON)], ranks)
 
     @classmethod
     def whole(cls) -> Loop:
@@ -102,6 +108,17 @@ class Loop:
                 one.zero_grad()
             for one in self.schedules:
                 one.step()
+
+    def load(self, folder: Path, group: Any = None) -> None:
+        """Loads a checkpoint of `save`."""
+        model, optimizer = get_state_dict(self.model, self.optimizers)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder), process_group=group)
+        set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optimizer)
+
+    def save(self, folder: Path, group: Any = None) -> None:
+        """Saves model and optimizers with torch.distributed.checkpoint."""
+        model, optimizer = get_state_dict(self.model, self.optimizers)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder), process_group=group)
 
     def states(self) -> dict[str, Any]:
         """By name of the parameter: the states of the optimizers, whole."""
@@ -135,18 +152,12 @@ def check_states_load_in_plain_torch_and_back() -> None:
     folder = shared_folder()
     loop = Loop.sharded("exact", TOPOLOGIES[0])
     loop.train(range(2))
-    model, optimizer = get_state_dict(loop.model, loop.optimizers)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder / "hzero"))
+    loop.save(folder / "hzero")
     plain = Loop.whole()
-    model, optimizer = get_state_dict(plain.model, plain.optimizers)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder / "hzero"))
-    set_state_dict(plain.model, plain.optimizers, model_state_dict=model, optim_state_dict=optimizer)
-    model, optimizer = get_state_dict(plain.model, plain.optimizers)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder / "torch"))
+    plain.load(folder / "hzero")
+    plain.save(folder / "torch")
     again = Loop.sharded("lossless", TOPOLOGIES[1])
-    model, optimizer = get_state_dict(again.model, again.optimizers)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder / "torch"))
-    set_state_dict(again.model, again.optimizers, model_state_dict=model, optim_state_dict=optimizer)
+    again.load(folder / "torch")
     for one in (plain, again):
         one.train(range(2, 5))
     torch.testing.assert_close(again.found, plain.found, rtol=1e-5, atol=1e-6)

@@ -10,3 +10,4 @@ test_deepspeed = on_ranks(
 )
 test_exact = on_ranks({8: ("tests.parity.exact_checks",)})
 test_fsdp = on_ranks({4: ("tests.parity.fsdp_rows",), 8: ("tests.parity.fsdp_tiers",)})
+test_golden = on_ranks({4: ("tests.parity.golden_checks",)}, MKL_CBWR="COMPATIBLE", ATEN_CPU_CAPABILITY="default")
