@@ -67,7 +67,9 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
         results |= json.loads(one.result.read_text())
     date, quiet = now(), quiet_rounds(results[config.schemes[0]]["load"])
     if len(quiet) < config.rounds:
-        print(f"  {config.rounds - len(quiet)} of {config.rounds} rounds do not count: the machine was busy", flush=True)
+        print(
+            f"  {config.rounds - len(quiet)} of {config.rounds} rounds do not count: the machine was busy", flush=True
+        )
     for one in results.values():  # the same rounds of all schemes, of the other checkout's, too
         del one["load"]
         one["step_s"] = [one["step_s"][place] for place in quiet]

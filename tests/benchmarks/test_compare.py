@@ -71,8 +71,8 @@ def test_a_measurement_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     for row in rows:
         assert {"hzero", "torch", "deepspeed"} <= set(row.versions)
         assert row.cpu_s > 0 and row.memory.peak > 0
-        assert [("topo on 2 nodes" in line, "transport gloo" in line) for line in row.said] == [(True, True)] * len(row.said)
-        assert bool(row.said) == (row.engine == "hzero")
+        ran = any("topo on 2 nodes" in line and "transport gloo" in line for line in row.said)
+        assert ran == (row.engine == "hzero"), row.said
         for tier, many in links.items():
             assert row.bytes.measured[tier] / many <= row.busiest[tier] * 1.001 <= 1.001 * row.bytes.measured[tier]
         assert len(row.step_s) + row.busy_rounds == 2 and len(row.losses) == 4 and row.world_size == 4
