@@ -147,13 +147,13 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
 
 
 def _with_those_of(checkout: Path, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The entries, with every hzero scheme followed by the same scheme of another checkout."""
+    """The entries, with every scheme of hzero, under FSDP2 too, followed by the same scheme of another checkout."""
     its = commit(checkout)
     if not its or not (checkout / "benchmarks" / "compare").is_dir():
         raise ConfigError(f"against: found {str(checkout)!r}; expected a checkout of hzero")
     found = {}
     for name, entry in entries.items():
         found[name] = entry
-        if entry["engine"] == "hzero":
+        if entry["engine"] == "hzero" or "block" in entry:
             found[f"{name}@{its}"] = {**entry, "label": f"{entry.get('label', name)} at {its}"}
     return found
