@@ -20,6 +20,7 @@ import hzero
 from tests.deepspeed.training import VOCAB, batch, block_of, ds_config, engine_of
 from tests.parity.compare import assert_row, row, train
 from tests.parity.deepspeed import Session
+from tests.ranks import LONG
 
 WIDTH = 36
 
@@ -204,11 +205,13 @@ def check_odd_ways_through_layers() -> None:
     _compare(build, "spare")
 
 
+@LONG
 def check_checkpointing() -> None:
     assert_row(Session, row("lossless", "small", 2, make=lambda: _lora(checkpointing=False)))
     assert_row(Session, row("lossless", "spare", 2, make=lambda: Decoder(checkpointing=True)))
 
 
+@LONG
 def check_nested_layers_tied_weights_and_leaf_modules() -> None:
     def build() -> Pair:
         built = Pair()

@@ -23,6 +23,7 @@ from torch import nn
 import hzero
 from tests.deepspeed import training
 from tests.deepspeed.training import ds_config, shared_folder
+from tests.ranks import LONG
 
 #: Of codec int8 relative to a block's largest magnitude, once more where a payload is encoded again.
 INT8 = 0.02
@@ -217,6 +218,7 @@ def _held(name: str, block: dict[str, Any] | None, whole: bool) -> tuple[list[fl
 without_fp16 = mock.patch.object(type(get_accelerator()), "is_fp16_supported", mock.Mock(return_value=False))
 
 
+@LONG
 @without_fp16
 def check_codes_arrive_as_they_are() -> None:
     want_losses, want_master = _held("stock", None, False)

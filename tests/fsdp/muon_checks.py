@@ -29,7 +29,7 @@ from hzero.program.matrices import Matrix, Owned
 from tests.deepspeed.training import mean_over_ranks, shared_folder
 from tests.rank_main import DEVICE
 
-MICRO, STEPS = 3, 10
+MICRO, STEPS = 3, 6
 VOCABULARY, WIDTH = 37, 13
 #: Rows of the matrices: also fewer than ranks, more than columns, and several of one shape.
 ROWS = (29, 3, 17, 29, 3, 13)

@@ -54,7 +54,6 @@ def _coded() -> Iterator[Row]:
 
 
 ROWS = {
-    "scopes": _of(*_lattice(), row("zero1", 3, block={"resident": "payload"})),
     "layouts": _of(
         *(row("lossless", layout=layout) for layout in LAYOUTS),
         *([row("lossless", block={"topology": REORDERED})] if WORLD == 8 else []),
@@ -62,3 +61,4 @@ ROWS = {
     ),
     "coded_scopes": _of(*_coded(), row("topo", 3), row("replica")),
 }
+LONG_ROWS = {"scopes": _of(*_lattice(), row("zero1", 3, block={"resident": "payload"}))}

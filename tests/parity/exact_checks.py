@@ -91,7 +91,9 @@ def _equal(front: Any, preset: str, layout: tuple[int, int, int]) -> None:
 #: By layout: refreshes over two tiers, over one between nodes of one package, and of packages of one device.
 ROWS = {
     "deepspeed_lossless": functools.partial(_equal, deepspeed.Session, "lossless", (2, 2, 2)),
-    "deepspeed_zero2": functools.partial(_equal, deepspeed.Session, "zero2", (4, 1, 2)),
     "fsdp_lossless": functools.partial(_equal, fsdp.Session, "lossless", (2, 4, 1)),
+}
+LONG_ROWS = {
+    "deepspeed_zero2": functools.partial(_equal, deepspeed.Session, "zero2", (4, 1, 2)),
     "fsdp_zero1": functools.partial(_equal, fsdp.Session, "zero1", (2, 2, 2)),
 }
