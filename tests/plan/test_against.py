@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from hzero.config import PLAIN
+from hzero.program.choice import EQUAL
 from hzero.program.collectives import OTHERS
 from hzero.program.program import Cross
 from hzero.tools.cli import main
 from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, price
 from hzero.tools.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
-from hzero.tools.plan.step import predict
+from hzero.tools.plan.step import predict, predict_range
 from hzero.topology import Grid
 
 FRONTIER = load_profile("frontier-2026")
@@ -28,7 +29,7 @@ def _free() -> Profile:
     source = Source(what="free", date="2026-11", stack="test", kind="assumed")
     fast = {name: 1e9 for name in CONSTANTS if name.endswith("_gb_s")}
     free = {name: 0.0 for name in CONSTANTS if name.endswith("_us") or name in ("stolen_share", "jitter_share")}
-    return FRONTIER.with_values(source, **fast, **free)
+    return FRONTIER.with_values(source, **fast, **free, attention_share=1.0)
 
 
 def _job(**keys: Any) -> Job:
@@ -72,6 +73,15 @@ def test_schemes_are_priced_for_one_batch() -> None:
         assert ("ZeRO-3, RCCL 2.30" in prices) == ("ZeRO-3" in prices)
 
 
+def test_the_spread_of_a_step_is_its_communication() -> None:
+    job, slow = _job(), FRONTIER.slower
+    for name in ("FSDP2", "DDP"):
+        few, many = (predict_range(OTHERS[name], job, Machine(Grid(nodes, 4, 2), FRONTIER)) for nodes in (2, 64))
+        assert 1 <= few.spread < many.spread < 1 + (FRONTIER.error or 0), name
+    machine = Machine(Grid(1, 4, 2), FRONTIER)
+    assert machine.compute(1e12, 2048) == Machine(Grid(1, 4, 2), slow).compute(1e12, 2048)
+
+
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +98,13 @@ def test_against_says_which_is_the_fastest_where(
         assert row["best"] == min(fitting, key=lambda name: fitting[name])
         assert row["lead"] == pytest.approx(fitting[row["other"]] / fitting[row["hzero"]])
         assert row["over_zero3"] == pytest.approx(fitting["ZeRO-3"] / fitting[row["hzero"]])
+        spread = {name: point["spread"] for name, point in points.items() if point}
+        far = {name: (1 + EQUAL) * spread[row["best"]] * spread[name] for name in fitting if name != row["best"]}
+        # Collectives are uncertain, compute is common.
+        assert row["equal"] == [name for name in far if fitting[name] <= fitting[row["best"]] * far[name]]
+        assert row["lead_interval"][0] < row["lead"] < row["lead_interval"][1]
+        low, high = points["ZeRO-3"]["interval_s"]
+        assert high / fitting["ZeRO-3"] == pytest.approx(fitting["ZeRO-3"] / low) == 1 + result["step_error"]
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", *keys]) == 0
     text = capsys.readouterr().out

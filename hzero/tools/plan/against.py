@@ -31,7 +31,7 @@ from hzero.program.shards import ShardPlan
 from hzero.tools.plan.machine import Machine, Profile
 from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import Job, Scenario, buckets_of
-from hzero.tools.plan.step import Prediction, Simulated, compute_s, predict, require_layers
+from hzero.tools.plan.step import Prediction, Simulated, compute_s, predict, predict_range, require_layers
 from hzero.topology import Grid
 
 #: Sizes of tensor groups, numbers of chunks other than one, and the maximum number of stages that are tried.
@@ -172,11 +172,14 @@ def against(scenario: Scenario) -> dict[str, Price]:
             own[f"FSDP2, hzero {preset}"] = (scenario.shard_plan(preset), job.in_fsdp())
         own |= {name: (scheme, job) for name, scheme in scenario.others().items()}
         for name, (scheme, cut) in own.items():
-            step = predict(scheme, cut, scenario.machine)
+            step = predict_range(scheme, cut, scenario.machine)
             found[name] = Price(step, scenario.holds(step.memory_bytes), cut)
     for name in (TENSOR_FSDP, PIPELINE):
-        if one := best_degrees(scenario, name):
-            found[name] = one
+        if (one := best_degrees(scenario, name)) and one.degrees:
+            scheme = OTHERS["FSDP2" if name == TENSOR_FSDP else "ZeRO-1"]
+            slow = price(scheme, one.job, scenario.grid, scenario.machine.profile.slower, one.degrees)
+            spread = max(slow.step_s / one.step.step_s, 1.0)
+            found[name] = replace(one, step=replace(one.step, spread=spread))
     return found
 
 

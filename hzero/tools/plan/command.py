@@ -14,7 +14,9 @@ keys of hzero plan only: memory=64GB is the size of a device (default: the profi
 machine that predictions simulate (default: the topology's). --best and --against also read
 global_batch=SEQUENCES of all devices (default: train.micro_batch x train.grad_accumulation of each).
 
-predictions simulate a step with the constants of a profile; docs/model.md states their errors.
+predictions simulate a step with the constants of a profile. 9 of 10 published runs that were not used for its constants are in
+the interval of a step. Two schemes are equal if the interval of the ratio of their steps contains 1: the error of compute is
+common to both and cancels, the error of collectives does not (docs/model.md).
 
 link times are the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
 that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are an average over the
@@ -52,7 +54,7 @@ from hzero.tools.plan.memory import footprint, longest
 from hzero.tools.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.tools.plan.search import Setting, search
 from hzero.tools.plan.sequence import chunked, exchanged
-from hzero.tools.plan.step import predict
+from hzero.tools.plan.step import Prediction, predict_range
 from hzero.tools.terminal import Parser
 
 #: Other engines in a plain plan.
@@ -296,7 +298,7 @@ def _step_dict(scenario: Scenario, scheme: ShardPlan | Scheme) -> dict[str, Any]
     divided = scheme is scenario.experiment.plan and scenario.experiment.experts > 1
     if isinstance(scenario.profile, ConfigError) or not scenario.job.layer or divided:
         return {"memory_bytes": footprint(scheme, scenario.grid, scenario.job).bytes}
-    return asdict(predict(scheme, scenario.job, scenario.machine))
+    return _predicted(scenario, predict_range(scheme, scenario.job, scenario.machine))
 
 
 def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) -> list[str]:
@@ -390,6 +392,9 @@ def _show_choice(choice: dict[str, Any]) -> None:
 
 def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None:
     rows, steps, stock = [], [], schemes["ZeRO-3"]["node_bytes"]
+    made = {name: Prediction(**_figures(one)) for name, one in schemes.items() if "step_s" in one}
+    fitting = [one for name, one in made.items() if there is None or schemes[name]["memory_bytes"] <= there]
+    fastest = min(fitting or made.values(), key=lambda one: one.step_s, default=None)
     for name, one in schemes.items():
         size, into = one["node_bytes"], ("", "")
         if size is not None:
@@ -399,30 +404,55 @@ def _show_schemes(schemes: dict[str, dict[str, Any]], there: int | None) -> None
         if "step_s" in one:
             exposed, least = one["exposed_s"], 0.005 * one["step_s"]
             waits = ", ".join(f"{exposed[tier]:.3g} {tier}" for tier in TIERS if exposed.get(tier, 0) > least)
-            steps.append((name, f"{one['step_s']:.3g} s", f"{one['tflops']:.3g}", waits or "nothing", fits))
+            assert fastest is not None
+            times = f"{one['step_s']:.3g} s", _range_text(one["interval_s"], 3), _ratio_text(fastest.ratio(made[name]))
+            steps.append((name, *times, f"{one['tflops']:.3g}", waits or "nothing", fits))
     head = ("scheme", "weights", "gradients", "*into a node", "*of ZeRO-3", "*memory", "fits")
     _table("scopes and codecs; bytes into one node per step (other engines: minimum); memory per device", head, rows)
     if steps:
-        _table("predicted step", ("scheme", "*step", "*TFLOPS per device", "waits for, s", "fits"), steps)
+        head = ("scheme", "*step", "*interval", "*to the fastest", "*TFLOPS per device", "waits for, s", "fits")
+        _table("predicted step; equal: the interval of the ratio contains 1", head, steps)
+
+
+def _figures(step: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in step.items() if key in Prediction.__dataclass_fields__}
+
+
+def _range_text(interval: Sequence[float] | None, digits: int) -> str:
+    return "unknown" if interval is None else " to ".join(f"{end:.{digits}g}" for end in interval)
+
+
+def _ratio_text(ratio: tuple[float, float, float]) -> str:
+    """A ratio with its interval, or ``equal``."""
+    found, low, high = ratio
+    return "equal" if low <= 1 <= high else f"{found:.2f} ({low:.2f} to {high:.2f})"
 
 
 # ---- predictions --------------------------------------------------------------------------------------------------------
 
 
+def _predicted(scenario: Scenario, step: Prediction) -> dict[str, Any]:
+    """A predicted step, and the interval in which 9 of 10 steps are expected."""
+    error = scenario.machine.profile.step_error
+    return {**asdict(step), "interval_s": error and [step.step_s / (1 + error), step.step_s * (1 + error)]}
+
+
 def _about(scenario: Scenario) -> dict[str, Any]:
-    """The machine of a prediction, and the known error of its profile."""
+    """The machine of a prediction, and the known errors of its profile."""
     profile = scenario.machine.profile
     kinds = {name: profile.sources[profile.constants[name].source].kind for name in CONSTANTS}
     assumed = [name for name, kind in kinds.items() if kind == "assumed"]
     library = f" ({profile.library})" if profile.library else ""
-    error = f"on collectives that were not fit is {profile.error:.0%}" if profile.error else "is not known"
+    errors = {"training steps": profile.step_error, "collectives": profile.error}
+    known = " and ".join(f"{name} within {error:.0%}" for name, error in errors.items() if error)
+    known = f"9 of 10 published {known}" if known else "its errors are not known"
     return {
         "profile": profile.name,
         "error": profile.error,
+        "step_error": profile.step_error,
         "assumed": assumed,
         "memory_bytes": scenario.memory,
-        "about": f"profile {profile.name}{library}: its error {error}, and no step of this machine could be checked; assumed: "
-        f"{', '.join(assumed) or 'nothing'} (docs/model.md)",
+        "about": f"profile {profile.name}{library}: {known} (docs/model.md); assumed: {', '.join(assumed) or 'nothing'}",
     }
 
 
@@ -435,7 +465,7 @@ def against_dict(scenario: Scenario, counts: Sequence[int]) -> dict[str, Any]:
     curves: dict[str, list[dict[str, Any]]] = {}
     for count, prices in found.items():
         for name, price in prices.items():
-            point = {"nodes": count, "setting": price.setting, "fits": price.fits, **asdict(price.step)}
+            point = {"nodes": count, "setting": price.setting, "fits": price.fits, **_predicted(scenario, price.step)}
             curves.setdefault(name, []).append(point)
     job, batch = scenario.job, scenario.global_batch
     grids = [one.grid for one in scenarios]
@@ -443,6 +473,7 @@ def against_dict(scenario: Scenario, counts: Sequence[int]) -> dict[str, Any]:
         **about,
         "work": f"{batch:,} sequences" if batch else f"sequences per device: {job.micro_batch * job.accumulation}",
         "library": scenario.machine.profile.library,
+        "node_gb_s": scenario.machine.profile.value("net_rails_gb_s"),
         "notes": [grid.groups_text for grid in grids if grid.nodes_per_group is None and grid.groups_text],
         "curves": curves,
         "winners": [_winner(count, prices) for count, prices in found.items()],
@@ -450,18 +481,25 @@ def against_dict(scenario: Scenario, counts: Sequence[int]) -> dict[str, Any]:
 
 
 def _winner(nodes: int, prices: dict[str, Price]) -> dict[str, Any]:
-    """The fastest schemes that fit, with and without hzero, and the ratio of their steps."""
-    step = {name: price.step.step_s for name, price in prices.items() if price.fits}
-    own = min((name for name in step if "hzero" in name), key=step.__getitem__, default=None)
-    other = min((name for name in step if "hzero" not in name), key=step.__getitem__, default=None)
-    best = min(step, key=step.__getitem__, default=None)
+    """The fastest schemes that fit, with and without hzero, the ratio of their steps, and what is equal to the fastest."""
+    step = {name: price.step for name, price in prices.items() if price.fits}
 
-    def ratio(name: str | None) -> float | None:
-        return step[name] / step[own] if own and name in step else None
+    def fastest(hzero: bool) -> str | None:
+        return min(
+            (name for name in step if ("hzero" in name) == hzero), key=lambda name: step[name].step_s, default=None
+        )
 
-    setting = prices[best].setting if best else None
-    return {"nodes": nodes, "best": best, "setting": setting, "hzero": own, "other": other,
-            "lead": ratio(other), "over_zero3": ratio("ZeRO-3")}  # fmt: skip
+    own, other = fastest(True), fastest(False)
+    best = min((name for name in (own, other) if name), key=lambda name: step[name].step_s, default=None)
+
+    def ratio(name: str | None) -> tuple[float, float, float] | None:
+        return step[own].ratio(step[name]) if own and name in step else None
+
+    lead, stock = ratio(other), ratio("ZeRO-3")
+    return {"nodes": nodes, "best": best, "setting": prices[best].setting if best else None, "hzero": own, "other": other,
+            "lead": lead and lead[0], "lead_interval": lead and lead[1:],
+            "over_zero3": stock and stock[0], "over_zero3_interval": stock and stock[1:],
+            "equal": [name for name in step if best and name != best and step[best].equal(step[name])]}  # fmt: skip
 
 
 def _show_against(result: dict[str, Any]) -> None:
@@ -478,14 +516,20 @@ def _show_against(result: dict[str, Any]) -> None:
     _table(title, ("scheme", *(f"*{count:,}" for count in counts)), rows)
     rows = []
     for row in winners:
-        ratios = (f"{row[key]:.2f}" if row[key] else "" for key in ("lead", "over_zero3"))
+        ratios = (
+            _ratio_text((row[key], *row[f"{key}_interval"])) if row[key] else "" for key in ("lead", "over_zero3")
+        )
         names = (row[key] or "" for key in ("best", "setting", "hzero", "other"))
         rows.append((f"{row['nodes']:,}", *names, *ratios))
     head = ("*nodes", "fastest", "its setting", "best with hzero", "best without", "*ratio", "*to ZeRO-3")
-    _table(f"fastest scheme; ratio: step without hzero to step with it; ZeRO-3 with {result['library']}", head, rows)
-    for name, group in itertools.groupby(winners, key=lambda row: row["best"] or "nothing fits"):
+    title = "fastest scheme; ratio: step without hzero to step with it, with its interval"
+    _table(f"{title}; ZeRO-3 with {result['library']}", head, rows)
+    for (name, equal), group in itertools.groupby(
+        winners, key=lambda row: (row["best"] or "nothing fits", row["equal"])
+    ):
         nodes = [row["nodes"] for row in group]
-        _say(f"fastest on {nodes[0]:,}{f' to {nodes[-1]:,}' * (len(nodes) > 1)} nodes: {name}")
+        others = f"; equal to it: {', '.join(equal)}" if equal else ""
+        _say(f"fastest on {nodes[0]:,}{f' to {nodes[-1]:,}' * (len(nodes) > 1)} nodes: {name}{others}")
     for note in result["notes"]:
         _say(note)
     _say(result["about"])
@@ -507,7 +551,7 @@ def search_dict(scenario: Scenario) -> dict[str, Any]:
             "fullest": one.memory.fullest,
             "states": {name: state.bytes for name, state in one.memory.states.items()},
             "fits": one.fits,
-            **({"sequence_s": one.sequence_s, **asdict(one.step)} if one.fits else {}),
+            **({"sequence_s": one.sequence_s, **_predicted(scenario, one.step)} if one.fits else {}),
         }
 
     return {

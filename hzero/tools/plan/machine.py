@@ -36,6 +36,12 @@ ADAM_BYTES = 4 + 2 * 12 + 2
 #: From RCCL 2.30 on, all-gathers over at least this many nodes are hierarchical, up to this many bytes. A communicator has a
 #: buffer of that size for them (ROCm/rocm-systems#6140, #3856). Reduce-scatters need RCCL_HIERARCHICAL_REDUCE_SCATTER=1 (#7851).
 HIERARCHICAL = {8: 64 << 20, 16: 128 << 20}
+#: Error of collectives where nothing was measured.
+UNKNOWN_ERROR = 0.3
+_DIVISORS = ("compute_tflops", "attention_share", "ll_share", "fill_kib")
+_OF_COLLECTIVES = re.compile(
+    "(launch|stolen|ring_|level|fill_us|fill_node|tree_fill_us|pair|intra_|flat_|node_|net_).*"
+)
 _FOLDER = Path(__file__).parent / "profiles"
 #: Names and meanings of the constants of every profile.
 CONSTANTS: dict[str, str] = yaml.safe_load((_FOLDER.parent / "constants.yaml").read_text())
@@ -88,7 +94,8 @@ class Profile(Frozen):
         tree_nodes: Minimum number of nodes for which an all-reduce is a tree.
         order: The stage's order of collectives by default: ``strict`` with RCCL, one at a time on a device.
         library: Library of collectives of the figures, with its version.
-        error: Relative error on measured collectives that were not used for calibration; null: there are none.
+        error: Relative error that 9 of 10 measured collectives keep which were not used for calibration; null: there are none.
+        step_error: The same of whole training steps.
         sources: Sources by name.
         constants: Constants by name.
     """
@@ -105,6 +112,7 @@ class Profile(Frozen):
     order: CollectiveOrder = "lanes"
     library: str = ""
     error: Annotated[FiniteFloat, Field(gt=0, lt=1)] | None = None
+    step_error: Annotated[FiniteFloat, Field(gt=0, lt=1)] | None = None
     sources: dict[str, Source]
     constants: dict[str, Constant]
 
@@ -115,7 +123,7 @@ class Profile(Frozen):
                 raise one_of("constants", name, CONSTANTS, "key")
             if constant is None:
                 raise ValueError(f"constants.{name}: missing")
-            if constant.value < 1e-9 and (name.endswith("_gb_s") or name in ("compute_tflops", "ll_share", "fill_kib")):
+            if constant.value < 1e-9 and (name.endswith("_gb_s") or name in _DIVISORS):
                 raise ValueError(f"constants.{name}.value: found {constant.value:g}; expected at least 1e-9")
             if constant.value > 1 and name.endswith("_share"):
                 raise ValueError(f"constants.{name}.value: found {constant.value:g}; expected a share of at most 1")
@@ -143,6 +151,15 @@ class Profile(Frozen):
                 raise ConfigError(f"topology.{key}: found {count}; expected 1, without rates in profile {self.name}")
         if grid.nodes > self.nodes:
             raise ConfigError(f"nodes: found {grid.nodes:,}; expected at most the {self.nodes:,} of {self.name}")
+
+    @property
+    def slower(self) -> Profile:
+        """The profile with collectives that take more time and compute, by their error or `UNKNOWN_ERROR`."""
+        error = 1 + (self.error or UNKNOWN_ERROR)
+        values = {name: self.value(name) for name in CONSTANTS if _OF_COLLECTIVES.match(name)}
+        values = {name: value / error if name.endswith("_gb_s") else value * error for name, value in values.items()}
+        values["stolen_share"] = min(values["stolen_share"], 1.0)
+        return self.with_values(Source(what="their error", date="", stack="", kind="calibrated"), **values)
 
     def with_values(self, source: Source, **values: float) -> Profile:
         """The profile with other values of some constants, from one source."""
@@ -359,10 +376,17 @@ class Machine:
 
     def _all_reduce(self, crossing: Cross, size: float) -> Phase:
         nodes, ranks, groups = self.places(crossing)
-        levels = math.log2(nodes)
+        levels, tree = math.log2(nodes), nodes == 2 or nodes >= self.profile.tree_nodes
         filled = size / (size + 1024 * self._value("fill_kib"))
         latency = self._value("launch_us") + levels * self._value("level_us")
-        latency += filled * (self._value("fill_node_us") * (ranks > 1) + levels * self._value("fill_us"))
+        latency += filled * self._value("fill_node_us") * (ranks > 1)
+        if tree:
+            # The best chunks of a pipeline take time by the root of the size (2 x root of its latency x its transfer). From
+            # some size on, chunks do not grow. All groups of a node share its NICs.
+            chunks = math.sqrt(min(size * groups / 2**20, self._value("tree_fill_mib")))
+            latency += levels**2 * chunks * self._value("tree_fill_us")
+        else:
+            latency += filled * levels * self._value("fill_us")
         work: dict[Resource, float] = {}
         if ranks > 1:
             inside = 2 * size * (ranks - 1) / ranks
@@ -372,7 +396,6 @@ class Machine:
             else:
                 work |= self._inside(crossing, inside, pairs=False)
         if nodes > 1:
-            tree = nodes == 2 or nodes >= self.profile.tree_nodes
             sent = 2 * size if tree else 2 * size * (crossing.ranks - 1) / crossing.ranks
             if nodes == 2:  # each of the two trees is one message each way
                 sent = size
@@ -384,10 +407,10 @@ class Machine:
         """A codec's kernel that reads and writes ``touched`` bytes."""
         return Phase(self._value("kernel_us") / 1e6, {"memory": self._seconds(touched, "hbm_gb_s")})
 
-    def compute(self, flops: float, tokens: int) -> Phase:
-        """``flops`` operations in a micro-batch of ``tokens`` tokens per rank."""
-        host = self._value("host_us") / 1e6
-        return Phase(host, {"compute": flops / self.rate(tokens)}) if flops else Phase(host)
+    def compute(self, flops: float, tokens: int, moved: float = 0.0) -> Phase:
+        """``flops`` operations in a micro-batch of ``tokens`` tokens per rank, and kernels that move ``moved`` bytes."""
+        host, memory = self._value("host_us") / 1e6, self._seconds(moved, "hbm_gb_s")
+        return Phase(host, {"compute": flops / self.rate(tokens) + memory, "memory": memory}) if flops else Phase(host)
 
     def rate(self, tokens: int) -> float:
         """Operations per second of a device. Short micro-batches have a lower rate."""

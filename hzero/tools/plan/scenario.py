@@ -169,18 +169,26 @@ class Bucket:
         name: Equal buckets have equal names.
         numels: Elements of every parameter.
         flops: Operations of forward, per token.
-        reduces: All-reduces of forward over a tensor group.
+        attention: Those of them in attention.
+        layers: Layers whose all-reduces over a tensor group, and whose memory traffic outside matrix products, it contains.
+        logits: Logits of a token.
     """
 
     name: str
     numels: tuple[int, ...]
     flops: float
-    reduces: int = 0
+    attention: float = 0.0
+    layers: int = 0
+    logits: int = 0
 
     @property
     def numel(self) -> int:
         """Elements of all its parameters."""
         return sum(self.numels)
+
+    def backward(self, checkpointing: bool) -> int:
+        """Time of its backward in that of its forward. Checkpointing computes layers again, but not the head."""
+        return 2 + (checkpointing and not self.logits)
 
 
 def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
@@ -199,16 +207,18 @@ def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
     vocab = model.vocab_size * model.hidden
     weights = 2.0 * (job.layer - model.idle / model.layers)
     attention = 4.0 * job.seq_length * model.attention / model.layers
-    embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, 2.0 * vocab / job.tensor)
+    head = Bucket("head", model.after, 2.0 * vocab / job.tensor, logits=math.ceil(model.vocab_size / job.tensor))
+    embedding = Bucket("embedding", model.before, 0.0)
     if (together := job.layers_together) > 1:
         counts = [min(together, layers - first) for first in range(0, layers, together)]
-        whole = (Bucket(f"{n} layers", model.layer * n, (weights + attention) * n, 2 * n) for n in counts)
+        whole = (Bucket(f"{n} layers", model.layer * n, (weights + attention) * n, attention * n, n) for n in counts)
         return [embedding, *whole, head]
     of_layer = []
     for index, part in enumerate(_split(model.layer, job.prefetch, job.kept)):
         # The operations of attention belong to the bucket of the first matrix.
-        flops = weights / job.layer * sum(part) + (attention if index == 0 else 0.0)
-        of_layer.append(Bucket(f"layer.{index}", tuple(part), flops, 2 * (index == 0)))
+        here = attention * (index == 0)
+        flops = weights / job.layer * sum(part) + here
+        of_layer.append(Bucket(f"layer.{index}", tuple(part), flops, here, int(index == 0)))
     return [embedding, *of_layer * layers, head]
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from hzero.codecs.formats import CHECKSUM_BYTES, chunk_numel
 from hzero.errors import ConfigError
+from hzero.program.choice import EQUAL
 from hzero.program.collectives import Scheme, chains_of, exchange_program
 from hzero.program.matrices import Round
 from hzero.program.program import IN_FLIGHT, Cross, Program
@@ -30,6 +31,8 @@ MICRO_STEPS, LAYERS = 3, (3, 6)
 Timed: TypeAlias = tuple[str, str, bool, list[Phase]]
 #: Newton-Schulz iterations of Muon.
 _ITERATIONS = 5
+#: Bytes that forward moves for each logit: 16 and 32 bits, and the logarithm of the softmax.
+LOGIT_BYTES = 12
 #: The lane of compute.
 COMPUTE = "compute"
 
@@ -60,6 +63,7 @@ class Prediction:
         exposed_s: Seconds in which compute waits for communication, by tier.
         busy: Share of the step in which each resource is busy.
         memory_bytes: Memory of a device.
+        spread: Factor of the step with collectives slower by the profile's error.
     """
 
     step_s: float
@@ -67,6 +71,20 @@ class Prediction:
     exposed_s: dict[str, float]
     busy: dict[str, float]
     memory_bytes: int
+    spread: float = 1.0
+
+    def ratio(self, other: Prediction) -> tuple[float, float, float]:
+        """Ratio of another scheme's step to this one, and its interval.
+
+        The error of compute is common to both, and cancels. What differs by less than `EQUAL` is not known to differ.
+        """
+        found, far = other.step_s / self.step_s, self.spread * other.spread * (1 + EQUAL)
+        return found, found / far, found * far
+
+    def equal(self, other: Prediction) -> bool:
+        """Whether the interval of the ratio contains 1."""
+        _, low, high = self.ratio(other)
+        return low <= 1 <= high
 
 
 def require_layers(job: Job) -> None:
@@ -102,10 +120,17 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simul
     )
 
 
+def predict_range(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Prediction:
+    """`predict`, with the spread. The grid is the machine's, so there is no tensor parallelism."""
+    found = predict(scheme, job, machine)
+    slow = predict(scheme, job, Machine(machine.grid, machine.profile.slower))
+    return replace(found, spread=max(slow.step_s / found.step_s, 1.0))
+
+
 def compute_s(job: Job, machine: Machine) -> float:
     """Seconds of a step's compute at the profile's rate: a lower bound of the step."""
-    forward, passes = sum(bucket.flops for bucket in buckets_of(job)), 4 if job.checkpointing else 3
-    return job.accumulation * passes * job.tokens * forward / machine.rate(job.tokens // job.tensor)
+    flops = sum(bucket.flops * (1 + bucket.backward(job.checkpointing)) for bucket in buckets_of(job))
+    return job.accumulation * job.tokens * flops / machine.rate(job.tokens // job.tensor)
 
 
 def tasks_of(
@@ -275,12 +300,17 @@ class _Builder:
 
     def _compute(self, phase: str, bucket: Bucket, needs: list[Task]) -> Task:
         job, name = self._job, f"{phase} {bucket.name}"
-        factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
-        flops = bucket.flops * job.tokens * factor * self._late
         if name not in self._computes:
+            times = job.tokens * (1 if phase == "forward" else bucket.backward(job.checkpointing)) * self._late
+            moved = bucket.layers * job.model.hidden * self._machine.profile.value("layer_bytes") / job.tensor
+            moved += bucket.logits * LOGIT_BYTES
+            flops = bucket.flops + bucket.attention * (1 / self._machine.profile.value("attention_share") - 1)
             # A tensor group makes matrices narrower. They have as many tiles as with fewer tokens.
-            self._computes[name] = [self._machine.compute(flops, job.tokens // job.tensor)]
-            if job.tensor > 1 and (count := bucket.reduces * (2 if phase == "backward" and job.checkpointing else 1)):
+            tokens = job.tokens // job.tensor
+            self._computes[name] = [self._machine.compute(flops * times, tokens, moved * times)]
+            if job.tensor > 1 and (
+                count := 2 * bucket.layers * (2 if phase == "backward" and job.checkpointing else 1)
+            ):
                 one = self._machine.tensor_reduce(job.tokens * job.model.hidden * job.itemsize)
                 work = {resource: seconds * count for resource, seconds in one.work.items()}
                 self._computes[name].append(Phase(one.latency_s * count, work))
