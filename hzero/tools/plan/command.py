@@ -281,7 +281,10 @@ def _sequences(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
     if not isinstance(scenario.profile, ConfigError):
         machine, stock = scenario.machine, replace(job, sequence=None, checkpointing=True)
         found["copy_s"] = machine.host(found["to_host"], found["to_device"])
-        found["compute_s"] = found["flops"] / machine.rate(min(job.tokens, job.sequence.chunk * job.micro_batch))
+        # The rate of attention counts pairs that are masked, twice the operations here.
+        attended = 2 * found["attention_flops"] / machine.profile.value("attention_share")
+        rate = machine.rate(min(job.tokens, job.sequence.chunk * job.micro_batch))
+        found["compute_s"] = (found["flops"] - found["attention_flops"] + attended) / rate
         host = scenario.profile.value("ddr_gb") * 1e9 / grid.scope_size("node")
         for key, one in (("longest", job), ("longest_with_checkpointing_alone", stock)):
             found[key] = longest(plan, grid, one, scenario.memory or 0, host)
@@ -528,7 +531,7 @@ def _show_against(result: dict[str, Any]) -> None:
         winners, key=lambda row: (row["best"] or "nothing fits", row["equal"])
     ):
         nodes = [row["nodes"] for row in group]
-        others = f"; equal to it: {', '.join(equal)}" if equal else ""
+        others = f"; equal to it: {'; '.join(equal)}" if equal else ""
         _say(f"fastest on {nodes[0]:,}{f' to {nodes[-1]:,}' * (len(nodes) > 1)} nodes: {name}{others}")
     for note in result["notes"]:
         _say(note)

@@ -22,7 +22,7 @@ def chunked(job: Job) -> dict[str, Any]:
         ``device_token``: bytes per token of the rank on the device, at the maximum. ``host_token``: bytes per token on the
         host, 0 without offloading. ``layer_chunk``: bytes on the device for a chunk in a layer. ``loss_chunk``: bytes on the
         device for a chunk in the loss. ``to_host`` and ``to_device``: copied bytes. ``flops``: operations, including the
-        operations that backward repeats.
+        operations that backward repeats. ``attention_flops``: those in attention.
     """
     (queries, keys, tokens, chunk), offload = _shape(job), job.sequence is not None and job.sequence.offload
     model, size, hidden, layers = job.model, job.itemsize, job.model.hidden, job.model.layers
@@ -38,6 +38,7 @@ def chunked(job: Job) -> dict[str, Any]:
     # The input of every layer, and the tensors of attention of the layer in backward.
     kept = layers * hidden * size + attention + sums
     # Forward, recomputed forward, and backward with twice the operations. Layers project three more times to reach attention.
+    attend = 8.0 * job.tokens * job.seq_length * model.attention  # each token attends to half of the others, on average
     linear = 4 * (sum(model.numels) - model.idle) + 3 * layers * hidden * (queries + 2 * model.keys)
     return {
         # Gradients of a layer's result and input, cosines and sines.
@@ -47,7 +48,8 @@ def chunked(job: Job) -> dict[str, Any]:
         "loss_chunk": 12 * max(min(4 * chunk * hidden, chunk * model.vocab_size), model.vocab_size),
         "to_host": job.micro_batch * (layers * copied_out + ends) * offload,
         "to_device": job.micro_batch * (layers * copied_back + ends) * offload,
-        "flops": job.tokens * (2.0 * linear + 8.0 * job.seq_length * model.attention),
+        "flops": 2.0 * job.tokens * linear + attend,
+        "attention_flops": attend,
     }
 
 
