@@ -24,7 +24,7 @@ def main(*arguments: str) -> None:
 
 
 def draw_map(plans: list[dict[str, Any]]) -> Any:
-    """The ratio of the fastest scheme without hzero to the fastest with it. Grey: their steps are equal within the error."""
+    """The ratio of the fastest scheme without hzero to the fastest with it. White: their steps are equal within the error."""
     plans = sorted(plans, key=lambda plan: plan["node_gb_s"])
     figure, axes = plt.subplots(figsize=(7.5, 4.0), layout="constrained")
     ratios = [[row["lead"] if row["lead_interval"][0] > 1 or row["lead_interval"][1] < 1 else 1.0 for row in plan["winners"]]
