@@ -9,6 +9,7 @@ The rows, with source and date, are in ``measured_rows.yaml``. The rows K only c
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import sys
@@ -47,7 +48,10 @@ DEVICES = {"MI250X": ("frontier-2026", "frontier-2023"), "A100": ("nic",), "H100
 
 
 class Check(NamedTuple):
-    """A measured figure and its prediction; ``use`` is C, K, or ``seen`` where the model has no such scheme."""
+    """A measured figure and its prediction; ``use`` is as in the file of rows.
+
+    Training of one ``work`` differs in the number of devices only.
+    """
 
     use: str
     what: str
@@ -55,6 +59,7 @@ class Check(NamedTuple):
     size: int
     measured: float
     predicted: float | None
+    work: str = ""
 
     @property
     def error(self) -> float:
@@ -140,7 +145,8 @@ def _training_check(row: dict[str, Any], shapes: dict[str, Any], profiles: Mappi
     model, executed = 3 * sum(forward[::2]) / 1e12, (3 * sum(forward[::2]) + sum(forward[1::2])) / 1e12
     measured *= model / executed if row.get("unit") == "executed" else model
     what = f"{name}{text}, {devices:,} devices ({row['source'].partition(',')[0]})"
-    return Check(row["use"], what, row["profile"], 0, measured, tflops)
+    work = f"{name} {length} {micro} {again} {tensor} {pipeline} {values} {row['source']} {row['stack']}"
+    return Check(row["use"], what, row["profile"], 0, measured, tflops, work)
 
 
 def job_of(name: str, shape: dict[str, int], length: int, micro_batch: int, micro_steps: int) -> Job:
@@ -228,6 +234,13 @@ def nine_of_ten(errors: Sequence[float]) -> float:
     return errors[math.ceil(0.9 * len(errors)) - 1]
 
 
+def pairs(found: Sequence[Check]) -> list[float]:
+    """What remains in the ratio of two training runs K that differ in the number of devices only, in rising order."""
+    held_out = [check for check in found if check.use == "K" and not check.size]
+    both = ((one, other) for one, other in itertools.combinations(held_out, 2) if one.work == other.work)
+    return sorted(abs(math.log((1 + one.error) / (1 + other.error))) for one, other in both)
+
+
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     """Prints every row, and the errors of the rows K by kind. With ``--fit``: the fitted constants, within minutes."""
     if "--fit" in arguments:
@@ -252,7 +265,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
             predicted = "" if check.predicted is None else f"{check.predicted:12.1f}{check.error:+8.1%}"
             print(f"{check.what + size:79}{check.measured:12.1f}{predicted}")
     print()
-    for kind, errors in summary(found).items():
+    for kind, errors in {**summary(found), "ratio of two runs on other numbers of devices": pairs(found)}.items():
         print(f"rows K, {kind}: mean {statistics.fmean(errors):.1%}, median {statistics.median(errors):.1%}, 9 of 10 within "
               f"{nine_of_ten(errors):.1%}, max {errors[-1]:.1%} of {len(errors)}")  # fmt: skip
 

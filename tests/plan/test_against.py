@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from hzero.config import PLAIN
-from hzero.program.choice import EQUAL
 from hzero.program.collectives import OTHERS
 from hzero.program.program import Cross
 from hzero.tools.cli import main
 from hzero.tools.plan.against import PIPELINE, TENSOR_FSDP, Degrees, against, price
 from hzero.tools.plan.machine import CONSTANTS, HIERARCHICAL, Machine, Profile, Source, load_profile
 from hzero.tools.plan.scenario import Job, buckets_of, read_scenario
-from hzero.tools.plan.step import predict, predict_range
+from hzero.tools.plan.step import REST, predict, predict_range
 from hzero.topology import Grid
 
 FRONTIER = load_profile("frontier-2026")
@@ -99,7 +98,7 @@ def test_against_says_which_is_the_fastest_where(
         assert row["lead"] == pytest.approx(fitting[row["other"]] / fitting[row["hzero"]])
         assert row["over_zero3"] == pytest.approx(fitting["ZeRO-3"] / fitting[row["hzero"]])
         spread = {name: point["spread"] for name, point in points.items() if point}
-        far = {name: (1 + EQUAL) * spread[row["best"]] * spread[name] for name in fitting if name != row["best"]}
+        far = {name: (1 + REST) * spread[row["best"]] * spread[name] for name in fitting if name != row["best"]}
         # Collectives are uncertain, compute is common.
         assert row["equal"] == [name for name in far if fitting[name] <= fitting[row["best"]] * far[name]]
         assert row["lead_interval"][0] < row["lead"] < row["lead_interval"][1]
