@@ -11,8 +11,8 @@ from hzero.errors import ConfigError
 
 #: DeepSpeed's ZeRO-3, to which ratios are taken.
 STOCK = "zero3-deepspeed"
-#: The scheme to which losses are compared where that one took no part.
-BASE = "lossless"
+#: The schemes to which losses are compared where that one took no part.
+BASES = ("lossless", "ddp")
 #: The scheme of the claims.
 SUBJECT = "topo"
 #: Order of the schemes in tables and plots; others follow.
@@ -21,7 +21,7 @@ SCHEMES = (
     *("zero3", "hpz", "zeropp", "lossless", "mild", SUBJECT),
 )
 #: Suites of long runs, of which the report shows losses.
-LOSSES = ("convergence", "choices")
+LOSSES = ("convergence", "choices", "muon-losses")
 #: Suites that have a section; measurements of other suites are shown like main's.
 SHOWN = ("accumulation", "sweep", "codecs", "shards", *LOSSES)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.report.results import BASE, LOSSES, STOCK, SUBJECT, Comparison, Result
+from benchmarks.report.results import BASES, LOSSES, STOCK, SUBJECT, Comparison, Result
 from benchmarks.report.series import series_of
 from benchmarks.rows import StepsRow
 from hzero.config import Tier
@@ -233,7 +233,7 @@ def losses(comparison: Comparison) -> str:
         for result in results:
             for row in result.rows:
                 by_scheme.setdefault(row.scheme, {})[result.config.train.seed] = row
-        base = STOCK if STOCK in by_scheme else BASE
+        base = next((name for name in (STOCK, *BASES) if name in by_scheme), STOCK)
         rows = []
         for runs in by_scheme.values():
             values = {seed: final_loss(row) for seed, row in runs.items()}
@@ -246,7 +246,7 @@ def losses(comparison: Comparison) -> str:
             label, mean = next(iter(runs.values())).label, f"{statistics.fmean(values.values()):.4f}"
             rows.append([label, _by_seed(values, ".4f"), mean, _by_seed(apart, "+.4f"), share])
         if rows:
-            to = f"to {'ZeRO-3' if base == STOCK else base}"
+            to = f"to {'ZeRO-3' if base == STOCK else 'DDP' if base == 'ddp' else base}"
             head = ("scheme", "by seed", "mean", f"{to}, by seed", f"{to}, mean")
             steps = len(results[0].rows[0].losses)
             parts += [
