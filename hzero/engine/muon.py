@@ -7,6 +7,7 @@ stay sharded, so clipping, loss scaling and checkpoints see what they see withou
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -14,11 +15,13 @@ from typing import TypeAlias
 
 import torch
 
+from hzero.codecs.codec import Codec
 from hzero.comm import Communicator, for_dimension
 from hzero.comm.wires import process_group, world_timeout
 from hzero.config import HZeroConfig, Tier
 from hzero.engine.engine import Owners
 from hzero.program.matrices import LEGS, Matrix, Owned, Round, along
+from hzero.program.shards import ShardPlan
 
 #: Returns this rank's shard of the input of a matrix's update, ``[<= chunk]``.
 Send: TypeAlias = Callable[[int], torch.Tensor]
@@ -26,6 +29,9 @@ Send: TypeAlias = Callable[[int], torch.Tensor]
 Compute: TypeAlias = Callable[[list[int], list[torch.Tensor]], list[torch.Tensor]]
 #: Receives this rank's shard of an update, ``[chunk]`` with padding.
 Receive: TypeAlias = Callable[[int, torch.Tensor], None]
+
+#: Largest error of a rounded gradient that Muon bears, relative to the largest value of its block. int8 has half of it.
+_BEARABLE = 0.01
 
 
 class MatrixOwners:
@@ -49,6 +55,16 @@ class MatrixOwners:
         senders = [[by_node[node][place] for node in self._across.places] for place in self._inside.places]
         self._senders = torch.tensor(senders).flatten()
         self._by_rank = self._senders.argsort()
+        # Newton-Schulz gives all directions of a matrix one length, also those that are noise.
+        hops = ShardPlan.from_config(config, owners.grid, owners.rank).reduce_hops()
+        coarse = {hop.codec.codec: None for hop in hops if Codec.from_config(hop.codec).error_bound(1.0) > _BEARABLE}
+        if coarse and owners.rank == 0:
+            print(
+                f"hzero: codecs.gradients: found {' and '.join(coarse)} with Muon, whose updates amplify the rounding; expected "
+                "none or int8 (docs/muon.md has measured losses)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def update(
         self, matrices: Sequence[Matrix], like: torch.Tensor, send: Send, compute: Compute, receive: Receive

@@ -207,8 +207,10 @@ class Head(nn.Module):
 def check_output_layers_and_embeddings_are_adamws() -> None:
     model = Head().to(DEVICE)
     fully_shard(model)
-    hzero.fsdp.apply(model, "lossless", TOPOLOGIES[0])
-    groups = hzero.fsdp.Muon(model).param_groups
+    hzero.fsdp.apply(model, "exact", TOPOLOGIES[0])
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        groups = hzero.fsdp.Muon(model).param_groups
+    assert ("found int4 with Muon" in said.getvalue()) == (dist.get_rank() == 0)
     assert groups[0]["params"] == [model.layers[0].weight] and len(groups) == 2
 
 
