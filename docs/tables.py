@@ -1,36 +1,57 @@
-"""MkDocs hook: tables of keys, from the pydantic models that check them, instead of ``<!-- keys: NAME -->``."""
+"""Writes the tables of keys, presets and constants into the pages, from the code that they describe.
+
+    python docs/tables.py            writes them between `<!-- table: NAME ... -->` and `<!-- end -->`
+    python docs/tables.py --check    fails if a page has another table
+
+They are committed, so that pages can be read without being built.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, takewhile
+from pathlib import Path
 from typing import Any
 
 from griffe import Docstring
 from pydantic import BaseModel
 
-from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
+from hzero.comm import CommunicatorConfig
+from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESET_NAMES, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
 from hzero.program.collectives import Scheme
 from hzero.tools.experiment import Configuration, compose, key_lines
 from hzero.tools.plan.command import plan_dict
-from hzero.tools.plan.machine import CONSTANTS, load_profile
+from hzero.tools.plan.machine import CONSTANTS, load_profile, profile_names
 from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import read_scenario
 
-#: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
-MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)
+ROOT = Path(__file__).parents[1]
+#: A table between its marks: the first one with the name, and both with it.
+MARKED = re.compile(r"(<!-- table: (\w+) .*?-->\n).*?(<!-- end -->)", re.DOTALL)
 #: States that the column `states` of presets adds up.
 STATES = ("primary weights", "secondary partition", "gradient shard", "gradient accumulation buffers", "optimizer")
 #: Keys that users do not write.
 HIDDEN = ("preset_shard", "preset_gradients", "preset_dimensions")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts the tables in."""
-    return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)
+def main() -> int:
+    """Writes all tables, or compares them. Returns the exit status."""
+    stale = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        written = MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark[2]]()}\n\n{mark[3]}", text)
+        if written != text:
+            stale.append(page.relative_to(ROOT))
+            if "--check" not in sys.argv:
+                page.write_text(written)
+    if stale and "--check" in sys.argv:
+        print(f"{', '.join(map(str, stale))}: other tables than the code's; run python docs/tables.py")
+        return 1
+    return 0
 
 
 def block_table() -> str:
@@ -93,7 +114,58 @@ def presets_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"presets": presets_table, "block": block_table, "trainer": trainer_table, "constants": constants_table}
+def layouts_table() -> str:
+    """Scopes and codecs of all presets."""
+    lines = ["| preset | weights, gradients over | codecs of weights, gradients | purpose |", "|---|---|---|---|"]
+    for name in PRESET_NAMES:
+        cells = ["chosen", "`exact` or `none`, `none`"]
+        if preset := PRESETS.get(name):
+            codecs = [f"`{codec}`" for codec in (preset.weights_codec, preset.gradients_codec)]
+            between = f", between nodes `{preset.between_nodes}`" if preset.between_nodes else ""
+            cells = [f"{preset.weights}, {preset.gradients}", ", ".join(codecs) + between]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {_comment('zero', name)} |")
+    return "\n".join(lines)
+
+
+def settings_table() -> str:
+    """The files of the group ``zero`` that are no presets."""
+    names = sorted(path.stem for path in (ROOT / "conf" / "zero").glob("*.yaml"))
+    lines = [f"| `{name}` | {_comment('zero', name)} |" for name in names if name not in (*PRESET_NAMES, "stock")]
+    return "\n".join(["| `zero=` | meaning |", "|---|---|", *lines])
+
+
+def profiles_table() -> str:
+    """The machines that the performance model knows."""
+    profiles = map(load_profile, profile_names())
+    return "\n".join(["| profile | machine |", "|---|---|", *(f"| `{one.name}` | {one.about} |" for one in profiles)])
+
+
+def communicator_table() -> str:
+    """All keys of a communicator."""
+    schema = CommunicatorConfig.model_json_schema()
+    lines = []
+    for key, field in schema["properties"].items():
+        default = _written(field["default"]) if isinstance(field.get("default"), (bool, int, str)) else ""
+        lines.append((key, _values(field), default, _meanings("CommunicatorConfig")[key]))
+    return _table(lines)
+
+
+TABLES = {
+    "block": block_table,
+    "communicator": communicator_table,
+    "constants": constants_table,
+    "layouts": layouts_table,
+    "presets": presets_table,
+    "profiles": profiles_table,
+    "settings": settings_table,
+    "trainer": trainer_table,
+}
+
+
+def _comment(group: str, name: str) -> str:
+    """The comment at the beginning of a file of ``conf/``, as one sentence."""
+    lines = (ROOT / "conf" / group / f"{name}.yaml").read_text().splitlines()
+    return " ".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)).removesuffix(".")
 
 
 def _leaves(root: dict[str, Any], node: dict[str, Any], owner: str, prefix: str = "") -> Iterator[Any]:
@@ -189,3 +261,7 @@ def _table(rows: list[tuple[str, str, str, str]]) -> str:
         f"| `{key}` | {values} | {default} | {meaning.replace(' | ', ', ')} |" for key, values, default, meaning in rows
     ]
     return '<div class="keys" markdown>\n\n' + "\n".join(lines) + "\n\n</div>"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
