@@ -17,7 +17,6 @@ BESIDE_THE_CODE = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "*/README.md",
-    "benchmarks/*/README.md",
     "benchmarks/reports/*.md",
 )
 #: Address in the theme of the script that docs/offline.js replaces.

@@ -1,4 +1,4 @@
-"""Every private name of another package that hzero touches is in the table of docs/private_names.md, with reason and versions."""
+"""Every private name of another package that hzero touches is in the table of tests/private_names.md, with its reason."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_private_name_is_in_the_table() -> None:
             own = name in defined[path][0] or (of_self and name in ours)
             if _private(name) and name not in PUBLIC and (name in overridden or not own):
                 used[name].add(str(path.relative_to(ROOT)))
-    text = (ROOT / "docs/private_names.md").read_text()
+    text = (ROOT / "tests/private_names.md").read_text()
     listed = {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)}
     added = {name: sorted(used[name]) for name in sorted(used.keys() - listed)}
     assert not added, f"not in the table: {added}"

@@ -1,1 +1,1 @@
-"""Emulated cluster: ranks on one machine whose links have a rate for every tier (see README.md)."""
+"""Emulated cluster: ranks on one machine whose links have a rate for every tier (docs/reports.md)."""

@@ -1,4 +1,4 @@
-"""QLoRA, the recipe of docs/recipes/qlora.md, against plain ZeRO-3. Run by test_clients.py on 2 ranks."""
+"""QLoRA, the recipe of docs/recipes.md, against plain ZeRO-3. Run by test_clients.py on 2 ranks."""
 
 from __future__ import annotations
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
 
 import pytest
 
-from tests.ranks import ROOT, collect, on_ranks
+from tests.ranks import on_ranks
 
 needs_clients = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "accelerate", "lightning", "trl", "peft", "datasets", "bitsandbytes"))),
@@ -21,8 +20,3 @@ CHECKS = (
 
 
 test_client = needs_clients(on_ranks({4: CHECKS, 2: ("tests.clients.qlora_checks",)}))
-
-
-def test_the_table_names_every_check() -> None:
-    named = re.findall(r"`(check_\w+)`", (ROOT / "docs" / "versions.md").read_text())
-    assert sorted(named) == sorted(collect(*CHECKS))

@@ -79,7 +79,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     pytest.importorskip(EXAMPLES[name], reason=f"{EXAMPLES[name]} is not installed")
     losses = _losses(output := _output(name, tmp_path))
     if name == "train.py":  # the tutorial shows its output
-        page = (ROOT / "docs" / "recipes" / "cpu.md").read_text()
+        page = (ROOT / "docs" / "cpu.md").read_text()
         shown = re.findall(r"^step (\d+): loss ([\d.]+)$", page, flags=re.MULTILINE)
         assert [losses[int(step) - 1] for step, _ in shown] == pytest.approx(
             [float(loss) for _, loss in shown], abs=0.02

@@ -197,7 +197,7 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
             output_loading_info=True,
         )
     if getattr(built, "is_quantized", False):
-        why = "expected weights that can be trained; docs/recipes/qlora.md trains adapters"
+        why = "expected weights that can be trained; docs/recipes.md, QLoRA, trains adapters"
         raise ConfigError(f"model.path: found quantised weights in {str(source)!r}; {why}")
     try:
         built.generation_config.validate(strict=True)
