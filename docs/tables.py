@@ -140,6 +140,19 @@ def profiles_table() -> str:
     return "\n".join(["| profile | machine |", "|---|---|", *(f"| `{one.name}` | {one.about} |" for one in profiles)])
 
 
+def prepare_table() -> str:
+    """All keys of `hzero data prepare`, with the comments of its file."""
+    group, lines = "", ["| key | default | meaning |", "|---|---|---|"]
+    for line in (ROOT / "conf" / "prepare.yaml").read_text().splitlines():
+        if head := re.fullmatch(r"(\w+):", line):
+            group = f"{head[1]}."
+        elif needed := re.fullmatch(r"( *)# (\w+): required, (.*)", line):
+            lines.append(f"| `{group if needed[1] else ''}{needed[2]}` | required | {needed[3]} |")
+        elif key := re.fullmatch(r" +(\w+): (\S+) # (.*)", line):
+            lines.append(f"| `{group}{key[1]}` | `{key[2]}` | {key[3]} |")
+    return "\n".join(lines)
+
+
 def communicator_table() -> str:
     """All keys of a communicator."""
     schema = CommunicatorConfig.model_json_schema()
@@ -155,6 +168,7 @@ TABLES = {
     "communicator": communicator_table,
     "constants": constants_table,
     "layouts": layouts_table,
+    "prepare": prepare_table,
     "presets": presets_table,
     "profiles": profiles_table,
     "settings": settings_table,

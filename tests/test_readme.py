@@ -172,15 +172,14 @@ def test_table_of_readme_is_what_its_command_computes() -> None:
     assert f"`topo` is {ratio:.2f} times faster than ZeRO-3" in README.read_text()
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "cpu.md"], ids=lambda page: page.name)
-def test_bytes_of_the_main_job_are_those_of_the_plan(page: Path) -> None:
+def test_bytes_of_the_main_job_are_those_of_the_plan() -> None:
     """All but the gathers inside a package: a small model is not gathered again in backward."""
 
     scenario = read_scenario([])
     plan, job = scenario.shard_plan("topo"), scenario.job
     rows = step_traffic(plan, scenario.grid, job.model.numels, itemsize=job.itemsize, accumulation=job.accumulation)
     sizes = {(row.tier, row.role): row.wire_bytes * scenario.grid.world_size for row in rows if row.used}
-    text = page.read_text()
+    text = README.read_text()
     for (tier, role), size in sizes.items():
         (shown,) = re.findall(rf"^{tier} +{role} +int[48] +([\d.]+ \wB) ", text, flags=re.MULTILINE)
         assert (tier, role) == ("intra_package", "weights") or shown == size_text(size), (tier, role)
