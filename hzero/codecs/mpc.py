@@ -1,14 +1,23 @@
 """Reference of codec ``mpc``, in plain torch: lossless for float32, with a data-dependent number of bytes.
 
 Yang, Mukka, Hesaaraki and Burtscher, "MPC: A Massively Parallel Compression Algorithm for Scientific Data" (IEEE CLUSTER 2015).
-Chunks of 1024 words pass ``LNVds | BIT | LNV1s | ZE``:
+bfloat16 and float16 are encoded as float32. Words in chunks of 1024, from the start of a record, pass
+``LNVds | BIT | LNV1s | ZE``, with ``d`` the key ``dimension``, 1 to 32:
 
-1. From each word, the word ``d`` places before it is subtracted.
-2. The bits of each 32 words are transposed.
-3. From each word, the word before it is subtracted.
-4. Only nonzero words are kept, with a bitmap of their places (docs/payload_format.md).
+1. LNVds: from each word, the word ``d`` places before it in the chunk is subtracted, modulo 2^32; the first ``d`` words stay.
+   Words that a last chunk lacks are 0 after this step.
+2. BIT: in squares of 32 words, word ``j`` of the result has the bits of weight 2^(31 - j) of all 32 words, the first word's bit
+   highest.
+3. LNV1s: from each word, the word before it in the chunk is subtracted.
+4. ZE: a bitmap of 1024 bits marks the nonzero words, word ``i`` in bit ``i % 32`` of 32-bit word ``i / 32``. Only these are kept.
 
-A record has space for the longest encoding, and its header contains the number of bytes in use.
+A record has space for the longest encoding::
+
+    record = used, 8 bytes | zeros, 8 bytes | bitmaps of all chunks, 128 bytes each | words that are kept, of all chunks | zeros
+
+``used`` counts the bytes up to the last kept word, padded to 16. There are at most 1024 kept words per whole chunk, and for a
+last chunk of ``m`` words min(32 * ceil(m / 32) + 1, 1024). On the wire, records have ``used`` bytes each: before a hop, the ranks
+of the tier group exchange these counts, and all send as many bytes as the largest.
 """
 
 from __future__ import annotations

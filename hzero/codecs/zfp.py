@@ -2,8 +2,22 @@
 
 Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (IEEE TVCG 20(12), 2014). A block is converted to integers with one
 exponent, and a lifted transform decorrelates them. Their bits are written plane by plane, the highest first, until the block's
-bits are used up (docs/payload_format.md). The code of a plane depends on its four bits and on the number of values that already
-have a set bit. It comes from a table, so no loop runs over blocks.
+bits are used up. The code of a plane depends on its four bits and on the number of values that already have a set bit. It comes
+from a table, so no loop runs over blocks.
+
+**Format.** The stream of zfp in one dimension, fixed rate, float32, without a header. ``rate`` is 4 to 24 bits per value; every
+block of four elements takes ``4 * rate`` bits. Bytes and decoded numbers equal the output of zfpy 1.0,
+``compress_numpy(x, rate=rate, write_header=False)``, except in the two cases below. A record is padded to 16 bytes. Bits fill
+bytes from the lowest one. Each block has a head of 9 bits: 1, then 8 bits with the largest exponent field of its float32 plus 1.
+A zero block has a bit 0 and zeros. If a block's bits end during the search for a next value, the value at which they end counts.
+
+zfp does not define two cases. A block with NaN or infinity has the head 1, exponent 0, and zeros; it decodes to four NaNs. A
+block whose numbers are all below 2^-98 is written as zero.
+
+**Error bound.** For a block of largest magnitude m, 2^(E - 1) <= m < 2^E, the error is at most
+(6.25 * 2^(34 - rate) + 12) * 2^(E - 30), plus 2^-24 of m and of itself; for rates below 7 at most m + 2^(E + 1). In units of m:
+5 at rate 4, 0.8 at 8, 0.049 at 12, 0.0031 at 16, 1.2e-5 at 24. On normal numbers, ``int8`` has over 15 dB less noise than
+``zfp`` at 8 bits.
 """
 
 from __future__ import annotations

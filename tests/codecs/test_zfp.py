@@ -120,7 +120,7 @@ def test_errors_stay_in_the_stated_bound(values: list[float], rate: int, dtype: 
 
 
 def test_a_bit_more_halves_the_error_and_block_integers_lose_less() -> None:
-    """Signal-to-noise ratios on normal numbers, as docs/payload_format.md states them."""
+    """Signal-to-noise ratios on normal numbers, as hzero/codecs/zfp.py states them."""
     x = numbers("normal", 1 << 16)
 
     def ratio(got: torch.Tensor) -> float:
