@@ -1,7 +1,7 @@
 """Writes the tables of keys, presets and constants into the pages, from the code that they describe.
 
-    python docs/tables.py            writes them between `<!-- table: NAME ... -->` and `<!-- end -->`
-    python docs/tables.py --check    fails if a page has another table
+    python -m docs.tables            writes them between `<!-- table: NAME ... -->` and `<!-- end -->`
+    python -m docs.tables --check    fails if a page has another table
 
 They are committed, so that pages can be read without being built.
 """
@@ -49,7 +49,7 @@ def main() -> int:
             if "--check" not in sys.argv:
                 page.write_text(written)
     if stale and "--check" in sys.argv:
-        print(f"{', '.join(map(str, stale))}: other tables than the code's; run python docs/tables.py")
+        print(f"{', '.join(map(str, stale))}: other tables than the code's; run python -m docs.tables")
         return 1
     return 0
 
