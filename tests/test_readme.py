@@ -238,24 +238,6 @@ def test_figures_of_long_sequences(folder: Path) -> None:
 
 
 @LONG
-def test_figures_of_scopes_of_experts(folder: Path) -> None:
-
-    (keys,) = _keys("docs/presets.md", "hzero plan zero=topo model=hf", folder)
-    plans = [plan_dict(read_scenario(one)) for one in (keys, keys[:-1])]
-    peaks = [f"{plan['memory_bytes'] / 1e9:.1f} GB" for plan in plans]
-    sizes = [
-        row["wire_bytes"]
-        for plan in plans
-        for row in plan["traffic"]
-        if (row["role"], row["tier"]) == ("weights", "inter_node")
-    ]
-    between = [f"{size / 1e9:.1f} GB" for size in sizes]
-    text = (ROOT / "docs" / "presets.md").read_text()
-    assert f"a peak of {peaks[0]} per GCD instead of {peaks[1]}, and {between[0]} of weights" in text
-    assert f"over tier `inter_node` instead of {between[1]}." in text
-
-
-@LONG
 def test_figures_of_many_nodes(folder: Path) -> None:
     """Tables and ratios of the model's page, and README's."""
 
