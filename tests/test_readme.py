@@ -239,18 +239,18 @@ def test_figures_of_long_sequences(folder: Path) -> None:
 
 @LONG
 def test_figures_of_many_nodes(folder: Path) -> None:
-    """Tables and ratios of the model's page, and README's."""
+    """Tables and ratios of the page of predictions, and README's."""
 
-    readme, text = README.read_text(), (ROOT / "docs" / "model.md").read_text()
+    readme, text = README.read_text(), (ROOT / "docs" / "predictions.md").read_text()
     rates = []
     for counts, *keys in (
-        (words[1], *words[2:]) for words in _keys("docs/model.md", "hzero plan --against", folder)[:2]
+        (words[1], *words[2:]) for words in _keys("docs/predictions.md", "hzero plan --against", folder)[:2]
     ):
         nodes = node_counts(counts)
         curves = against_dict(read_scenario([*keys, f"topology.nodes={nodes[-1]}"]), nodes)["curves"]
         rates.append({name: {point["nodes"]: point["tflops"] for point in points} for name, points in curves.items()})
     frontier, ordinary = rates
-    head, _, *rows = re.findall(r"^\|.*\|$", text.partition("### 20B")[2].partition("\n- ")[0], flags=re.MULTILINE)
+    head, _, *rows = re.findall(r"^\|.*\|$", text.partition("## 20B")[2].partition("\n- ")[0], flags=re.MULTILINE)
     schemes = [cell.strip().replace("`", "") for cell in head.split("|")[2:-1]]
     schemes = [scheme.replace(" over the", ",") for scheme in schemes]
     for row, nodes in zip(rows, frontier["ZeRO-3"], strict=True):
