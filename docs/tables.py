@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from hzero.comm import CommunicatorConfig
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESET_NAMES, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
 from hzero.program.collectives import Scheme
+from hzero.tools.cli import COMMANDS
 from hzero.tools.experiment import Configuration, compose, key_lines
 from hzero.tools.plan.command import plan_dict
 from hzero.tools.plan.machine import CONSTANTS, load_profile, profile_names
@@ -153,6 +154,12 @@ def prepare_table() -> str:
     return "\n".join(lines)
 
 
+def commands_table() -> str:
+    """All commands."""
+    lines = [f"| `hzero {name}` | {text} |" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["| command | does |", "|---|---|", *lines])
+
+
 def communicator_table() -> str:
     """All keys of a communicator."""
     schema = CommunicatorConfig.model_json_schema()
@@ -165,6 +172,7 @@ def communicator_table() -> str:
 
 TABLES = {
     "block": block_table,
+    "commands": commands_table,
     "communicator": communicator_table,
     "constants": constants_table,
     "layouts": layouts_table,
