@@ -70,10 +70,10 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
         print(
             f"  {config.rounds - len(quiet)} of {config.rounds} rounds do not count: the machine was busy", flush=True
         )
-    for one in results.values():  # the same rounds of all schemes, of the other checkout's, too
-        del one["load"]
-        one["step_s"] = [one["step_s"][place] for place in quiet]
-        one["busy_rounds"] = config.rounds - len(quiet)
+    for result in results.values():  # the same rounds of all schemes, of the other checkout's, too
+        del result["load"]
+        result["step_s"] = [result["step_s"][place] for place in quiet]
+        result["busy_rounds"] = config.rounds - len(quiet)
     store.add([_row(measurement, name, results[name], measured_with, date) for name in config.schemes])
     return 0
 
