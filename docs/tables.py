@@ -1,4 +1,4 @@
-"""Writes the tables of keys, presets and constants into the pages, from the code that they describe.
+"""Writes the tables of keys, presets, constants and results into the pages, from the code that they describe.
 
     python -m docs.tables            writes them between `<!-- table: NAME ... -->` and `<!-- end -->`
     python -m docs.tables --check    fails if a page has another table
@@ -20,12 +20,14 @@ from typing import Any
 from griffe import Docstring
 from pydantic import BaseModel
 
+from benchmarks.report.results import STOCK, read
+from benchmarks.report.tables import ratio
 from hzero.comm import CommunicatorConfig
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESET_NAMES, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
 from hzero.program.collectives import Scheme
 from hzero.tools.cli import COMMANDS
 from hzero.tools.experiment import Configuration, compose, key_lines
-from hzero.tools.plan.command import plan_dict
+from hzero.tools.plan.command import against_dict, plan_dict
 from hzero.tools.plan.machine import CONSTANTS, load_profile, profile_names
 from hzero.tools.plan.memory import footprint
 from hzero.tools.plan.scenario import read_scenario
@@ -35,6 +37,16 @@ ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: (\w+) .*?-->\n).*?(<!-- end -->)", re.DOTALL)
 #: States that the column `states` of presets adds up.
 STATES = ("primary weights", "secondary partition", "gradient shard", "gradient accumulation buffers", "optimizer")
+#: Engines of README's table, as `hzero plan` names them alone and beside others.
+ENGINES = {
+    "FSDP2 with hzero `lossless`": ("FSDP2, lossless", "FSDP2, hzero lossless"),
+    "FSDP2 with hzero `topo`": ("FSDP2, topo", "FSDP2, hzero topo"),
+    "HSDP over the node": ("HSDP, node", "HSDP, node"),
+    "TP x PP x ZeRO-1": ("", "TP x PP x ZeRO-1"),
+    "FSDP2": ("FSDP2", "FSDP2"),
+    "DeepSpeed ZeRO++": ("ZeRO++", "ZeRO++"),
+    "DeepSpeed ZeRO-3": ("ZeRO-3", "ZeRO-3"),
+}
 #: Keys that users do not write.
 HIDDEN = ("preset_shard", "preset_gradients", "preset_dimensions")
 
@@ -42,7 +54,7 @@ HIDDEN = ("preset_shard", "preset_gradients", "preset_dimensions")
 def main() -> int:
     """Writes all tables, or compares them. Returns the exit status."""
     stale = []
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text()
         written = MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark[2]]()}\n\n{mark[3]}", text)
         if written != text:
@@ -115,6 +127,37 @@ def presets_table() -> str:
     return "\n".join(lines)
 
 
+def results_table() -> str:
+    """Predicted rate, memory and bytes of 20B on Frontier by engine. Bold: the fastest, and what is equal to it."""
+    job, nodes = ["experiment=paper_20b"], (48, 512, 1024)
+    planned = plan_dict(read_scenario([*job, "topology.nodes=48"]))["schemes"]
+    found = against_dict(read_scenario([*job, f"topology.nodes={nodes[-1]}"]), nodes)
+    head = ["", "memory per GCD", "bytes into a node per step", *(f"{count:,} nodes" for count in nodes)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for label, (alone, beside) in ENGINES.items():
+        cells = [label, "", ""]
+        if one := planned.get(alone):
+            cells[1:] = f"{one['memory_bytes'] / 1e9:.1f} GB", f"{one['node_bytes'] / 1e9:.3g} GB"
+        for point, winner in zip(found["curves"][beside], found["winners"]):
+            mark = "**" * (beside in (winner["best"], *winner["equal"]))
+            cells.append(f"{mark}{point['tflops']:.1f}{mark}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measured_table() -> str:
+    """Steps of suite main of 29 November beside ZeRO-3's, with intervals."""
+    (result,) = read([ROOT / "benchmarks" / "reports" / "2026-11-29-comparison.jsonl"]).of("main")
+    stock = result.row(STOCK)
+    assert stock is not None
+    rows = sorted(((ratio(stock, row), row) for row in result.rows), key=lambda one: one[0], reverse=True)
+    lines = ["| | times faster than ZeRO-3 | states of a rank |", "|---|---|---|"]
+    for (middle, low, high), row in rows:
+        times = f"{middle:.1f} ({low:.1f} to {high:.1f})" if row is not stock else "1"
+        lines.append(f"| {row.label} | {times} | {row.memory.states / 1e6:.0f} MB |")
+    return "\n".join(lines)
+
+
 def layouts_table() -> str:
     """Scopes and codecs of all presets."""
     lines = ["| preset | weights, gradients over | codecs of weights, gradients | purpose |", "|---|---|---|---|"]
@@ -176,9 +219,11 @@ TABLES = {
     "communicator": communicator_table,
     "constants": constants_table,
     "layouts": layouts_table,
+    "measured": measured_table,
     "prepare": prepare_table,
     "presets": presets_table,
     "profiles": profiles_table,
+    "results": results_table,
     "settings": settings_table,
     "trainer": trainer_table,
 }

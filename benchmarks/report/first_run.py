@@ -154,7 +154,7 @@ def predictions(run: Folder) -> Iterator[tuple[str, bool | None, str]]:
             # A loss that is not a number compares with nothing.
             worst = max((abs(ours / theirs - 1) for ours, theirs in pairs), key=lambda one: (math.isnan(one), one))
             yield (
-                f"{SCHEMES[name][0]}: loss of ZeRO-3 (README: in float32)",
+                f"{SCHEMES[name][0]}: loss of ZeRO-3 (in float32)",
                 worst <= LOSS,
                 f"at most {worst:.2%} in {len(pairs)} steps",
             )

@@ -136,7 +136,7 @@ def test_what_differs_from_a_prediction_is_refuted(run: Path) -> None:
         "The kernels give the bits of plain torch",
         "hzero `topo`: bytes into a node per step",
         "hzero `topo`: step over ZeRO-3's",
-        "hzero `topo`: loss of ZeRO-3 (README: in float32)",
+        "hzero `topo`: loss of ZeRO-3 (in float32)",
         "Order `lanes` does not hang",
     ]
     # Ranks that a failure ended have not hung.

@@ -295,7 +295,7 @@ def test_a_first_run_measures_everything_and_makes_its_page(jobs: _Jobs, tmp_pat
     for what in (
         "The kernels give the bits of plain torch",
         *(f"hzero `{scheme}`: bytes into a node per step" for scheme in ("zeropp", "topo", "lossless")),
-        "hzero `lossless`: loss of ZeRO-3 (README: in float32)",
+        "hzero `lossless`: loss of ZeRO-3 (in float32)",
         "Order `lanes` does not hang",
     ):
         assert f"| {what} | **confirmed** |" in page
