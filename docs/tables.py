@@ -22,6 +22,8 @@ from pydantic import BaseModel
 
 from benchmarks.report.results import STOCK, read
 from benchmarks.report.tables import ratio
+from benchmarks.rows import StepsRow
+from hzero.codecs.formats import TRAITS
 from hzero.comm import CommunicatorConfig
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESET_NAMES, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
 from hzero.program.collectives import Scheme
@@ -151,11 +153,21 @@ def measured_table() -> str:
     stock = result.row(STOCK)
     assert stock is not None
     rows = sorted(((ratio(stock, row), row) for row in result.rows), key=lambda one: one[0], reverse=True)
-    lines = ["| | times faster than ZeRO-3 | states of a rank |", "|---|---|---|"]
+    lines = ["| | rounds | times faster than ZeRO-3 | states of a rank |", "|---|---|---|---|"]
     for (middle, low, high), row in rows:
         times = f"{middle:.1f} ({low:.1f} to {high:.1f})" if row is not stock else "1"
-        lines.append(f"| {row.label} | {times} | {row.memory.states / 1e6:.0f} MB |")
+        lines.append(f"| {row.label} | {_rounded(row)} | {times} | {row.memory.states / 1e6:.0f} MB |")
     return "\n".join(lines)
+
+
+def _rounded(row: StepsRow) -> str:
+    """The states that a scheme's block rounds."""
+    if "block" not in row.scheme_config:
+        return "nothing"
+    codecs = parse_config(row.scheme_config["block"]).codecs
+    roles = {role: getattr(codecs, role).model_dump(exclude_none=True).values() for role in ROLES}
+    lossy = [role for role, tiers in roles.items() if any(not TRAITS[one["codec"]].exact for one in tiers)]
+    return " and ".join(lossy) or "nothing"
 
 
 def layouts_table() -> str:
