@@ -134,7 +134,7 @@ def results_table() -> str:
     job, nodes = ["experiment=paper_20b"], (48, 512, 1024)
     planned = plan_dict(read_scenario([*job, "topology.nodes=48"]))["schemes"]
     found = against_dict(read_scenario([*job, f"topology.nodes={nodes[-1]}"]), nodes)
-    head = ["", "memory per GCD", "bytes into a node per step", *(f"{count:,} nodes" for count in nodes)]
+    head = ["", "memory per GCD, of 64 GB", "bytes into a node per step", *(f"{count:,} nodes" for count in nodes)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for label, (alone, beside) in ENGINES.items():
         cells = [label, "", ""]
