@@ -690,7 +690,10 @@ def shared_lanes(device: Any = None, transport: TransportName = "torch", order: 
         _of_world = dist.group.WORLD, lanes
     found = _of_world[1]
     if found.kind != kind:
-        raise ConfigError(f"transport: found hops of {kind} and of {found.kind} in one process; expected one kind")
+        raise ConfigError(
+            f"transport: found hops of {kind} and of {found.kind} in one process; expected one kind, since their order must be "
+            "the same on all ranks: give all engines and communicators one device and transport"
+        )
     if order not in (None, found.order):
         raise ConfigError(f"order: found {order!r}; expected {found.order!r}, the order of this process's earlier hops")
     return found

@@ -59,7 +59,10 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
     def __init__(self, engine: Any, config: CheckpointConfig) -> None:
         stock = engine.checkpoint_engine
         if type(stock) is not TorchCheckpointEngine:
-            raise ConfigError(f"{KEY}.checkpoint: found with {type(stock).__name__} of DeepSpeed; expected either")
+            raise ConfigError(
+                f"{KEY}.checkpoint: found with DeepSpeed's {type(stock).__name__}, which also writes the files; expected one of "
+                "them: remove the key, or DeepSpeed's checkpoint engine"
+            )
         self.__dict__.update(vars(stock))
         self.config = config
         self._engine, self._stock_save, self._stock_load = engine, engine.save_checkpoint, engine.load_checkpoint

@@ -50,7 +50,10 @@ class Orthogonalizer(MatrixOwners):
             # The function would return another shape, and fail on one rank between two collectives.
             if getattr(param, "use_muon", False) and len(param.ds_shape) == 4:
                 found = f"{name} of shape {list(param.ds_shape)}"
-                raise ConfigError(f"optimizer.type: found muon for {found}; expected no parameter of 4 dimensions")
+                raise ConfigError(
+                    f"optimizer.type: found muon for {found}; expected matrices, since DeepSpeed's update would return another "
+                    "shape; use another optimizer"
+                )
         super().__init__(config, owners)
 
     def orthogonalize(self, shards: Sequence[Shard], beta: float, method: str) -> None:

@@ -193,7 +193,10 @@ def check_engine(engine: DeepSpeedEngine) -> None:
         raise ConfigError(f"mpu: found {type(engine.mpu).__name__} with {KEY}.sequence; expected one of them")
     # torch's Muon would step flat shards as matrices.
     if engine.client_optimizer is not None and engine.optimizer_name() == "Muon":
-        raise ConfigError("optimizer: found Muon of the script; expected optimizer.type Muon in the configuration")
+        raise ConfigError(
+            "optimizer: found Muon of the script, which would step flat shards as matrices; expected optimizer.type Muon in the "
+            "configuration"
+        )
 
 
 def check_written(config: Mapping[str, Any], ranks: int | None = None, where: str = "") -> DeepSpeedConfig:

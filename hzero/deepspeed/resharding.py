@@ -163,7 +163,7 @@ class Resharding:
             if group_of[was] != self._param_groups[index]:
                 raise ConfigError(
                     f"checkpoint: {name} is in group {self._param_groups[index]} of the optimizer, and was in group "
-                    f"{group_of[was]}"
+                    f"{group_of[was]}, whose settings it would lose; expected the optimizer's groups of the run that saved it"
                 )
             end = start + chunk_numel(count, old.world_size)
             for key, value in _tensors(zero, was).items():

@@ -79,8 +79,8 @@ class Owners:
         place = next((place for place, one in enumerate(ranks) if place != one), None)
         if place is not None:
             raise ConfigError(
-                f"the data-parallel group: its rank {place} is rank {ranks[place]} of the world; hzero needs the world's own "
-                "order"
+                f"the data-parallel group: found rank {ranks[place]} of the world at place {place}; expected the world's order, "
+                "in which checkpoints number shards: make the group of the ranks in rising order"
             )
         return cls(world, rank, tuple(ranks), world)
 

@@ -253,7 +253,9 @@ class ShardPlan:
                 for (earlier, chosen), names in tied if at not in taken[-1] else ():
                     if getattr(chosen, "way", chosen) != getattr(value, "way", value):
                         tie = f"{' = '.join(names)}, which are tied and have {earlier!r} too"
-                        raise ConfigError(f"hzero.{key}.except: found {pattern!r} for {tie}; expected equal values")
+                        raise ConfigError(
+                            f"hzero.{key}.except: found {pattern!r} for {tie}; expected equal values: they are one parameter"
+                        )
                 if at not in taken[-1] and not tied:
                     near = some(_nearest_to(pattern, [names[0] for names in parameters]), _NAMED)
                     raise ConfigError(

@@ -243,7 +243,10 @@ def places_of(reports: Sequence[RankReport]) -> list[Place]:
     if len(without) == len(reports):
         return [Place(report.rank, host, index, 0) for index, report in enumerate(reports)]
     if without:
-        raise ConfigError(f"topology: found no device on ranks {without} of node {host}; expected one on all or none")
+        raise ConfigError(
+            f"topology: found no device on ranks {without} of node {host}, where other ranks have one; expected one on each: "
+            "bind them with --gpus-per-task=1 or LOCAL_RANK, or start no more ranks than devices"
+        )
     node = merged_node(reports)
     found = positions(node, of_ranks=True)
     named = {device.identity: found[device.number] for device in node.devices}

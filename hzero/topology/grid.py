@@ -263,7 +263,10 @@ class Grid:
         if not len(ranks) == len({*ranks}) == part.size:
             group = some(list(map(str, ranks)), 16)
             has = ", ".join(f"{size} on {tier}" for tier, size in sizes.items() if size > 1)
-            raise ConfigError(f"{key}: the group of ranks {group} fills no part of {self} evenly: it has {has}")
+            raise ConfigError(
+                f"{key}: the group of ranks {group} fills no part of {self} evenly: it has {has}; expected as many ranks "
+                "on each node and package that it touches, since shards have one size"
+            )
         own = Grid(
             sizes["inter_node"] * sizes["inter_group"] * sizes["inter_cluster"],
             sizes["intra_node"] * sizes["intra_hive"],
