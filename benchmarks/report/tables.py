@@ -88,8 +88,8 @@ def _times(row: StepsRow, base: StepsRow | None) -> list[str]:
 def ratio(row: StepsRow, base: StepsRow) -> tuple[float, float, float]:
     """How many times as long the steps of a scheme take as another's: the median over the rounds, and its 95 % interval.
 
-    Both took turns in each round, so the ratio of a round is free of what slowed the machine down then. The interval is that
-    of a bootstrap over the rounds (Efron 1979, percentile method).
+    Both schemes run in every round, so whatever slows a round down cancels in its ratio. A bootstrap over the rounds gives the
+    interval (Efron 1979, percentile method).
     """
     pairs = np.array(row.step_s) / np.array(base.step_s)
     drawn = np.random.default_rng(0).choice(pairs, (4000, len(pairs)))
@@ -192,21 +192,20 @@ def ablation(comparison: Comparison, suite: str) -> str:
 
 
 def choices(comparison: Comparison) -> str:
-    """Preset fit beside the fastest other preset without rounding, and beside FSDP2."""
+    """Compares preset fit with the fastest other preset without rounding, with FSDP2 and with the fastest other engine."""
     rows = []
     for result in comparison.of("fit"):
-        steps = {row.scheme: row.median_s for row in result.rows}
-        chosen = next(name for name in steps if name.startswith("fit"))
+        of = {row.scheme: row for row in result.rows}
+        chosen = next(row for name, row in of.items() if name.startswith("fit"))
         best, stock = (
-            min((name for name in names if name in steps), key=steps.__getitem__)
+            min((of[name] for name in names if name in of), key=lambda row: row.median_s)
             for names in (
                 ("lossless", "zero1", "zero2", "zero3", "hpz"),
                 ("ddp", "fsdp2", "hsdp-node", "hsdp-package", STOCK),
             )
         )
-        of = {row.scheme: row for row in result.rows}
-        to_best, to_fsdp, to_stock = (ratio_text(of[chosen], of[other]) for other in (best, "fsdp2", stock))
-        rows.append([result.name, f"{steps[chosen]:.3f}", best, to_best, to_fsdp, stock, to_stock])
+        to_best, to_fsdp, to_stock = (ratio_text(chosen, other) for other in (best, of["fsdp2"], stock))
+        rows.append([result.name, f"{chosen.median_s:.3f}", best.scheme, to_best, to_fsdp, stock.scheme, to_stock])
     head = (
         "measurement",
         "fit, s",

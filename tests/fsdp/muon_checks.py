@@ -29,7 +29,7 @@ from hzero.program.matrices import Matrix, Owned
 from tests.deepspeed.training import mean_over_ranks, shared_folder
 from tests.rank_main import DEVICE
 
-MICRO, STEPS = 3, 6
+MICRO, STEPS = 3, 10
 VOCABULARY, WIDTH = 37, 13
 #: Rows of the matrices: also fewer than ranks, more than columns, and several of one shape.
 ROWS = (29, 3, 17, 29, 3, 13)
@@ -39,7 +39,7 @@ TOPOLOGIES: tuple[dict[str, int], ...] = (
     {"packages_per_node": 2, "devices_per_package": 2},
     {"packages_per_node": 1, "devices_per_package": 1},
 )
-#: Batches of a micro-step that any number of ranks of `check_muon_resumes_on_other_numbers_of_ranks` can share.
+#: Batches of a micro-step that any number of ranks that resume a checkpoint can share.
 SHARED = 12
 FULL = StateDictOptions(full_state_dict=True)
 

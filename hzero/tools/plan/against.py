@@ -178,8 +178,7 @@ def against(scenario: Scenario) -> dict[str, Price]:
         if (one := best_degrees(scenario, name)) and one.degrees:
             scheme = OTHERS["FSDP2" if name == TENSOR_FSDP else "ZeRO-1"]
             slow = price(scheme, one.job, scenario.grid, scenario.machine.profile.slower, one.degrees)
-            spread = max(slow.step_s / one.step.step_s, 1.0)
-            found[name] = replace(one, step=replace(one.step, spread=spread))
+            found[name] = replace(one, step=one.step.ranging_to(slow))
     return found
 
 

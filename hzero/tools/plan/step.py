@@ -74,6 +74,10 @@ class Prediction:
     memory_bytes: int
     spread: float = 1.0
 
+    def ranging_to(self, slow: Prediction) -> Prediction:
+        """This step, with the spread that the same step with slower collectives shows."""
+        return replace(self, spread=max(slow.step_s / self.step_s, 1.0))
+
     def ratio(self, other: Prediction) -> tuple[float, float, float]:
         """Ratio of another scheme's step to this one, and its interval.
 
@@ -123,9 +127,8 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine, known: Simul
 
 def predict_range(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Prediction:
     """`predict`, with the spread. The grid is the machine's, so there is no tensor parallelism."""
-    found = predict(scheme, job, machine)
     slow = predict(scheme, job, Machine(machine.grid, machine.profile.slower))
-    return replace(found, spread=max(slow.step_s / found.step_s, 1.0))
+    return predict(scheme, job, machine).ranging_to(slow)
 
 
 def compute_s(job: Job, machine: Machine) -> float:
